@@ -1,0 +1,1 @@
+"""The schedule as a value: actions, slots, schedules, their text and their checker."""

@@ -1,0 +1,48 @@
+"""Name one thing a rank does for one micro-batch. In: nothing. Out: `Kind` and `Action`. Knows no time, no cost, no tensors."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What an action does. The value is its spelling in text, as in torch.distributed.pipelining where it has one."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    EVICT = "EVICT"
+    HOST = "HOST"
+    RETURN = "RETURN"
+    LOAD = "LOAD"
+
+    # The default hash of an enum member is a Python call; schedules hash millions of them.
+    __hash__ = object.__hash__
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+TRANSFER = frozenset({Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD})
+
+# Both ends of a transfer are actions: the evictor's on the left, its acceptor's on the right.
+OTHER_END = {Kind.EVICT: Kind.HOST, Kind.LOAD: Kind.RETURN, Kind.HOST: Kind.EVICT, Kind.RETURN: Kind.LOAD}
+
+
+@dataclass(frozen=True, slots=True, order=False)
+class Action:
+    """One action: `stage` is the pipeline stage whose activations it concerns (with chunks, 0 <= stage < p*v).
+
+    A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"

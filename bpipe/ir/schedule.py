@@ -1,0 +1,48 @@
+"""Hold a schedule: for every rank, what it computes in each slot of the unit grid and which transfers start with that slot.
+
+In: actions. Out: frozen `Slot` and `Schedule` values. Knows no tensors, no seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpipe.ir.action import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One column of the grid on one rank: a computation or a bubble, and the transfers that start with it and end by its end."""
+
+    compute: Action | None = None
+    transfers: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What every rank does, in order.
+
+    `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `stage_to_rank[stage]` is the rank that computes a stage.
+    A schedule with transfers also has `partners[rank]` (the rank that hosts for it, and for which it hosts) and
+    `bounds[rank]`, the most saved chunk micro-batches the rank may hold in any slot, hosted ones included.
+    """
+
+    name: str
+    num_microbatches: int
+    stage_to_rank: tuple[int, ...]
+    ranks: tuple[tuple[Slot, ...], ...]
+    partners: tuple[int, ...] | None = None
+    bounds: tuple[int, ...] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all chunks, p*v."""
+        return len(self.stage_to_rank)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.stage_to_rank) // len(self.ranks)
