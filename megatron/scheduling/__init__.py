@@ -1,0 +1,1 @@
+"""Hooks from the installed Megatron into `bpipe`: the only code of this project that imports Megatron."""

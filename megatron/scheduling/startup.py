@@ -1,0 +1,35 @@
+"""Make this process ready to import and run Megatron: the CPU stand-in where there is no GPU, and the repairs.
+
+In: a fresh process. Out: one where `megatron.training` runs. Must be called before `megatron.core` is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+
+def prepare() -> None:
+    """Install what this machine needs and say so in one line a rank 0."""
+    # Without this, importing megatron.core appends the commit of whatever git checkout the process stands in to its version.
+    os.environ.setdefault("NO_VCS_VERSION", "1")
+    if not torch.cuda.is_available():
+        from megatron.scheduling import cpu_runtime
+
+        cpu_runtime.install()
+        # In front: argparse lets the last value win, and that is the user's.
+        sys.argv[1:1] = cpu_runtime.ARGUMENTS
+        _say(f"no CUDA device: running on the CPU with {' '.join(cpu_runtime.ARGUMENTS)}")
+    from megatron.scheduling import repairs, tokenizer
+
+    for line in repairs.apply():
+        _say(line)
+    tokenizer.install_byte_level_tokenizer()
+
+
+def _say(line: str) -> None:
+    """One line to the training log, from rank 0 (there is no process group yet to ask)."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"bpipe: {line}", flush=True)
