@@ -1,0 +1,1 @@
+"""Generators: who computes what, in which order; one file a schedule, all of them in `registry.py`."""

@@ -1,0 +1,32 @@
+"""1F1B: one forward, one backward. In: number of ranks and micro-batches. Out: a compute-only Schedule. One stage a rank.
+
+A rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a backward (steady phase), then runs
+the backwards that are left (cool-down). It saves at most min(p - rank, m) micro-batches. Source: Narayanan et al., "PipeDream-Flush"
+in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
+"""
+
+from __future__ import annotations
+
+from bpipe.generate.place import Order, place
+from bpipe.ir.schedule import Schedule
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """2 * (m + p - 1) slots."""
+    orders = [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    return place("1f1b", num_microbatches, range(num_ranks), orders)
+
+
+def _order(rank: int, num_ranks: int, num_microbatches: int) -> Order:
+    ahead = min(num_ranks - rank - 1, num_microbatches)
+    warm_up = [(rank, True, microbatch) for microbatch in range(ahead)]
+    steady: Order = []
+    for backward, forward in enumerate(range(ahead, num_microbatches)):
+        steady += [(rank, True, forward), (rank, False, backward)]
+    cool_down = [(rank, False, microbatch) for microbatch in range(num_microbatches - ahead, num_microbatches)]
+    return warm_up + steady + cool_down
+
+
+def balanced_bound(num_ranks: int) -> int:
+    """`mu_opt` of the BPipe paper: a pair saves p + 1 micro-batches together, one more slot serves an eviction and a load at once."""
+    return (num_ranks + 3) // 2

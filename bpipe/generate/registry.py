@@ -1,0 +1,25 @@
+"""Name every schedule there is. In: a name and sizes. Out: a compute-only Schedule, or the bound at which it balances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bpipe.generate.one_f_one_b import balanced_bound as one_f_one_b_bound
+from bpipe.generate.one_f_one_b import one_f_one_b
+from bpipe.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """A schedule's generator and the bound BPipe balances it to, both called with (num_ranks, num_microbatches, num_chunks)."""
+
+    generate: Callable[[int, int, int], Schedule]
+    balanced_bound: Callable[[int, int, int], int]
+    min_chunks: int = 1
+    max_chunks: int | None = 1
+
+
+GENERATORS: dict[str, Generator] = {
+    "1f1b": Generator(lambda p, m, v: one_f_one_b(p, m), lambda p, m, v: one_f_one_b_bound(p)),
+}
