@@ -1,0 +1,1 @@
+"""What a schedule costs, computed from the schedule."""
