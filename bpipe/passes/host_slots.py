@@ -1,0 +1,50 @@
+"""Give every hosted micro-batch one of its acceptor's preallocated slots. In: a Schedule and a rank. Out: which slot each hosting takes.
+
+A slot is taken from the start of the HOST's place in the grid to the end of the RETURN's, so a slot returned in a place is free only in
+the next. Both ends of a pair compute this, each on its own: same schedule, same answer. Knows no tensors, no bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+from bpipe.ir.action import Kind
+from bpipe.ir.schedule import Schedule
+
+
+class Hosting(NamedTuple):
+    """One stay of a micro-batch on its acceptor: `nth` counts the stays of this micro-batch of this (the evictor's) stage from 0."""
+
+    stage: int
+    microbatch: int
+    nth: int
+
+
+def host_slots(schedule: Schedule, rank: int) -> dict[Hosting, int]:
+    """The slot of every hosting on `rank`, in the order in which they begin. Uses the fewest slots there can be, numbered from 0."""
+    assigned: dict[Hosting, int] = {}
+    stays: dict[tuple[int, int], Hosting] = {}
+    free: list[int] = []
+    num_slots = 0
+    for slot in schedule.ranks[rank]:
+        returned = []
+        for action in slot.transfers:
+            key = (action.stage, action.microbatch)
+            if action.kind is Kind.HOST:
+                stays[key] = Hosting(*key, stays[key].nth + 1 if key in stays else 0)
+                if free:
+                    assigned[stays[key]] = heapq.heappop(free)
+                else:
+                    assigned[stays[key]] = num_slots
+                    num_slots += 1
+            elif action.kind is Kind.RETURN:
+                returned.append(assigned[stays[key]])
+        for index in returned:
+            heapq.heappush(free, index)
+    return assigned
+
+
+def num_host_slots(schedule: Schedule, rank: int) -> int:
+    """How many slots the rank has to preallocate."""
+    return max(host_slots(schedule, rank).values(), default=-1) + 1
