@@ -1,0 +1,286 @@
+"""Judge a schedule: one function a rule. In: any Schedule. Out: nothing, or a `ScheduleError` that names the place and shows it.
+
+`RULES` holds them in the order in which they run; a rule may rely on those before it. Knows no tensors, no seconds, and not who made
+the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bpipe.ir.action import COMPUTE, OTHER_END, TRANSFER, Action, Kind
+from bpipe.ir.deadlock import Waits, blocked_ranks
+from bpipe.ir.grid import window
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.host_slots import Hosting, host_slots
+from bpipe.simulate.memory import live_counts
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
+
+NOWHERE = -1
+
+
+class ScheduleError(ValueError):
+    """A schedule that breaks a rule: `rule`, `rank`, `slot` and `action` say where, the message also shows the grid around it."""
+
+    def __init__(
+        self, schedule: Schedule, rule: str, rank: int, slot: int, action: Action | None, reason: str, lanes: tuple[int, ...] = ()
+    ) -> None:
+        self.rule, self.rank, self.slot, self.action = rule, rank, slot, action
+        what = "a bubble" if action is None else str(action)
+        place = f"rank {rank}, slot {slot}, {what}"
+        super().__init__(f"{rule}: {place}: {reason}\n{window(schedule, rank, slot, lanes)}")
+
+
+@dataclass(slots=True)
+class Spots:
+    """Slots of the computations of every stage and micro-batch, at `stage * num_microbatches + microbatch`; NOWHERE where there is none.
+
+    `need` is the first computation that reads the saved activations, `release` the last: the same for a full backward.
+    """
+
+    forward: list[int]
+    need: list[int]
+    release: list[int]
+
+
+@dataclass(slots=True)
+class Case:
+    """A schedule under judgement and what its rules share."""
+
+    schedule: Schedule
+    spots: Spots = field(default_factory=lambda: Spots([], [], []))
+
+    def error(self, rule: str, rank: int, slot: int, action: Action | None, reason: str, lanes: tuple[int, ...] = ()) -> ScheduleError:
+        return ScheduleError(self.schedule, rule, rank, slot, action, reason, lanes)
+
+
+Rule = Callable[[Case], None]
+
+
+def check(schedule: Schedule) -> None:
+    """Raise ScheduleError for the first rule the schedule breaks."""
+    case = Case(schedule)
+    for rule in RULES:
+        rule(case)
+
+
+def check_shape(case: Case) -> None:
+    """Ranks have equally many slots, stages are shared out evenly, partners and bounds are one a rank."""
+    schedule = case.schedule
+    ranks = schedule.num_ranks
+    if ranks == 0 or schedule.num_microbatches < 1:
+        raise ValueError(f"shape: {ranks} ranks, {schedule.num_microbatches} micro-batches: there must be at least one of each")
+    lengths = [len(row) for row in schedule.ranks]
+    if len(set(lengths)) != 1:
+        shorter = lengths.index(min(lengths))
+        raise ValueError(f"shape: rank {shorter} has {min(lengths)} slots, others {max(lengths)}: fill up with bubbles")
+    owned = [schedule.stage_to_rank.count(rank) for rank in range(ranks)]
+    if len(set(owned)) != 1 or not owned[0] or sum(owned) != schedule.num_stages:
+        raise ValueError(f"shape: stage_to_rank {schedule.stage_to_rank} must give each of the {ranks} ranks equally many stages")
+    bounds, partners = schedule.bounds, schedule.partners
+    if bounds is not None and len(bounds) != ranks:
+        raise ValueError(f"shape: {len(bounds)} bounds for {ranks} ranks: give one for each")
+    if partners is not None and (len(partners) != ranks or not all(0 <= to < ranks for to in partners)):
+        raise ValueError(f"shape: partners {partners} must name a rank from 0 to {ranks - 1} for each of the {ranks} ranks")
+    if partners is not None:
+        for rank, partner in enumerate(partners):
+            if partners[partner] != rank:
+                raise ValueError(f"shape: rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}")
+
+
+def check_once(case: Case) -> None:
+    """Every stage computes each micro-batch forward once and backward once, on its own rank; fills in `case.spots`."""
+    schedule, rule = case.schedule, "each computation once"
+    num_stages, width, owner = schedule.num_stages, schedule.num_microbatches, schedule.stage_to_rank
+    size = num_stages * width
+    forward, need, release = [NOWHERE] * size, [NOWHERE] * size, [NOWHERE] * size
+    filled = {_FORWARD: (forward,), _BACKWARD: (need, release), _INPUT: (need,), _WEIGHT: (release,)}
+    for rank, row in enumerate(schedule.ranks):
+        for slot, cell in enumerate(row):
+            compute = cell.compute
+            if compute is None:
+                continue
+            kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
+            if kind not in COMPUTE:
+                raise case.error(rule, rank, slot, compute, f"{kind.value} is no computation")
+            if not 0 <= stage < num_stages or not 0 <= microbatch < width:
+                raise case.error(rule, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
+            if owner[stage] != rank:
+                raise case.error(rule, rank, slot, compute, f"stage {stage} belongs to rank {owner[stage]}", (owner[stage],))
+            key = stage * width + microbatch
+            for spots in filled[kind]:
+                if spots[key] != NOWHERE:
+                    raise case.error(rule, rank, slot, compute, f"already computed in slot {spots[key]}")
+                spots[key] = slot
+    for spots, kinds in ((forward, "F"), (need, "B or I"), (release, "B or W")):
+        if NOWHERE in spots:
+            stage, microbatch = divmod(spots.index(NOWHERE), width)
+            last = len(schedule.ranks[owner[stage]]) - 1
+            raise case.error(rule, owner[stage], last, None, f"stage {stage} has no {kinds} of micro-batch {microbatch} in any slot")
+    case.spots = Spots(forward, need, release)
+
+
+def check_forward_first(case: Case) -> None:
+    """Every forward stands before its backward, and an input's backward before the weights'."""
+    rule, spots, width = "forward before backward", case.spots, case.schedule.num_microbatches
+    for key, (forward, need, release) in enumerate(zip(spots.forward, spots.need, spots.release, strict=True)):
+        if forward < need <= release:
+            continue
+        rank = case.schedule.stage_to_rank[key // width]
+        late, early = (forward, need) if forward >= need else (need, release)
+        before, after = case.schedule.ranks[rank][early].compute, case.schedule.ranks[rank][late].compute
+        raise case.error(rule, rank, early, before, f"{after} comes only in slot {late}")
+
+
+def check_stage_order(case: Case) -> None:
+    """A stage computes a micro-batch forward after the stage before it, and backward after the stage behind it."""
+    rule, spots, width = "stage order", case.spots, case.schedule.num_microbatches
+    for spot, earlier, later in ((spots.forward, 0, width), (spots.need, width, 0)):
+        for index in range(len(spot) - width):
+            if spot[index + earlier] < spot[index + later]:
+                continue
+            stage, other = (index + later) // width, (index + earlier) // width
+            rank, other_rank = case.schedule.stage_to_rank[stage], case.schedule.stage_to_rank[other]
+            slot, other_slot = spot[index + later], spot[index + earlier]
+            needed = case.schedule.ranks[other_rank][other_slot].compute
+            action = case.schedule.ranks[rank][slot].compute
+            reason = f"needs {needed}, which rank {other_rank} computes in slot {other_slot}"
+            raise case.error(rule, rank, slot, action, reason, (other_rank,))
+
+
+def check_other_ends(case: Case) -> None:
+    """Every transfer has its other end in the same slot of the partner, and starts on the rank of its stage."""
+    schedule, rule = case.schedule, "other ends"
+    partners = schedule.partners
+    for rank, slot, transfer in _transfers(schedule):
+        kind = transfer.kind
+        if kind not in TRANSFER:
+            raise case.error(rule, rank, slot, transfer, f"{kind.value} is no transfer")
+        if partners is None or partners[rank] == rank:
+            raise case.error(rule, rank, slot, transfer, f"rank {rank} has no partner")
+        partner = partners[rank]
+        evictor = rank if kind is _EVICT or kind is _LOAD else partner
+        if not 0 <= transfer.stage < schedule.num_stages or schedule.stage_to_rank[transfer.stage] != evictor:
+            raise case.error(rule, rank, slot, transfer, f"stage {transfer.stage} is none of rank {evictor}'s")
+        if not 0 <= transfer.microbatch < schedule.num_microbatches:
+            raise case.error(rule, rank, slot, transfer, f"there are micro-batches 0 to {schedule.num_microbatches - 1}")
+        other = Action(transfer.stage, OTHER_END[kind], transfer.microbatch)
+        if other not in schedule.ranks[partner][slot].transfers:
+            raise case.error(rule, rank, slot, transfer, f"rank {partner} has no {other} in this slot")
+
+
+def check_residency(case: Case) -> None:
+    """What is evicted was finished and present, what is loaded was away, and nobody computes on what is away or under way."""
+    schedule, rule, spots = case.schedule, "activations present", case.spots
+    away: dict[int, int] = {}
+    returned: dict[int, int] = {}
+    for rank, slot, transfer in _transfers(schedule):
+        kind = transfer.kind
+        if kind is not _EVICT and kind is not _LOAD:
+            continue
+        key = transfer.stage * schedule.num_microbatches + transfer.microbatch
+        if kind is _EVICT:
+            if key in away:
+                raise case.error(rule, rank, slot, transfer, f"already sent away in slot {away[key]}")
+            if slot <= spots.forward[key]:
+                raise case.error(rule, rank, slot, transfer, f"its forward ends with slot {spots.forward[key]}, evict later")
+            if slot <= returned.get(key, NOWHERE):
+                raise case.error(rule, rank, slot, transfer, f"it is still coming back in slot {returned[key]}")
+            if slot >= spots.need[key]:
+                raise case.error(rule, rank, slot, transfer, f"its backward is in slot {spots.need[key]}, evict before")
+            away[key] = slot
+        else:
+            if key not in away or away[key] >= slot:
+                raise case.error(rule, rank, slot, transfer, "it is not away")
+            if slot >= spots.need[key]:
+                raise case.error(rule, rank, slot, transfer, f"its backward is in slot {spots.need[key]}, load before")
+            returned[key] = slot
+            del away[key]
+    for key, slot in away.items():
+        stage, microbatch = divmod(key, schedule.num_microbatches)
+        rank = schedule.stage_to_rank[stage]
+        need = schedule.ranks[rank][spots.need[key]].compute
+        raise case.error(rule, rank, spots.need[key], need, f"micro-batch {microbatch} left in slot {slot} and is not loaded before this")
+
+
+def check_host_slots(case: Case, assigned: Mapping[int, Mapping[Hosting, int]] | None = None) -> None:
+    """No preallocated slot of an acceptor holds two micro-batches at once. `assigned` replaces what `host_slots` gives, rank by rank."""
+    schedule, rule = case.schedule, "host slots"
+    for rank in range(schedule.num_ranks):
+        stays = (host_slots(schedule, rank) if assigned is None else assigned[rank]) if _hosts(schedule, rank) else {}
+        nth: dict[tuple[int, int], int] = {}
+        taken: dict[int, Action] = {}
+        for slot, cell in enumerate(schedule.ranks[rank]):
+            for action in cell.transfers:
+                key = (action.stage, action.microbatch)
+                if action.kind is _HOST:
+                    nth[key] = nth.get(key, -1) + 1
+                    index = stays[Hosting(*key, nth[key])]
+                    if index in taken:
+                        raise case.error(rule, rank, slot, action, f"slot {index} still holds {taken[index]}")
+                    taken[index] = action
+            for action in cell.transfers:
+                if action.kind is _RETURN:
+                    taken.pop(stays[Hosting(action.stage, action.microbatch, nth[action.stage, action.microbatch])], None)
+
+
+def check_bounds(case: Case) -> None:
+    """No rank ever holds more micro-batches than its bound."""
+    schedule = case.schedule
+    for rank, bound in enumerate(schedule.bounds or ()):
+        counts = live_counts(schedule, rank)
+        if max(counts) > bound:
+            slot = next(slot for slot, count in enumerate(counts) if count > bound)
+            action = schedule.ranks[rank][slot].compute
+            raise case.error("bound", rank, slot, action, f"holds {counts[slot]} micro-batches, its bound is {bound}")
+
+
+def check_pair_order(case: Case) -> None:
+    """Both ends of a pair start the transfers of one direction in the same order."""
+    schedule, rule = case.schedule, "order on a pair"
+    for rank, partner in enumerate(schedule.partners or ()):
+        sent = [(slot, action) for slot, action in _of_rank(schedule, rank) if action.kind is _EVICT or action.kind is _RETURN]
+        received = [(slot, action) for slot, action in _of_rank(schedule, partner) if action.kind is _HOST or action.kind is _LOAD]
+        for (slot, action), (_, other) in zip(sent, received, strict=True):
+            if (action.stage, OTHER_END[action.kind], action.microbatch) != (other.stage, other.kind, other.microbatch):
+                raise case.error(rule, rank, slot, action, f"here rank {partner} expects the other end of {other}, not of this")
+
+
+def check_no_deadlock(case: Case) -> None:
+    """Every rank reaches its end although sends, receives and transfers wait for each other, under the strictest of `Waits`."""
+    blocked = blocked_ranks(case.schedule, Waits.IN_EVERY_OPERATION)
+    if blocked:
+        first = min(blocked, key=lambda one: one.slot)
+        others = ", ".join(f"rank {one.rank} for rank {one.peer} at slot {one.slot}" for one in blocked[:8])
+        action = case.schedule.ranks[first.rank][first.slot].compute
+        reason = f"waits for {first.message}, which rank {first.peer} never reaches (waiting: {others})"
+        raise case.error("no deadlock", first.rank, first.slot, action, reason, (first.peer,))
+
+
+RULES: tuple[Rule, ...] = (
+    check_shape,
+    check_once,
+    check_forward_first,
+    check_stage_order,
+    check_other_ends,
+    check_residency,
+    check_host_slots,
+    check_bounds,
+    check_pair_order,
+    check_no_deadlock,
+)
+
+
+def _of_rank(schedule: Schedule, rank: int) -> Iterator[tuple[int, Action]]:
+    return ((slot, action) for slot, cell in enumerate(schedule.ranks[rank]) if cell.transfers for action in cell.transfers)
+
+
+def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    return ((rank, slot, action) for rank in range(schedule.num_ranks) for slot, action in _of_rank(schedule, rank))
+
+
+def _hosts(schedule: Schedule, rank: int) -> bool:
+    return any(action.kind is _HOST for _, action in _of_rank(schedule, rank))
