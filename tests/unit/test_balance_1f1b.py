@@ -1,0 +1,117 @@
+"""BPipe's worked example, and its algorithm as printed (with the erratum), against the balancing pass on 1F1B."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpipe.generate.registry import GENERATORS
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import balance
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.memory import live_counts, num_transfers, peak_counts
+
+SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
+
+
+def mu_opt(num_stages: int) -> int:
+    return -(-(num_stages + 2) // 2)
+
+
+def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]]]:
+    """Kim et al. 2023, Algorithm 1, line by line; "latest finished forward" in place of the index of slot i-3, which may be a bubble."""
+    p, m = schedule.num_stages, schedule.num_microbatches
+    row = [slot.compute for slot in schedule.ranks[stage]]
+    plan: dict[int, set[tuple[str, int]]] = {}
+    num_evictions = max(0, min(p - stage, m) - mu_opt(p))
+    away: set[int] = set()
+    for slot, compute in enumerate(row):
+        if compute is None:
+            continue
+        if compute.kind is Kind.FORWARD:
+            if mu_opt(p) - 1 <= compute.microbatch < mu_opt(p) - 1 + num_evictions:
+                previous = row[slot - 1]
+                assert previous is not None
+                plan.setdefault(slot, set()).add(("EVICT", previous.microbatch))
+                away.add(previous.microbatch)
+        elif compute.microbatch in away:
+            plan.setdefault(slot - 1, set()).add(("LOAD", compute.microbatch))
+            away.discard(compute.microbatch)
+            before = row[slot - 1]
+            if before is not None and before.kind is Kind.FORWARD:
+                finished = [one.microbatch for one in row[: slot - 2] if one is not None and one.kind is Kind.FORWARD]
+                plan.setdefault(slot - 2, set()).add(("EVICT", finished[-1]))
+                away.add(finished[-1])
+    return plan
+
+
+def test_the_worked_example() -> None:
+    schedule = build(ProgramConfig("1f1b", num_stages=4, num_microbatches=8, balance="bpipe"))
+    computed = "F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7"
+    moved = " .  . E1  .  .  .  . E3 L1  .  . E5 L3  .  .  . L5  .  .  .  .  ."
+    hosted = " .  . H1  .  .  .  . H3 R1  .  . H5 R3  .  .  . R5  .  .  .  .  ."
+    row = schedule.ranks[0]
+    assert [str(slot.compute)[1:] if slot.compute else "." for slot in row] == computed.split()
+    assert ["+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row] == moved.split()
+    row = schedule.ranks[3]
+    assert ["+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row] == hosted.split()
+    assert all(action.stage == 0 for slot in row for action in slot.transfers), "a HOST names the evictor's stage"
+    assert schedule.bounds == (3, 3, 3, 3)
+    assert schedule.partners == (3, 2, 1, 0)
+    assert live_counts(schedule, 0) == (1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 2, 1, 1)
+    assert num_host_slots(schedule, 3) == 2
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
+    plain = GENERATORS["1f1b"].generate(p, m, 1)
+    assert len(plain.ranks[0]) == 2 * (m + p - 1)
+    assert peak_counts(plain) == tuple(min(p - stage, m) for stage in range(p))
+    balanced = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    assert max(peak_counts(balanced)) <= mu_opt(p)
+    for stage in range(p // 2):
+        made = {
+            slot: {(action.kind.value, action.microbatch) for action in cell.transfers}
+            for slot, cell in enumerate(balanced.ranks[stage])
+            if cell.transfers
+        }
+        assert made == algorithm_1(plain, stage)
+        assert all(len(actions) == 1 for actions in made.values()), "at most one transfer decision falls in a slot"
+        acceptor = p - 1 - stage
+        assert num_host_slots(balanced, acceptor) <= max(0, p - stage - mu_opt(p) + 1)
+
+
+# Exhaustive search under the same bound finds no fewer evictions: (p, m) -> one number an evictor.
+FEWEST = {
+    (4, 4): [1],
+    (4, 5): [2],
+    (4, 8): [3],
+    (4, 12): [5],
+    (5, 8): [2],
+    (6, 6): [2, 1],
+    (6, 10): [4, 3],
+    (6, 12): [5, 3],
+    (8, 8): [3, 2, 1],
+    (8, 10): [3, 3, 2],
+}
+
+
+@pytest.mark.parametrize(("p", "m"), FEWEST)
+def test_evictions_are_as_few_as_exhaustive_search_finds(p: int, m: int) -> None:
+    balanced = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    assert [num_transfers(balanced, stage).evictions for stage in range((p - 4) // 2 + 1)] == FEWEST[p, m]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_nothing_moves_below_four_stages(p: int) -> None:
+    schedule = build(ProgramConfig("1f1b", p, 8, balance="bpipe"))
+    assert not any(slot.transfers for row in schedule.ranks for slot in row)
+
+
+def test_balancing_leaves_its_input_alone() -> None:
+    plain = GENERATORS["1f1b"].generate(4, 8, 1)
+    before = repr(plain)
+    balanced = balance(plain, [3] * 4)
+    assert repr(plain) == before
+    assert balanced.ranks[0][2].transfers == (Action(0, Kind.EVICT, 1),)
