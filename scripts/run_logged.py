@@ -1,0 +1,169 @@
+"""Run one command, keep all it prints in a log, show the lines that matter, and leave none of its processes behind.
+
+In: a log file, a regular expression for the lines to show, a command. Out: the command's exit status; on failure, the end of the log.
+Knows nothing of what it runs. Standard library only: the set-up uses it before anything is installed. Linux only (prctl and /proc).
+
+A launcher may die before the processes it started. They are adopted by this process, which ends them when the command has ended. Told to
+stop (Ctrl-C, TERM, hang-up), it passes the signal on and waits, then ends what is left, then kills what is left of that. Should this
+process itself be killed, the kernel tells the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+GRACE_S = 5.0
+TAIL_LINES = 25
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LIBC = ctypes.CDLL(None)
+
+
+class Stopped(Exception):
+    """A signal asked for the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def family() -> dict[int, list[int]]:
+    """The children of every living process, from /proc."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        # A process may end while it is being read; the zombies among them are already dead.
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    below.setdefault(int(parent), []).append(int(entry.name))
+    return below
+
+
+def children(root: int) -> list[int]:
+    return family().get(root, [])
+
+
+def descendants(root: int) -> list[int]:
+    """All living processes below `root`."""
+    everyone = family()
+    found: list[int] = []
+    waiting = [root]
+    while waiting:
+        below = everyone.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def end_all(grace_s: float) -> int:
+    """End every process below this one; return how many had to be ended."""
+    left = descendants(os.getpid())
+    for pid in left:
+        send(pid, signal.SIGTERM)
+    wait_for_none(grace_s)
+    for pid in descendants(os.getpid()):
+        send(pid, signal.SIGKILL)
+    return len(left)
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def wait_for_none(grace_s: float) -> None:
+    deadline = time.monotonic() + grace_s
+    while descendants(os.getpid()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def keep_and_show(stream: IO[bytes], log: IO[bytes], pattern: re.Pattern[str], tail: deque[str]) -> None:
+    """Copy the command's output to the log, line by line, and the lines that match to the screen."""
+    for raw in stream:
+        log.write(raw)
+        log.flush()
+        line = raw.decode("utf-8", errors="replace").rstrip("\n")
+        tail.append(line)
+        if pattern.search(line):
+            print(line, flush=True)
+
+
+def stop(number: int, _frame: FrameType | None) -> None:
+    # Asked once is enough: a second Ctrl-C must not break the clearing-up that the first one started.
+    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+def run(log_path: Path, pattern: re.Pattern[str], command: list[str], grace_s: float = GRACE_S) -> int:
+    """Run `command`; return its status, or 128 + n when signal n ended it or asked for the end."""
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
+            assert process.stdout is not None
+            reader = threading.Thread(target=keep_and_show, args=(process.stdout, log, pattern, tail), daemon=True)
+            reader.start()
+            status = process.wait()
+            left = end_all(grace_s)
+            reader.join(grace_s)
+        except Stopped as stopped:
+            # Ctrl-C goes to the whole group of a terminal, so the command has had it already; a second one would break its clearing-up.
+            if stopped.number != signal.SIGINT:
+                for pid in children(os.getpid()):
+                    send(pid, stopped.number)
+            wait_for_none(grace_s)
+            end_all(grace_s)
+            print(f"stopped by {signal.Signals(stopped.number).name}; all processes ended", file=sys.stderr)
+            return 128 + stopped.number
+    status = status if status >= 0 else 128 - status
+    if left:
+        print(f"{left} processes outlived {command[0]} and were ended", file=sys.stderr)
+    if status and pattern.pattern:
+        print(f"{command[0]} ended with status {status}; the end of {log_path}:", file=sys.stderr)
+        print("\n".join(f"  {line}" for line in tail), file=sys.stderr)
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command, log its output, show the lines that match, leave no process behind.")
+    parser.add_argument("--log", type=Path, required=True, help="file for everything the command prints")
+    parser.add_argument(
+        "--show", default="", metavar="REGEX", help="lines to show as they come (default: all; the end of the log is then not repeated)"
+    )
+    parser.add_argument("command", nargs="+", help="after --")
+    args = parser.parse_args()
+    try:
+        return run(args.log, re.compile(args.show), args.command)
+    except FileNotFoundError as error:
+        print(f"cannot start {args.command[0]}: {error}", file=sys.stderr)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main())

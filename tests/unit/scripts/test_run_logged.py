@@ -1,0 +1,97 @@
+"""scripts/run_logged.py: nothing that it started outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LONG_S = 1000
+
+
+def start(scripts: Path, log: Path, script: str, show: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(log), "--show", show, "--", "bash", "-c", script]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def gone(pid: int) -> bool:
+    """Dead, or a zombie that only waits to be collected."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for_pids(file: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if file.exists() and len(pids := file.read_text().split()) == count:
+            return [int(pid) for pid in pids]
+        time.sleep(0.02)
+    raise AssertionError(f"{file} never held {count} process ids")
+
+
+def test_everything_is_logged_and_only_matches_are_shown(scripts: Path, tmp_path: Path) -> None:
+    log = tmp_path / "new folder" / "a.log"
+    process = start(scripts, log, "echo one; echo two >&2; echo three", show="^t")
+    shown, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert shown == "two\nthree\n"
+    assert log.read_text() == "one\ntwo\nthree\n"
+
+
+def test_a_failure_keeps_its_status_and_shows_the_end_of_the_log(scripts: Path, tmp_path: Path) -> None:
+    process = start(scripts, tmp_path / "a.log", "echo the reason; exit 7", show="^no match$")
+    shown, errors = process.communicate(timeout=20)
+    assert process.returncode == 7
+    assert shown == ""
+    assert "status 7" in errors
+    assert "the reason" in errors
+
+
+def test_a_command_that_does_not_exist_is_one_line(scripts: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(tmp_path / "a.log"), "--", "no-such-command-of-ours"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 127
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_orphan_in_a_session_of_its_own_is_ended(scripts: Path, tmp_path: Path) -> None:
+    """torchrun starts its workers in sessions of their own and can die before them; a process group would miss them."""
+    pids = tmp_path / "pids"
+    process = start(scripts, tmp_path / "a.log", f"setsid sleep {LONG_S} & echo $! > {pids}; exit 0")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "outlived" in errors
+    assert all(gone(pid) for pid in wait_for_pids(pids, 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_whole_family(scripts: Path, tmp_path: Path, number: signal.Signals) -> None:
+    pids = tmp_path / "pids"
+    process = start(scripts, tmp_path / "a.log", f"setsid sleep {LONG_S} & echo $! $$ > {pids}; wait")
+    family = wait_for_pids(pids, 2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert number.name in errors
+    assert all(gone(pid) for pid in family)
+
+
+def test_even_killed_it_takes_the_command_along(scripts: Path, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    process = start(scripts, tmp_path / "a.log", f"echo $$ > {pids}; exec sleep {LONG_S}")
+    (pid,) = wait_for_pids(pids, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=20)
+    deadline = time.monotonic() + 10
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(pid)
+    process.stdout.close()
+    process.stderr.close()
