@@ -1,0 +1,197 @@
+#!/usr/bin/env bash
+# Make sure of a Python environment in which this checkout is installed (`pip install -e ".[dev]"`).
+#
+# In: an active virtual environment, or VENV=<folder>; otherwise .venv in this checkout, made with Python 3.12 or newer. Out: $ROOT, $PYTHON
+# and a PATH that begins with the environment. The other scripts source this file; run by itself it only does the set-up. It asks the
+# network for nothing but what pip asks, and does nothing where a fingerprint of the project files says that nothing has changed.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+# The CUDA build of torch with its libraries takes about 5.5 GB, and pip unpacks beside that.
+NEEDED_GIB=8
+PYTHON=""
+ENVIRONMENT=""
+JOB=""
+
+say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+
+die() {
+    say "$@"
+    exit 1
+}
+
+# --- Running things that a signal can end -----------------------------------------------------------------------------------------------
+
+# Without this, a signal to the script alone would wait for the job, or leave it behind.
+stop_job() {
+    trap '' INT TERM HUP
+    if [[ -n "$JOB" ]]; then
+        kill -TERM "$JOB" 2>/dev/null || true
+        wait "$JOB" 2>/dev/null || true
+    fi
+    exit "$1"
+}
+trap 'stop_job 129' HUP
+trap 'stop_job 130' INT
+trap 'stop_job 143' TERM
+
+# run_logged LOG REGEX COMMAND...: run the command, log everything, show the lines that match, leave no process behind.
+run_logged() {
+    local log=$1 show=$2 status=0
+    shift 2
+    "$PYTHON" "$ROOT/scripts/run_logged.py" --log "$log" --show "$show" -- "$@" &
+    JOB=$!
+    wait "$JOB" || status=$?
+    JOB=""
+    return "$status"
+}
+
+# --- Finding a Python -------------------------------------------------------------------------------------------------------------------
+
+# From the checkout, because pyenv's stand-ins read .python-version there.
+recent_enough() {
+    (cd "$ROOT" && "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 12))') >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate pyenv_root="${PYENV_ROOT:-$HOME/.pyenv}"
+    for candidate in python3.12 "$pyenv_root"/versions/3.12*/bin/python3.12 python3 python3.13 python3.14; do
+        if recent_enough "$candidate"; then
+            (cd "$ROOT" && "$candidate" -I -c 'import sys; print(sys.executable)')
+            return
+        fi
+    done
+    die "no Python 3.12 or newer found. Remedy: install it (Debian/Ubuntu: apt install python3.12 python3.12-venv; pyenv: pyenv install" \
+        "3.12), or name an environment that has it: VENV=<folder> $0"
+}
+
+# --- Choosing the environment -----------------------------------------------------------------------------------------------------------
+
+# An environment of somebody else's is used only if it can hold the project; it is never repaired or made anew.
+unusable() {
+    local folder=$1 python=$1/bin/python
+    if [[ ! -x "$python" || ! -e "$folder/pyvenv.cfg" ]]; then
+        echo "is not a virtual environment"
+    elif ! recent_enough "$python"; then
+        echo "has a Python older than 3.12"
+    elif ! "$python" -I -c 'import pip' 2>/dev/null; then
+        echo "has no pip"
+    elif ! "$python" -I -c 'import os, sysconfig; raise SystemExit(not os.access(sysconfig.get_path("purelib"), os.W_OK))'; then
+        echo "cannot be written to"
+    fi
+}
+
+choose_environment() {
+    local folder reason
+    for folder in "${VENV:-}" "${VIRTUAL_ENV:-}"; do
+        [[ -n "$folder" ]] || continue
+        # Named, but not there yet: made there, in place of .venv.
+        if [[ "$folder" == "${VENV:-}" && ! -e "$folder" ]]; then
+            mkdir -p "$folder" || die "VENV=$folder cannot be made. Remedy: name a folder that can be written to."
+            ENVIRONMENT="$(cd "$folder" && pwd -P)"
+            return
+        fi
+        reason="$(unusable "$folder")"
+        if [[ -z "$reason" ]]; then
+            ENVIRONMENT="$(cd "$folder" && pwd -P)"
+            return
+        fi
+        [[ "$folder" -ef "$ROOT/.venv" ]] || say "$folder $reason; using $ROOT/.venv instead"
+    done
+    ENVIRONMENT="$ROOT/.venv"
+}
+
+# --- Installing -------------------------------------------------------------------------------------------------------------------------
+
+complete() {
+    [[ -x "$PYTHON" ]] && recent_enough "$PYTHON" || return 1
+    local stamp="$ENVIRONMENT/.bpipe-installed"
+    [[ -f "$stamp" && "$(<"$stamp")" == "$("$PYTHON" -I "$ROOT/scripts/environment.py" --stamp)" ]] || return 1
+    "$PYTHON" -I "$ROOT/scripts/environment.py" >/dev/null
+}
+
+create_environment() {
+    local base
+    base="$(find_python)" || exit 1
+    # --clear: what an interrupted run left there is not worth keeping.
+    "$base" -I -m venv --clear "$ENVIRONMENT" || die "$base cannot make an environment in $ENVIRONMENT. Remedy: install its venv module" \
+        "(Debian/Ubuntu: apt install python3.12-venv), or free space there."
+}
+
+check_disk() {
+    local free_kib
+    free_kib="$(df -Pk "$ENVIRONMENT" | awk 'NR == 2 { print $4 }')"
+    if ((free_kib < NEEDED_GIB * 1024 * 1024)); then
+        die "$((free_kib / 1024 / 1024)) GiB free at $ENVIRONMENT; torch and its libraries need about $NEEDED_GIB. Remedy: free some space, or" \
+            "put the environment on another disk: VENV=<folder there> $0"
+    fi
+}
+
+pip_install() {
+    local log="$ENVIRONMENT/bpipe-install.log" status=0
+    run_logged "$log" '^ *Downloading .*[0-9]{2} (MB|GB)|^Installing collected|^Successfully installed' \
+        "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -e "${ROOT}[dev]" || status=$?
+    if ((status == 0)); then return; fi
+    if ((status > 128)); then exit "$status"; fi
+    if grep -qiE 'no space left|errno 28' "$log"; then
+        die "the disk is full. Remedy: free $NEEDED_GIB GiB at $ENVIRONMENT and in \${TMPDIR:-/tmp}, then run this again."
+    elif grep -qiE 'connection|resolution|timed out|proxy|could not find a version|no matching distribution|SSL' "$log"; then
+        die "pip could not fetch a package. Remedy: check the network (PyPI must be reachable; behind a proxy set HTTPS_PROXY, for a mirror" \
+            "PIP_INDEX_URL), then run this again; what is there already is kept. Everything pip said: $log"
+    fi
+    die "pip failed. Everything it said: $log"
+}
+
+# Metadata can be whole where files are missing; only an import tells.
+imports_work() {
+    "$PYTHON" -I -c 'import torch, numpy, psutil, pytest, importlib.util as u; assert u.find_spec("megatron.core") and u.find_spec("bpipe")' \
+        >"$ENVIRONMENT/bpipe-import.log" 2>&1
+}
+
+install() {
+    local own=""
+    [[ "$ENVIRONMENT" == "$ROOT/.venv" ]] && own=yes
+    if [[ ! -x "$PYTHON" ]] || ! recent_enough "$PYTHON" || ! "$PYTHON" -I -c 'import pip' 2>/dev/null; then
+        create_environment
+    fi
+    # Only torch is big.
+    if "$PYTHON" -I "$ROOT/scripts/environment.py" | grep -q '^torch'; then check_disk; fi
+    rm -f "$ENVIRONMENT/.bpipe-installed"
+    pip_install
+    if ! imports_work; then
+        [[ -n "$own" ]] || die "the packages in $ENVIRONMENT do not import ($(tail -n 1 "$ENVIRONMENT/bpipe-import.log")). Remedy: repair it," \
+            "or leave it (deactivate; unset VENV) and this script makes its own."
+        say "the packages in $ENVIRONMENT do not import; making it anew"
+        create_environment
+        check_disk
+        pip_install
+        imports_work || die "the installed packages do not import: $(tail -n 1 "$ENVIRONMENT/bpipe-import.log")"
+    fi
+    "$PYTHON" -I "$ROOT/scripts/environment.py" --stamp >"$ENVIRONMENT/.bpipe-installed"
+}
+
+# set_up WHAT: WHAT is what the caller will do afterwards, for the one line that says so.
+set_up() {
+    choose_environment
+    PYTHON="$ENVIRONMENT/bin/python"
+    if complete; then
+        say "using $ENVIRONMENT; $1"
+    else
+        say "installing bpipe and what it needs into $ENVIRONMENT (torch is large: the first time takes minutes and 5.5 GB), then $1"
+        # Two scripts started together must not install at once. The lock is on a file that is always there, so none is left behind.
+        if command -v flock >/dev/null; then
+            exec 9<"$ROOT/pyproject.toml"
+            flock 9
+        fi
+        complete || install
+        exec 9<&-
+    fi
+    export VIRTUAL_ENV="$ENVIRONMENT" PATH="$ENVIRONMENT/bin:$PATH" PYTHONUNBUFFERED=1
+    unset PYTHONHOME
+    # Megatron otherwise appends the hash of the surrounding checkout to its version.
+    export NO_VCS_VERSION=1
+}
+
+if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
+    set_up "nothing else"
+fi
