@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Set up if needed, then check and test. Usage: scripts/test.sh [--checks] [--slow] [pytest options, e.g. -k transport]
+#
+#   --checks  only the gate: formatting, lint, types, tests/unit
+#   --slow    also the tests marked slow (or RUN_SLOW=1)
+#
+# The gate comes first and ends the run where it fails; then come the tests with real processes (gloo on the CPU), and those for a GPU,
+# which skip themselves on a machine without one.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+CHECKS_ONLY=""
+PYTEST_OPTIONS=()
+for option in "$@"; do
+    case "$option" in
+        -h | --help)
+            sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
+        --checks) CHECKS_ONLY=yes ;;
+        *) PYTEST_OPTIONS+=("$option") ;;
+    esac
+done
+
+set_up "then formatting, lint, types, unit tests${CHECKS_ONLY:+ only}"
+cd "$ROOT"
+if [[ -t 1 ]]; then export FORCE_COLOR=1; fi
+
+# step NAME COMMAND...: run one part of the gate; all parts run, so that one round shows everything that is wrong.
+FAILED=()
+STATUS=0
+NO_TESTS_CHOSEN=5
+step() {
+    local name=$1
+    shift
+    printf -- '--- %s\n' "$name"
+    STATUS=0
+    run_logged "$ROOT/runs/test/${1}.log" "" "$PYTHON" -m "$@" || STATUS=$?
+    if ((STATUS > 128)); then exit "$STATUS"; fi
+    if ((STATUS > 0)); then FAILED+=("$name"); fi
+}
+
+# test_step NAME FOLDER...: pytest on those of the folders that hold tests; pytest calls an empty collection an error.
+test_step() {
+    local name=$1 folder folders=()
+    shift
+    for folder in "$@"; do
+        if [[ -n "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ]]; then folders+=("$folder"); fi
+    done
+    if ((${#folders[@]} > 0)); then
+        step "$name" pytest "${PYTEST_OPTIONS[@]}" "${folders[@]}"
+        # A choice of tests (-k, -m) may well choose none in one of the folders.
+        if ((STATUS == NO_TESTS_CHOSEN && ${#PYTEST_OPTIONS[@]} > 0)); then unset "FAILED[-1]"; fi
+    fi
+}
+
+finish() {
+    if ((${#FAILED[@]} > 0)); then
+        say "failed: $(printf '%s, ' "${FAILED[@]}" | sed 's/, $//')"
+        exit 1
+    fi
+}
+
+step "formatting (ruff format)" ruff format --check .
+step "lint (ruff check)" ruff check .
+step "types (mypy)" mypy
+test_step "unit tests" tests/unit
+finish
+if [[ -z "$CHECKS_ONLY" ]]; then
+    test_step "tests with real processes" tests/gloo tests/gpu
+    finish
+fi

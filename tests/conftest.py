@@ -1,0 +1,40 @@
+"""What holds for every test: slow ones wait to be asked for, those for a GPU skip without one, and random ones repeat in CI.
+
+In: pytest's options and the environment. Out: the collected tests, fewer or marked. Imports torch only where a test asks for a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# The machines are shared and small, so a test's own time-out is the only clock; and a failure in CI must come back at home.
+settings.register_profile("bpipe", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("bpipe")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", default=os.environ.get("RUN_SLOW", "0") not in ("", "0"), help="also run slow tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_gpu(items)
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
