@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bpipe.generate.one_f_one_b import balanced_bound as one_f_one_b_bound
-from bpipe.generate.one_f_one_b import one_f_one_b
+from bpipe.generate import gpipe, interleaved, one_f_one_b
 from bpipe.ir.schedule import Schedule
 
 
@@ -21,5 +20,7 @@ class Generator:
 
 
 GENERATORS: dict[str, Generator] = {
-    "1f1b": Generator(lambda p, m, v: one_f_one_b(p, m), lambda p, m, v: one_f_one_b_bound(p)),
+    "gpipe": Generator(lambda p, m, v: gpipe.gpipe(p, m), lambda p, m, v: gpipe.balanced_bound(m)),
+    "1f1b": Generator(lambda p, m, v: one_f_one_b.one_f_one_b(p, m), lambda p, m, v: one_f_one_b.balanced_bound(p)),
+    "interleaved-1f1b": Generator(interleaved.interleaved, lambda p, m, v: interleaved.balanced_bound(p, v), 2, None),
 }

@@ -1,0 +1,46 @@
+"""Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: a compute-only Schedule. Stage s is on rank s % p.
+
+Forwards go through the chunks in groups of p micro-batches: a group through the first chunk, the same group through the second, and so
+on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
+2 * (p - rank - 1) + (v - 1) * p forwards ahead, then a forward and a backward alternate, then the backwards that are left: Megatron's order.
+Where p does not divide m, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group is
+filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for nothing it did not wait for before.
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+"""
+
+from __future__ import annotations
+
+from bpipe.generate.place import Order, place
+from bpipe.ir.schedule import Schedule
+
+
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes."""
+    stages = [stage % num_ranks for stage in range(num_ranks * num_chunks)]
+    turns = chunk_turns(num_ranks, num_microbatches + -num_microbatches % num_ranks, num_chunks)
+    orders = [_order(rank, num_ranks, num_chunks, turns) for rank in range(num_ranks)]
+    orders = [[one for one in order if one[2] < num_microbatches] for order in orders]
+    return place("interleaved-1f1b", num_microbatches, stages, orders)
+
+
+def chunk_turns(group_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch) in the order of the forwards of every rank."""
+    turns = []
+    for first in range(0, num_microbatches, group_size):
+        group = range(first, min(first + group_size, num_microbatches))
+        turns += [(chunk, microbatch) for chunk in range(num_chunks) for microbatch in group]
+    return turns
+
+
+def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]]) -> Order:
+    forwards = [(chunk * num_ranks + rank, True, microbatch) for chunk, microbatch in turns]
+    backwards = [((num_chunks - 1 - chunk) * num_ranks + rank, False, microbatch) for chunk, microbatch in turns]
+    ahead = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, len(turns))
+    warm_up, cool_down = forwards[:ahead], backwards[len(turns) - ahead :]
+    steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return warm_up + steady + cool_down
+
+
+def balanced_bound(num_ranks: int, num_chunks: int) -> int:
+    """A pair saves 2 * p * v chunk micro-batches together; one more on each serves an eviction and a load at once."""
+    return num_ranks * num_chunks + 1
