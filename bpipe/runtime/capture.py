@@ -1,0 +1,165 @@
+"""Find the storages one micro-batch's forward saved for its backward, and say which of them may leave.
+
+In: the autograd nodes of a stage's outputs. Out: the storages, each once, in a fixed order. Knows no schedule and moves nothing.
+
+The graph is walked; `torch.autograd.graph.saved_tensors_hooks` is not used. A hook hands a custom Function a new tensor where it
+saved a Parameter, and attributes such as `main_grad` are gone; and hooks shadow one another. Storages are resized in place instead,
+so autograd's own tensors keep their identity.
+
+A storage may leave only if nobody but this micro-batch's graph can see it. Three counts say so, and each catches what the others
+cannot:
+  [1] the storage is used by exactly the tensors the walk found saved (a parameter, a view kept elsewhere: one more);
+  [2] none of those tensors is held by Python code too (a cached mask or rotary table: the very tensor that was saved);
+  [3] no other micro-batch saved it (two graphs sharing what nobody else holds).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@dataclass(frozen=True)
+class Found:
+    """One storage of a micro-batch. `alone` is False where somebody else holds it too, by [1] or [2]."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    alone: bool
+
+
+_saved_names: dict[type, tuple[str, ...]] = {}
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    """The attributes under which a kind of node gives its saved tensors. Asking is slow (a `dir`), so the answer is kept."""
+    names = _saved_names.get(kind)
+    if names is None:
+        # Nodes of Python Functions give theirs together; generated C++ nodes one by one.
+        together = ("saved_tensors",) if hasattr(kind, "saved_tensors") else ()
+        names = together + tuple(name for name in dir(kind) if name.startswith("_saved_"))
+        _saved_names[kind] = names
+    return names
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """Every node reachable from the roots, each once, in an order that depends on the graph alone."""
+    waiting = [root for root in roots if root is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+
+
+def _tensors(node: Any, name: str) -> Iterator[torch.Tensor]:
+    value = getattr(node, name)
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """A dense tensor of our own kind, with a storage that can be resized; subclasses manage theirs themselves."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+class _Uses:
+    """What the walk learns of one storage: which tensors of the graph use it, and whether Python holds one of them."""
+
+    __slots__ = ("copies", "held", "originals", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.originals: list[torch.Tensor] = []
+        self.copies = 0
+        self.held = False
+
+
+def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None] = ()) -> tuple[Found, ...]:
+    """Every storage saved in the graph behind `roots` (autograd nodes), each once.
+
+    `inputs` are tensors the pipeline loop itself holds but never reads again, the stage's received input: being held by it does not
+    count. Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error.
+    """
+    return tuple(_judge(use, inputs) for use in _collect(roots).values())
+
+
+def _collect(roots: Sequence[Any]) -> dict[int, _Uses]:
+    """The uses of every storage behind `roots`. A function of its own: its locals hold tensors, and `_judge` counts holders."""
+    uses: dict[int, _Uses] = {}
+    for node in _nodes(roots):
+        for name in _names(type(node)):
+            again = list(_tensors(node, name))
+            for position, tensor in enumerate(_tensors(node, name)):
+                if not _plain(tensor):
+                    continue
+                storage = tensor.untyped_storage()
+                use = uses.setdefault(storage._cdata, _Uses(storage))
+                if tensor is not again[position]:
+                    use.copies += 1  # saved as the node's own output: every unpacking makes a new tensor, the graph holds one
+                elif not any(tensor is known for known in use.originals):
+                    use.originals.append(tensor)
+    return uses
+
+
+def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None]) -> Found:
+    storage, originals = use.storage, use.originals
+    use.originals = []
+    expected = len(originals) + use.copies + 1  # our own hold on the storage
+    alone = _storage_uses(storage) == expected  # [1]
+    while originals:
+        tensor = originals.pop()
+        if _python_holders(tensor) > _HOLDERS_OF_UNHELD and not any(tensor is known for known in inputs):  # [2]
+            alone = False
+    return Found(storage, storage.nbytes(), alone and storage.resizable())
+
+
+def _storage_uses(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+def _python_holders(tensor: torch.Tensor) -> int:
+    return sys.getrefcount(tensor)
+
+
+def _measure_unheld() -> int:
+    """The reference count of a saved tensor that no Python code holds, as `_judge` sees it; it depends on torch and Python versions."""
+    leaf = torch.ones(1, requires_grad=True)
+    root = (leaf * 2).exp().sin().grad_fn
+    originals = [root._saved_self]  # type: ignore[union-attr]
+    tensor = originals.pop()
+    return _python_holders(tensor)
+
+
+_HOLDERS_OF_UNHELD = _measure_unheld()
+
+
+class Shared:
+    """Remember which micro-batch saved which storage, to notice one that two of them saved: rule [3]."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[StorageWeakRef, Hashable]] = {}
+
+    def claim(self, found: Sequence[Found], microbatch: Hashable) -> tuple[Found, ...]:
+        """Those of `found` that no other living micro-batch saved; from now on they are this micro-batch's."""
+        self._owners = {cdata: owner for cdata, owner in self._owners.items() if not owner[0].expired()}
+        mine = []
+        for item in found:
+            _, owner = self._owners.setdefault(item.storage._cdata, (StorageWeakRef(item.storage), microbatch))
+            if owner == microbatch:
+                mine.append(item)
+        return tuple(mine)
+
+    def clear(self) -> None:
+        """Forget all: a new iteration's micro-batches carry the old numbers."""
+        self._owners.clear()

@@ -1,0 +1,195 @@
+"""Run a rank's program: start every transfer where the schedule says, and check every operation against it.
+
+In: a checked Schedule, this rank, a transport, and the calls `before(op)` and `after(op)` around each forward and backward. Out: the
+same computation, with activations away in between. Knows no Megatron; whoever drives the pipeline loop makes the calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bpipe.ir.action import TRANSFER, Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.host_slots import Hosting, host_slots, num_host_slots
+from bpipe.passes.steps import Step, steps
+from bpipe.runtime.acceptor import Acceptor
+from bpipe.runtime.capture import find
+from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.runtime.evictor import Evictor
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.streams import Streams
+from bpipe.transport.base import Pending, Transport
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Where an engine stands and how it moves. `name` says in errors which process this is, such as "rank 3"."""
+
+    name: str
+    device: torch.device
+    minimum_bytes: int
+    timeout_s: float
+    poison: bool = False
+
+
+class Engine:
+    """One rank's program over real tensors, iteration after iteration."""
+
+    def __init__(
+        self, schedule: Schedule, rank: int, transport: Transport | None, config: EngineConfig, meter: Meter | None = None
+    ) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._config = config
+        self._meter = meter
+        self._steps: tuple[Step, ...] = steps(schedule, rank)
+        self._position = 0
+        self._stays: Counter[tuple[int, int]] = Counter()
+        self._partner = schedule.partners[rank] if schedule.partners else rank
+        self._slot_of = {**host_slots(schedule, rank), **host_slots(schedule, self._partner)}
+        self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
+        self._evictor: Evictor | None = None
+        self._acceptor: Acceptor | None = None
+        if transport is not None:
+            streams = Streams(config.device)
+            self._evictor = Evictor(transport, streams, config.minimum_bytes, config.poison, self._wait)
+            self._acceptor = Acceptor(transport, streams, num_host_slots(schedule, rank), config.device, self._wait)
+        elif any(True for _ in self._all_transfers()):
+            raise ValueError(f"{config.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
+        # Dispatch by table, and the table is complete or the program does not start.
+        self._start: dict[Kind, Callable[[Action, int], None]] = {}
+        if self._evictor and self._acceptor:
+            self._start = {
+                Kind.EVICT: self._evictor.evict,
+                Kind.LOAD: self._evictor.load,
+                Kind.HOST: self._acceptor.host,
+                Kind.RETURN: self._acceptor.give_back,
+            }
+            assert set(self._start) == TRANSFER
+
+    def _all_transfers(self) -> Iterable[Action]:
+        for step in self._steps:
+            yield from step.before
+            yield from step.after
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of one micro-batch that leave with it; 0 before the first was measured, or where none leaves."""
+        return sum(self._evictor.sizes or ()) if self._evictor else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes preallocated for the partner."""
+        return self._acceptor.slot_bytes if self._acceptor else 0
+
+    # -- the calls -----------------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The pipelined loop starts, before its first communication."""
+        if self._position:
+            raise RuntimeFault(f"{self._config.name}: a new iteration starts, but the last one stopped {self._where()}")
+        self._stays.clear()
+        if self._meter:
+            self._meter.begin()
+        if self._evictor:
+            self._evictor.begin()
+        self._transfers(self._steps[0].after)
+        self._position = 1
+
+    def before(self, op: Action) -> None:
+        """`op`, a forward or a backward, is about to run; it has what it needs from its neighbours."""
+        step = self._steps[self._position] if self._position < len(self._steps) else Step(None)
+        if step.compute != op:
+            raise RuntimeFault(
+                f"{self._config.name}: the program says {step.compute or 'the iteration is over'}, the pipeline loop runs {op}, "
+                f"{self._where()}. The schedule {self._schedule.name} is not the one this loop runs"
+            )
+        if self._evictor:
+            # An eviction in a bubble slot ends with it, and so before the computation after it.
+            self._evictor.finish_evictions()
+            if self._leaving and self._evictor.sizes is None and self._position > 1:
+                self._announce()
+        self._transfers(step.before)
+        if op.kind is not Kind.FORWARD and self._evictor:
+            self._evictor.finish_load(op)
+        self._sample()
+
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        """`op` has run. For a forward, `outputs` are the stage's and `inputs` what the loop received for it."""
+        step = self._steps[self._position]
+        assert step.compute == op, f"after({op}) follows before({step.compute})"
+        if op.kind is Kind.FORWARD:
+            self._saved(op, [output.grad_fn for output in outputs if output is not None], inputs)
+        self._sample()
+        if self._evictor:
+            self._evictor.finish_evictions()
+        self._transfers(step.after)
+        self._position += 1
+
+    def end(self) -> None:
+        """The pipelined loop is over."""
+        if self._position != len(self._steps):
+            raise RuntimeFault(f"{self._config.name}: the pipeline loop is over {self._where()}, next is {self._steps[self._position].compute}")
+        if self._acceptor:
+            self._acceptor.end()
+        self._position = 0
+
+    def abandon(self) -> None:
+        """Drop every reference after an error; the run is over."""
+        for role in (self._evictor, self._acceptor):
+            if role is not None:
+                role.abandon()
+
+    def where(self) -> str:
+        """This process and how far it is, for an error that came from elsewhere."""
+        return f"{self._config.name}, {self._where()}"
+
+    # -- inside --------------------------------------------------------------------------------------------------------------------
+
+    def _where(self) -> str:
+        last = self._steps[self._position - 1].compute if self._position else None
+        ahead = self._steps[self._position].compute if self._position < len(self._steps) else None
+        return f"stage {self._rank}, after {last or 'the start'}" + (f", at {ahead}" if ahead else "")
+
+    def _saved(self, op: Action, roots: Sequence[object], inputs: Sequence[torch.Tensor | None]) -> None:
+        if self._meter:
+            self._meter.saved(op.microbatch, find(roots, inputs))
+        if self._evictor is None or not self._leaving:
+            return
+        if (op.stage, op.microbatch) in self._leaving or self._evictor.sizes is None:
+            self._evictor.remember(op, roots, inputs)
+
+    def _announce(self) -> None:
+        """Measure the first forward once the loop has sent its output on, and so holds only what its backward will need."""
+        first = self._steps[1].compute
+        assert self._evictor and first and self._position == 2
+        self._evictor.announce(first)
+        if (first.stage, first.microbatch) not in self._leaving:
+            self._evictor.forget(first)
+
+    def _transfers(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            key = (action.stage, action.microbatch)
+            if action.kind in (Kind.EVICT, Kind.HOST):
+                self._stays[key] += 1
+            self._start[action.kind](action, self._slot_of[Hosting(*key, self._stays[key] - 1)])
+
+    def _sample(self) -> None:
+        if self._meter:
+            num_slots = self._acceptor.num_slots if self._acceptor else 0
+            self._meter.sample(num_slots, self.host_bytes)
+
+    def _wait(self, pending: Pending, action: Action, state: str) -> None:
+        try:
+            pending.wait()
+        except Exception as error:
+            raise TransferError(
+                f"{self._config.name}, stage {self._rank}: {action} with stage {self._partner} did not end (it was {state}; "
+                f"the time-out is {self._config.timeout_s:g} s, --bpipe-timeout): {error}"
+            ) from error

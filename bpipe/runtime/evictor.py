@@ -1,0 +1,190 @@
+"""Send micro-batches' activations away and bring them back, in place. One of the two roles of a rank; the other is `acceptor`.
+
+In: EVICT and LOAD actions with their slot, and the graphs of finished forwards. Out: storages emptied and refilled.
+Knows the transport's protocol, not which transport it is; knows no schedule, only what it is told to move.
+
+    HERE --evict--> LEAVING --sent--> AWAY --load--> COMING --received--> HERE
+
+The numbers are those of the order in which compute, copies and memory wait for one another:
+  [1] a put waits for the forward that wrote what it reads            (streams.outward)
+  [2] the put
+  [3] compute waits for the put, then the storages are emptied        whatever reuses the memory is ordered behind [2]
+  [4] the storages are filled again, allocated by compute             (so compute's own allocator orders them)
+  [5] a get waits for what compute did before with that memory        (streams.homeward)
+  [6] the get
+  [7] the backward waits for the get                                  and every reference of ours is dropped
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bpipe.ir.action import Action
+from bpipe.runtime.capture import Found, Shared, find
+from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.streams import Streams
+from bpipe.transport.base import Pending, Transport
+
+Wait = Callable[[Pending, Action, str], None]
+Key = tuple[int, int]
+
+
+def _key(action: Action) -> Key:
+    """What names the activations an action is about: their stage and micro-batch."""
+    return action.stage, action.microbatch
+
+
+class State(enum.Enum):
+    HERE = "here"
+    LEAVING = "leaving"
+    AWAY = "away"
+    COMING = "coming"
+
+
+_NEXT = {State.HERE: State.LEAVING, State.LEAVING: State.AWAY, State.AWAY: State.COMING, State.COMING: State.HERE}
+
+# What freed and refilled memory is filled with when poisoning is on: a NaN in every floating type, an absurd index in every integer type.
+POISON = 0xFF
+
+
+@dataclass
+class Activations:
+    """The saved activations of one forward. `roots` and `inputs` are dropped once its storages are known."""
+
+    forward: Action
+    roots: Sequence[Any]
+    inputs: Sequence[torch.Tensor | None]
+    state: State = State.HERE
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    pending: Pending | None = None
+    action: Action | None = None
+
+    def move(self, state: State, action: Action) -> None:
+        if _NEXT[self.state] is not state:
+            raise RuntimeFault(
+                f"activations of {self.forward}: {self.state.name} -> {state.name} on {action}, "
+                f"but only {_NEXT[self.state].name} may follow {self.state.name}; is a wait missing?"
+            )
+        self.state = state
+        self.action = action
+
+
+class Evictor:
+    """The evictor's half of every transfer of one rank."""
+
+    def __init__(self, transport: Transport, streams: Streams, minimum_bytes: int, poison: bool, wait: Wait) -> None:
+        self._transport = transport
+        self._streams = streams
+        self._minimum_bytes = minimum_bytes
+        self._poison = poison
+        self._wait = wait
+        self._shared = Shared()
+        self._known: dict[Key, Activations] = {}
+        self._announcement: Pending | None = None
+        self.sizes: tuple[int, ...] | None = None
+
+    def begin(self) -> None:
+        """A new iteration: nothing may be left of the last one."""
+        if self._known:
+            left = ", ".join(str(activations.forward) for activations in self._known.values())
+            raise RuntimeFault(f"activations of {left} are left over from the last iteration: did a backward not run?")
+        self._shared.clear()
+
+    def remember(self, forward: Action, roots: Sequence[Any], inputs: Sequence[torch.Tensor | None]) -> None:
+        """A forward has finished whose activations will leave, or tell how large they are."""
+        self._known[_key(forward)] = Activations(forward, roots, inputs)
+
+    def forget(self, forward: Action) -> None:
+        """Activations that never leave: hold nothing of them, or their backward could not free as it goes."""
+        del self._known[_key(forward)]
+
+    def announce(self, forward: Action) -> None:
+        """Tell the partner, once, how long a micro-batch's storages are: those of a remembered forward.
+
+        The partner listens no earlier than at its first HOST, so this does not wait for it.
+        """
+        self.sizes = tuple(found.nbytes for found in self._movable(self._known[_key(forward)]))
+        if not self.sizes:
+            raise RuntimeFault(
+                f"nothing that {forward} saved can be moved: no storage of at least {self._minimum_bytes} bytes belongs to it alone. "
+                f"Use a larger micro-batch or model, lower --bpipe-min-bytes, or train without --bpipe"
+            )
+        self._announcement = self._transport.announce(self.sizes)
+
+    def _movable(self, activations: Activations) -> tuple[Found, ...]:
+        found = find(activations.roots, activations.inputs)
+        mine = self._shared.claim(found, _key(activations.forward))
+        return tuple(item for item in mine if item.alone and item.nbytes >= self._minimum_bytes)
+
+    def evict(self, action: Action, slot: int) -> None:
+        """Start sending a finished micro-batch's storages. They are emptied by `finish_evictions`."""
+        activations = self._known[_key(action)]
+        activations.move(State.LEAVING, action)
+        activations.storages = [found.storage for found in self._movable(activations)]
+        activations.roots, activations.inputs = (), ()
+        sizes = tuple(storage.nbytes() for storage in activations.storages)
+        if sizes != self.sizes:
+            raise RuntimeFault(
+                f"{action}: this micro-batch saved {len(sizes)} movable storages of {sum(sizes)} bytes, but the partner's "
+                f"slots were sized for {len(self.sizes or ())} of {sum(self.sizes or ())}. Micro-batches of differing size are not "
+                f"supported: pad to one length, or train without --bpipe"
+            )
+        with self._streams.outward():  # [1]
+            activations.pending = self._transport.put(slot, _bytes_of(activations.storages))  # [2]
+
+    def finish_evictions(self) -> None:
+        """Empty the storages of whatever has been sent. Called as late as the schedule allows: when the slot of the eviction ends."""
+        for activations in self._known.values():
+            if activations.state is State.LEAVING:
+                self._finish(activations, State.AWAY)  # [3]
+                for storage in activations.storages:
+                    if self._poison:
+                        storage.fill_(POISON)
+                    storage.resize_(0)
+
+    def load(self, action: Action, slot: int) -> None:
+        """Start bringing a micro-batch's storages back. Its backward calls `finish_load`."""
+        activations = self._known[_key(action)]
+        activations.move(State.COMING, action)
+        for storage, nbytes in zip(activations.storages, self.sizes or (), strict=True):
+            storage.resize_(nbytes)  # [4]
+            if self._poison:
+                storage.fill_(POISON)
+        with self._streams.homeward():  # [5]
+            activations.pending = self._transport.get(slot, _bytes_of(activations.storages))  # [6]
+
+    def finish_load(self, backward: Action) -> None:
+        """Before a backward: its activations must be here."""
+        activations = self._known.get(_key(backward))
+        if activations is None:
+            return
+        if activations.state is State.COMING:
+            self._finish(activations, State.HERE)  # [7]
+        elif activations.state is not State.HERE:
+            raise RuntimeFault(f"{backward} is about to run but its activations are {activations.state.value}: the program has no LOAD for it")
+        del self._known[_key(backward)]
+
+    def _finish(self, activations: Activations, state: State) -> None:
+        """Wait for what is pending. A micro-batch that may leave again keeps its storages; its LOAD's backward drops them."""
+        assert activations.pending is not None and activations.action is not None
+        self._wait(activations.pending, activations.action, activations.state.value)
+        activations.pending = None
+        activations.move(state, activations.action)
+        if self._announcement is not None:
+            # The partner answered a put, so it has heard the sizes long ago: this only lets go of the message.
+            self._wait(self._announcement, activations.action, "announcing its sizes")
+            self._announcement = None
+
+    def abandon(self) -> None:
+        """Drop everything after an error; the run is over."""
+        self._known.clear()
+
+
+def _bytes_of(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
+    """Each storage as one flat uint8 tensor over all of it: strided views share storages, so nothing is made contiguous or copied."""
+    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]  # type: ignore[call-overload]

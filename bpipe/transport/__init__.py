@@ -1,0 +1,1 @@
+"""Carry bytes between the two ranks of a pair."""

@@ -1,0 +1,114 @@
+"""The complete table of what is replaced in the installed Megatron, and of the signatures that were read when it was written.
+
+In: replacements by name. Out: an installed set that can be taken out again. A changed signature is refused before anything is replaced.
+Nothing else in this project assigns to a name of Megatron's scheduler or trainer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+TRIED_VERSION = "0.19.2"
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of Megatron: where it is, and the parameters it had in the version that was tried."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+
+
+FORWARD_STEP = Patch(
+    _SCHEDULES,
+    "forward_step",
+    (
+        *("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store", "config"),
+        *("cp_group_size", "collect_non_loss_data", "checkpoint_activations_microbatch", "is_first_microbatch"),
+        *("current_microbatch", "vp_stage", "is_last_stage"),
+    ),
+)
+BACKWARD_STEP = Patch(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+ONE_F_ONE_B = Patch(
+    _SCHEDULES,
+    "forward_backward_pipelining_without_interleaving",
+    (
+        *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length"),
+        *("forward_only", "collect_non_loss_data", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator"),
+        *("pg_collection", "force_all_reduce"),
+    ),
+)
+TRAIN_STEP = Patch(
+    "megatron.training.training",
+    "train_step",
+    (
+        *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config", "forward_backward_func"),
+        *("iteration", "pg_collection", "p2p_communicator"),
+    ),
+)
+PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, TRAIN_STEP)
+
+# A wrapper is made from the function it stands for.
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Installed:
+    """Patches that are in. `remove` puts every function back."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+
+    def add(self, patch: Patch, wrap: Wrap) -> None:
+        module = importlib.import_module(patch.module)
+        original = getattr(module, patch.name)
+        self._originals.append((module, patch.name, original))
+        setattr(module, patch.name, wrap(original))
+
+    def remove(self) -> None:
+        while self._originals:
+            module, name, original = self._originals.pop()
+            setattr(module, name, original)
+
+
+def install(wraps: Mapping[Patch, Wrap]) -> Installed:
+    """Check every signature, then replace. Raises RuntimeError naming what differs, with nothing replaced."""
+    problems = [problem for patch in wraps for problem in differences(patch)]
+    if problems:
+        raise RuntimeError(
+            f"the installed megatron-core {_version()} is not the one bpipe was written against ({TRIED_VERSION}):\n  "
+            + "\n  ".join(problems)
+            + f"\nInstall megatron-core=={TRIED_VERSION}, or train without --bpipe"
+        )
+    installed = Installed()
+    for patch, wrap in wraps.items():
+        installed.add(patch, wrap)
+    return installed
+
+
+def differences(patch: Patch) -> list[str]:
+    """What is not as it was read: a missing function, new parameters, missing ones. Empty where all is well."""
+    where = f"{patch.module}.{patch.name}"
+    function = getattr(importlib.import_module(patch.module), patch.name, None)
+    if function is None:
+        return [f"{where} is gone"]
+    found = tuple(inspect.signature(function).parameters)
+    if found == patch.parameters:
+        return []
+    new = [name for name in found if name not in patch.parameters]
+    missing = [name for name in patch.parameters if name not in found]
+    what = [f"new parameters {', '.join(new)}"] * bool(new) + [f"missing parameters {', '.join(missing)}"] * bool(missing)
+    return [f"{where}: {' and '.join(what) or 'parameters in another order'}"]
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("megatron-core")
