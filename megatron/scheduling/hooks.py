@@ -1,0 +1,235 @@
+"""Drive the engine from Megatron's own pipelined loop: wrap the loop and the two steps it calls.
+
+In: a configuration, and Megatron's calls. Out: the same calls, each with the engine's `before` and `after` around it. Megatron's loop
+runs untouched, so whatever it does (communication, gradient overlap, timers, the rerun machine) it goes on doing; evaluation passes
+through. Knows nothing of how activations are found or moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.program import ProgramConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.meter import Meter
+from bpipe.simulate.memory import num_transfers, peak_counts
+from bpipe.transport.distributed import Distributed, PairGroups, connect
+from megatron.scheduling import patches
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.reporting import StageReport, say
+
+
+class Hooks:
+    """The wrappers, and what lives from one iteration to the next: an engine per number of micro-batches, and the pair's groups."""
+
+    def __init__(self, config: SchedulingConfig) -> None:
+        self._config = config
+        self._engines: dict[int, Engine] = {}
+        self._schedules: dict[int, Schedule] = {}
+        self._active: Engine | None = None
+        self._meter = Meter() if config.report is not None else None
+        self._groups: PairGroups | None = None
+        self._connected = False
+        self._microbatch_of: dict[int, int] = {}
+        self._last_num_microbatches = 0
+        self._peaks: list[tuple[int, int, int, int]] = []
+
+    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
+        """What to put in place of what."""
+        return {
+            patches.ONE_F_ONE_B: self._wrap_loop,
+            patches.FORWARD_STEP: self._wrap_forward,
+            patches.BACKWARD_STEP: self._wrap_backward,
+        }
+
+    # -- wrappers ------------------------------------------------------------------------------------------------------------------
+
+    def _wrap_loop(self, loop: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(loop)
+        def run(**kwargs: Any) -> Any:
+            if kwargs.get("forward_only"):
+                return loop(**kwargs)
+            model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
+            engine = self._engine(kwargs["num_microbatches"], model)
+            self._active = engine
+            try:
+                engine.begin()
+                result = loop(**kwargs)
+                engine.end()
+            except Exception as error:
+                error.add_note(f"bpipe: {engine.where()}")
+                engine.abandon()
+                raise
+            finally:
+                self._active = None
+                self._microbatch_of.clear()
+            self._measured(engine)
+            return result
+
+        return run
+
+    def _wrap_forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(forward_step)
+
+        @functools.wraps(forward_step)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            engine = self._active
+            if engine is None:
+                return forward_step(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            op = Action(self._stage, Kind.FORWARD, given["current_microbatch"])
+            engine.before(op)
+            outputs, num_tokens = forward_step(*args, **kwargs)
+            tensors = _as_list(outputs)
+            self._microbatch_of[id(tensors[0])] = op.microbatch
+            engine.after(op, tensors, _as_list(given["input_tensor"]))
+            return outputs, num_tokens
+
+        return forward
+
+    def _wrap_backward(self, backward_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward_step)
+        def backward(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
+            engine = self._active
+            if engine is None:
+                return backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+            # Megatron does not say which micro-batch this is; the loop holds the very output its forward returned.
+            op = Action(self._stage, Kind.BACKWARD, self._microbatch_of.pop(id(_as_list(output_tensor)[0])))
+            engine.before(op)
+            gradient = backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+            engine.after(op)
+            return gradient
+
+        return backward
+
+    # -- set-up --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _stage(self) -> int:
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+    def _engine(self, num_microbatches: int, model: torch.nn.Module) -> Engine:
+        """The engine for this many micro-batches, made at the first iteration that has them."""
+        self._last_num_microbatches = num_microbatches
+        engine = self._engines.get(num_microbatches)
+        if engine is None:
+            schedule = self._schedule(num_microbatches)
+            config = EngineConfig(
+                name=f"rank {dist.get_rank()}",
+                device=torch.device(torch.cuda.current_device()),
+                minimum_bytes=self._config.minimum_bytes,
+                timeout_s=self._config.timeout_s,
+                poison=self._config.poison,
+            )
+            engine = Engine(schedule, self._stage, self._transport(schedule, config.device, model), config, self._meter)
+            self._engines[num_microbatches] = engine
+        return engine
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        balance = "bpipe" if self._config.balance else "none"
+        schedule = build(
+            ProgramConfig(schedule="1f1b", num_stages=self._config.num_stages, num_microbatches=num_microbatches, balance=balance)
+        )
+        self._schedules[num_microbatches] = schedule
+        if self._config.balance:
+            say(describe(schedule))
+        return schedule
+
+    def _transport(self, schedule: Schedule, device: torch.device, model: torch.nn.Module) -> Distributed | None:
+        if not moves_anything(schedule):
+            return None
+        if not self._connected:
+            backend = backend_for(self._config.transport, device)
+            self._groups = connect(all_pairs(schedule), backend, self._config.timeout_s, device)
+            self._connected = True
+            # A device-wide synchronisation after every pipeline communication, on by default and without a flag, would end all overlap.
+            get_model_config(model).batch_p2p_sync = False
+        return Distributed(self._groups, device) if self._groups is not None else None
+
+    # -- measuring -----------------------------------------------------------------------------------------------------------------
+
+    def _measured(self, engine: Engine) -> None:
+        if self._meter is not None:
+            self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes, self._meter.saved_bytes, engine.moved_bytes))
+
+    def stage_report(self) -> StageReport | None:
+        """What this rank measured, beside the prediction; None where no iteration was trained.
+
+        The first iteration does not count when there are others: what micro-batches share is known only after two of them.
+        """
+        if not self._peaks:
+            return None
+        schedule = self._schedules[self._last_num_microbatches]
+        engine = self._engines[self._last_num_microbatches]
+        peaks = self._peaks[1:] or self._peaks
+        return StageReport.of(
+            schedule,
+            self._stage,
+            peak_microbatches=max(peak[0] for peak in peaks),
+            peak_bytes=max(peak[1] for peak in peaks),
+            saved_bytes=max(peak[2] for peak in peaks),
+            moved_bytes=engine.moved_bytes,
+            host_bytes=engine.host_bytes,
+            balanced=self._config.balance,
+        )
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return tensors if isinstance(tensors, list) else [tensors]
+
+
+def moves_anything(schedule: Schedule) -> bool:
+    """Whether any rank evicts."""
+    return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
+
+
+def describe(schedule: Schedule) -> str:
+    """One line for the training log: what balancing does, or why it does nothing."""
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    if not moves_anything(schedule):
+        why = "with fewer than 4 stages there is nothing to balance" if p < 4 else "no stage holds more micro-batches than the bound"
+        return f"{schedule.name}, {p} stages, {m} micro-batches: {why}; training as usual"
+    evictors = [s for s in range(p) if num_transfers(schedule, s).evictions]
+    pairs = ", ".join(
+        f"{s} -> {schedule.partners[s] if schedule.partners else '?'} ({num_transfers(schedule, s).evictions} of {m}, "
+        f"{num_host_slots(schedule, schedule.partners[s] if schedule.partners else s)} slots)"
+        for s in evictors
+    )
+    return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"
+
+
+def backend_for(transport: str, device: torch.device) -> str:
+    """The process-group backend of a transport. Raises ValueError where it cannot reach the device's memory."""
+    fitting = "nccl" if device.type == "cuda" else "gloo"
+    if transport not in ("auto", fitting):
+        raise ValueError(f"--bpipe-transport {transport} cannot move memory of device {device}: use {fitting} or auto")
+    return fitting
+
+
+def all_pairs(schedule: Schedule) -> Sequence[tuple[int, int]]:
+    """The global ranks of every pair that moves anything, in every pipeline of the world; equal and in equal order on every rank.
+
+    Which ranks form a pipeline is asked of Megatron's groups, not computed again. Collective over the world.
+    """
+    mine = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, list(mine))
+    partners = schedule.partners or tuple(range(schedule.num_ranks))
+    pairs = set()
+    for pipeline in pipelines:
+        for stage, partner in enumerate(partners):
+            if num_transfers(schedule, stage).evictions:
+                low, high = sorted((pipeline[stage], pipeline[partner]))
+                pairs.add((low, high))
+    return sorted(pairs)
