@@ -1,63 +1,209 @@
-"""Print a schedule as a grid for people: one lane a rank, one column a slot. In: a Schedule. Out: text.
+"""Write a schedule as a grid for people, and read it back exactly. In: a Schedule or such text. Out: the other.
 
-The compute line of a lane shows what the rank computes (`.` is a bubble), the transfer line below it what it moves beside that. A cell is
-the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H host, R return, L load. With several stages a
-rank, and for the rare action of a stage that is not the lane's, the stage number stands in front. Knows no colours and no terminal.
+    # bpipe schedule=1f1b microbatches=8 stage_to_rank=0,1,2,3 partners=3,2,1,0 bounds=3,3,3,3
+    slot      0  1  2  3  4  5  6  7  8  9
+    rank 0 C F0 F1 F2 F3  .  .  . B0 F4 B1
+           T  .  . E1  .  .  .  . E3 L1  .
+
+A lane is a rank: on its line C what it computes (`.` is a bubble), on line T, if it transfers anything, what it moves beside that. A cell
+is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H host, R return, L load. With several stages
+a rank, or where the stage is not the one the lane implies, its number stands in front. A grid wider than the page goes on in blocks.
+Knows no terminal: width and paint come from the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import NUMBER, TextError, assemble, header, read_header, slot_of
 
 BUBBLE = "."
 # Joins the transfers of one slot.
 JOIN = "+"
 
+_LETTERS = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+    Kind.EVICT: "E",
+    Kind.HOST: "H",
+    Kind.RETURN: "R",
+    Kind.LOAD: "L",
+}
+_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+_CELL = re.compile(f"{NUMBER}?([FBIWEHRL]){NUMBER}")
+_LANE = re.compile(f"rank {NUMBER} C (.*)")
+_PARTNERS_KINDS = (Kind.HOST, Kind.RETURN)
 
-def short(action: Action, implied_stages: Sequence[int]) -> str:
-    """`F3` where the stage is one of the lane's own and cannot be mistaken, else `0F3`."""
-    text = f"{action.kind.value[0]}{action.microbatch}"
-    return text if action.stage in implied_stages else f"{action.stage}{text}"
+# Colours a cell: the padded text and the slot it belongs to.
+Paint = Callable[[str, Action | None], str]
 
 
-def implied_stages(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Stages a cell of this lane need not name: with one stage a rank, the rank's own and the one it hosts for."""
-    if schedule.num_chunks != 1:
-        return ()
-    partner = rank if schedule.partners is None else schedule.partners[rank]
-    return tuple(stage for stage, owner in enumerate(schedule.stage_to_rank) if owner in (rank, partner))
+def write_grid(schedule: Schedule, width: int | None = None, paint: Paint | None = None) -> str:
+    """The whole schedule, in blocks of columns that fit `width` characters; None is one block."""
+    lines = _lines(schedule)
+    widths = [len(str(slot)) for slot in range(len(schedule.ranks[0]))]
+    for _, cells, _ in lines:
+        widths = [max(width, len(cell)) for width, cell in zip(widths, cells, strict=True)]
+    margin = max(len(label) for label, _, _ in lines)
+    blocks = []
+    for columns in _pages(widths, None if width is None else width - margin):
+        block = ["slot".ljust(margin) + "".join(f" {slot:>{widths[slot]}}" for slot in columns)]
+        for label, cells, actions in lines:
+            padded = ((cells[slot].rjust(widths[slot]), actions[slot]) for slot in columns)
+            block.append(label.rjust(margin) + "".join(f" {text if paint is None else paint(text, action)}" for text, action in padded))
+        blocks.append("\n".join(block))
+    return header(schedule) + "\n" + "\n\n".join(blocks) + "\n"
 
 
-def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] | None = None, radius: int = 4) -> str:
+def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]]]:
+    """Every line of the grid: its label, its cells, and the action that colours each."""
+    own, hosted = _implied(schedule.stage_to_rank, schedule.num_ranks, schedule.partners)
+    digits = len(str(schedule.num_ranks - 1))
+    lines: list[tuple[str, list[str], list[Action | None]]] = []
+    for rank, row in enumerate(schedule.ranks):
+        computed = [BUBBLE if slot.compute is None else _short(slot.compute, own[rank], hosted[rank]) for slot in row]
+        lines.append((f"rank {rank:<{digits}} C", computed, [slot.compute for slot in row]))
+        if any(slot.transfers for slot in row):
+            moved = [JOIN.join(_short(action, own[rank], hosted[rank]) for action in slot.transfers) or BUBBLE for slot in row]
+            lines.append(("T", moved, [slot.transfers[0] if slot.transfers else None for slot in row]))
+    return lines
+
+
+def read_grid(text: str) -> Schedule:
+    """A schedule from its grid. Raises TextError with line and cell for whatever is not exactly one."""
+    lines = text.split("\n")
+    fields = read_header(lines[0])
+    computed: dict[int, list[tuple[str, int]]] = {}
+    moved: dict[int, dict[int, tuple[str, int]]] = {}
+    start, columns, rank = 0, 0, -1
+    for number, line in enumerate(lines[1:], 2):
+        words = line.split()
+        if not words:
+            continue
+        lane = _LANE.fullmatch(re.sub(" +", " ", line))
+        if words[0] == "slot":
+            start += columns
+            columns = len(words) - 1
+            if words[1:] != [str(slot) for slot in range(start, start + columns)]:
+                raise TextError(f"line {number}: a block's slots are numbered on from {start}")
+            continue
+        if lane is not None:
+            rank, cells = int(lane[1]), words[3:]
+            computed.setdefault(rank, []).extend((cell, number) for cell in cells)
+            if len(computed[rank]) != start + columns:
+                raise TextError(f"line {number}: {len(cells)} cells under {columns} slots, or rank {rank} stands in this block twice")
+        elif words[0] == "T" and rank >= 0 and len(words) == columns + 1:
+            before = moved.setdefault(rank, {})
+            if start in before:
+                raise TextError(f"line {number}: rank {rank} has a second line of transfers")
+            before.update({start + index: (cell, number) for index, cell in enumerate(words[1:])})
+        else:
+            raise TextError(f"line {number}: expected 'rank N C' or, under it, 'T', each with {columns} cells")
+    return _read_lanes(computed, moved, fields)
+
+
+def _read_lanes(
+    computed: dict[int, list[tuple[str, int]]], moved: dict[int, dict[int, tuple[str, int]]], fields: dict[str, str]
+) -> Schedule:
+    if sorted(computed) != list(range(len(computed))) or len({len(cells) for cells in computed.values()}) != 1:
+        raise TextError("every rank needs a lane, and all of them equally many slots")
+    # What the header says decides which stage a lane implies, so it is read first, with rows that say nothing.
+    empty = assemble([[] for _ in computed], fields, "")
+    partners = empty.partners
+    if partners is not None and (len(partners) != len(computed) or max(partners) >= len(computed)):
+        raise TextError(f"line 1: partners={fields['partners'][:40]} do not fit {len(computed)} ranks")
+    own, hosted = _implied(empty.stage_to_rank, len(computed), partners)
+    rows = []
+    for rank in range(len(computed)):
+        row = []
+        for slot, (cell, number) in enumerate(computed[rank]):
+            actions = [] if cell == BUBBLE else [_long(cell, own[rank], hosted[rank], number, slot)]
+            transfers, below = moved.get(rank, {}).get(slot, (BUBBLE, number))
+            if transfers != BUBBLE:
+                actions += [_long(one, own[rank], hosted[rank], below, slot) for one in transfers.split(JOIN)]
+            try:
+                found = slot_of(actions)
+            except TextError as error:
+                raise TextError(f"line {number}, slot {slot}: {error}") from None
+            if (found.compute is None) != (cell == BUBBLE):
+                raise TextError(f"line {number}, slot {slot}: {cell} is a transfer, write it on line T")
+            row.append(found)
+        rows.append(row)
+    return assemble(rows, fields, "")
+
+
+def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), radius: int = 4) -> str:
     """The grid around one slot of one rank, with the slot marked. `ranks` are further lanes beside the rank's and its partner's."""
-    lanes = sorted({rank, *(ranks or ()), *(() if schedule.partners is None else (schedule.partners[rank],))})
-    first = max(0, slot - radius)
-    last = max(first, min(max(len(row) for row in schedule.ranks), slot + radius + 1))
-    columns = range(first, max(last, slot + 1))
+    partner = () if schedule.partners is None else (schedule.partners[rank],)
+    lanes = sorted({rank, *ranks, *partner})
+    last = max(len(schedule.ranks[lane]) for lane in lanes) - 1
+    columns = range(max(0, slot - radius), max(slot, min(last, slot + radius)) + 1)
     table = [["slot", "", *(str(column) for column in columns)]]
     for lane in lanes:
-        table.append([f"rank {lane}", "C", *(_window_cell(schedule, lane, column, 0) for column in columns)])
-        table.append(["", "T", *(_window_cell(schedule, lane, column, 1) for column in columns)])
-    marked = 2 + slot - first
+        table.append([f"rank {lane}", "C", *(_window_cell(schedule, lane, column, "C") for column in columns)])
+        table.append(["", "T", *(_window_cell(schedule, lane, column, "T") for column in columns)])
+    marked = 2 + slot - columns[0]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
     for index, row in enumerate(table):
         cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        if index and lanes[(index - 1) // 2] == rank:
-            cells[marked] = f"[{cells[marked]}]"
-        else:
-            cells[marked] = f" {cells[marked]} "
+        is_spot = index > 0 and lanes[(index - 1) // 2] == rank
+        cells[marked] = f"[{cells[marked]}]" if is_spot else f" {cells[marked]} "
         lines.append(" ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def _window_cell(schedule: Schedule, rank: int, slot: int, line: int) -> str:
+def _window_cell(schedule: Schedule, rank: int, slot: int, line: str) -> str:
     if slot >= len(schedule.ranks[rank]):
         return ""
-    cell, implied = schedule.ranks[rank][slot], implied_stages(schedule, rank)
-    if line == 0:
-        return BUBBLE if cell.compute is None else short(cell.compute, implied)
-    return JOIN.join(short(action, implied) for action in cell.transfers)
+    own, hosted = _implied(schedule.stage_to_rank, schedule.num_ranks, schedule.partners)
+    cell = schedule.ranks[rank][slot]
+    if line == "C":
+        return BUBBLE if cell.compute is None else _short(cell.compute, own[rank], hosted[rank])
+    return JOIN.join(_short(action, own[rank], hosted[rank]) for action in cell.transfers)
+
+
+def _implied(stage_to_rank: Sequence[int], num_ranks: int, partners: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """For each lane the stage a cell without a number means: its own, and for H and R its partner's. -1 is none."""
+    own = [-1] * num_ranks
+    if len(stage_to_rank) == num_ranks:
+        for stage, rank in enumerate(stage_to_rank):
+            if rank < num_ranks:
+                own[rank] = stage
+    return own, [-1] * num_ranks if partners is None else [own[partner] for partner in partners]
+
+
+def _short(action: Action, own: int, hosted: int) -> str:
+    text = f"{_LETTERS.get(action.kind, action.kind.value)}{action.microbatch}"
+    implied = hosted if action.kind in _PARTNERS_KINDS else own
+    return text if action.stage == implied else f"{action.stage}{text}"
+
+
+def _long(cell: str, own: int, hosted: int, line: int, slot: int) -> Action:
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise TextError(f"line {line}, slot {slot}: {cell[:40]!r} is no cell such as F3, 4B0 or E1, and no '.'")
+    stage, letter, microbatch = match.groups()
+    kind = _KINDS[letter]
+    implied = hosted if kind in _PARTNERS_KINDS else own
+    if stage is None and implied < 0:
+        raise TextError(f"line {line}, slot {slot}: {cell} must name its stage")
+    return Action(implied if stage is None else int(stage), kind, int(microbatch))
+
+
+def _pages(widths: Sequence[int], room: int | None) -> list[list[int]]:
+    """Columns by block; a block takes at least one."""
+    pages: list[list[int]] = [[]]
+    used = 0
+    for slot, width in enumerate(widths):
+        if room is not None and pages[-1] and used + width + 1 > room:
+            pages.append([])
+            used = 0
+        pages[-1].append(slot)
+        used += width + 1
+    return pages

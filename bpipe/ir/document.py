@@ -1,0 +1,170 @@
+"""Read and write a schedule as JSON, exactly both ways. In: text or a Schedule. Out: the other, or a `TextError` with the place.
+
+    {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 1, "balance": "bpipe", "bounds": [3, 3, 3, 3],
+     "partners": [3, 2, 1, 0], "stage_to_rank": [0, 1, 2, 3],
+     "ranks": [{"rank": 0, "peak": 3, "evictions": 3, "slots": [{"compute": "0F0", "transfers": []}, ...]}, ...]}
+
+`stages` is the number of ranks p; with chunks the stage of a cell runs over p*v, and `stage_to_rank` places them. `peak` and `evictions`
+follow from the slots and must agree with them. `partners` and `stage_to_rank` may be left out where they are the usual ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NoReturn
+
+from bpipe.ir.action import Action
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.text import TextError, describe, read_action, slot_of
+from bpipe.simulate.memory import live_counts, num_transfers
+
+_KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
+_USUAL = ("partners", "stage_to_rank")
+
+
+def write_json(schedule: Schedule) -> str:
+    """One line a rank, keys in the order above."""
+    head = {
+        "schedule": schedule.name,
+        "stages": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.num_chunks,
+        "balance": "none" if schedule.partners is None else "bpipe",
+        "bounds": schedule.bounds,
+        "partners": schedule.partners,
+        "stage_to_rank": schedule.stage_to_rank,
+    }
+    ranks = [
+        {
+            "rank": rank,
+            "peak": max(live_counts(schedule, rank), default=0),
+            "evictions": num_transfers(schedule, rank).evictions,
+            "slots": [
+                {"compute": None if slot.compute is None else str(slot.compute), "transfers": [str(action) for action in slot.transfers]}
+                for slot in row
+            ],
+        }
+        for rank, row in enumerate(schedule.ranks)
+    ]
+    lines = ",\n  ".join(json.dumps(rank) for rank in ranks)
+    return f'{json.dumps(head)[:-1]},\n "ranks": [\n  {lines}]}}\n'
+
+
+def read_json(text: str) -> Schedule:
+    """A schedule from JSON. Raises TextError for what is missing, unknown, of the wrong type, or does not agree."""
+    try:
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise TextError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise TextError("nested deeper than any schedule") from None
+    except ValueError as error:
+        raise TextError(f"{error}") from None
+    fields = _object(document, "the document", _KEYS, _USUAL)
+    name = fields["schedule"]
+    if not isinstance(name, str):
+        raise TextError(f"schedule: {name!r} is no name")
+    num_ranks, num_chunks, num_microbatches = (_number(fields[key], key, 1) for key in ("stages", "chunks", "microbatches"))
+    entries = _list(fields["ranks"], "ranks")
+    if len(entries) != num_ranks:
+        raise TextError(f"ranks has {len(entries)} entries, stages is {num_ranks}")
+    ranks = tuple(_read_rank(entry, rank) for rank, entry in enumerate(entries))
+    stage_to_rank = _numbers(fields["stage_to_rank"], "stage_to_rank") if "stage_to_rank" in fields else describe(ranks)[1]
+    if len(stage_to_rank) != num_ranks * num_chunks:
+        raise TextError(f"there are {len(stage_to_rank)} stages, but stages times chunks is {num_ranks * num_chunks}")
+    bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
+    schedule = Schedule(name, num_microbatches, stage_to_rank, ranks, _partners(fields, num_ranks), bounds)
+    _compare(schedule, entries)
+    return schedule
+
+
+def _partners(fields: dict[str, object], num_ranks: int) -> tuple[int, ...] | None:
+    balance = fields["balance"]
+    if balance not in ("none", "bpipe"):
+        raise TextError(f'balance: {balance!r} is neither "none" nor "bpipe"')
+    usual = None if balance == "none" else list(reversed(range(num_ranks)))
+    partners = fields.get("partners", usual)
+    if (partners is None) != (balance == "none"):
+        raise TextError(f"balance is {balance!r}, but partners is {partners!r}")
+    return None if partners is None else _numbers(partners, "partners")
+
+
+def _read_rank(entry: object, rank: int) -> tuple[Slot, ...]:
+    place = f"ranks[{rank}]"
+    fields = _object(entry, place, ("rank", "peak", "evictions", "slots"))
+    if _number(fields["rank"], f"{place}.rank", 0) != rank:
+        raise TextError(f"{place}.rank is {fields['rank']!r}: ranks stand in order")
+    return tuple(_read_slot(slot, f"{place}.slots[{index}]") for index, slot in enumerate(_list(fields["slots"], f"{place}.slots")))
+
+
+def _read_slot(entry: object, place: str) -> Slot:
+    fields = _object(entry, place, ("compute", "transfers"))
+    compute, transfers = fields["compute"], _list(fields["transfers"], f"{place}.transfers")
+    cells = transfers if compute is None else [compute, *transfers]
+    try:
+        if not all(isinstance(cell, str) for cell in cells):
+            raise TextError(f"{cells!r:.60} must be actions as text")
+        slot = slot_of([read_action(str(cell)) for cell in cells])
+        if (slot.compute is None) != (compute is None):
+            raise TextError(f"compute is {compute!r}: write transfers under transfers, computations under compute")
+        return slot
+    except TextError as error:
+        raise TextError(f"{place}: {error}") from None
+
+
+def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
+    """What is said twice must be the same."""
+    widest = max((action.stage for row in schedule.ranks for slot in row for action in _actions(slot)), default=-1)
+    if widest >= schedule.num_stages:
+        raise TextError(f"an action names stage {widest}, there are {schedule.num_stages}")
+    for rank, entry in enumerate(entries):
+        fields = _object(entry, f"ranks[{rank}]", ("rank", "peak", "evictions", "slots"))
+        for key, found in (("peak", max(live_counts(schedule, rank), default=0)), ("evictions", num_transfers(schedule, rank).evictions)):
+            if _number(fields[key], f"ranks[{rank}].{key}", 0) != found:
+                raise TextError(f"ranks[{rank}].{key} is {fields[key]!r}, its slots say {found}")
+
+
+def _actions(slot: Slot) -> tuple[Action, ...]:
+    return slot.transfers if slot.compute is None else (slot.compute, *slot.transfers)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key[:40]!r} stands there twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number a schedule has")
+
+
+def _object(value: object, place: str, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TextError(f"{place} must be an object with {', '.join(keys)}")
+    for key in keys:
+        if key not in value:
+            raise TextError(f"{place} lacks {key!r}")
+    for key in value:
+        if key not in keys and key not in optional:
+            raise TextError(f"{place} has an unknown {str(key)[:40]!r}")
+    return value
+
+
+def _list(value: object, place: str) -> list[object]:
+    if not isinstance(value, list):
+        raise TextError(f"{place} must be a list")
+    return value
+
+
+def _number(value: object, place: str, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 10**9:
+        raise TextError(f"{place}: {value!r:.40} must be a whole number from {least} to 999999999")
+    return value
+
+
+def _numbers(value: object, place: str) -> tuple[int, ...]:
+    return tuple(_number(one, f"{place}[{index}]", 0) for index, one in enumerate(_list(value, place)))

@@ -1,0 +1,161 @@
+"""Read and write actions and schedules as text, exactly both ways. In: text or a Schedule. Out: the other, or a `TextError` with the place.
+
+A cell is `<stage><KIND><microbatch>`, as in torch.distributed.pipelining's CSV: `2F0`, `0EVICT1`. CSV has a row a rank and a column a slot;
+a slot with several actions separates them by spaces, computation first, and an empty cell is a bubble. A schedule that knows partners or
+bounds starts with one line of header; without them the file is what torch's own reader takes, and names itself nowhere.
+Whatever is not understood to the last character is refused. Knows no rule a schedule must keep: that is `check`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from bpipe.ir.action import COMPUTE, TRANSFER, Action, Kind
+from bpipe.ir.schedule import Schedule, Slot
+
+NUMBER = "(0|[1-9][0-9]{0,8})"
+_CELL = re.compile(f"{NUMBER}({'|'.join(kind.value for kind in Kind)}){NUMBER}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_KINDS = {kind.value: kind for kind in Kind}
+_EMPTY = Slot()
+_HEADER = "# bpipe"
+
+# A file may not make us allocate what it does not contain.
+MAX_SLOTS = 10_000_000
+
+
+class TextError(ValueError):
+    """Text that is no schedule: the message names line and cell, what stands there, and what may."""
+
+
+def read_action(text: str) -> Action:
+    """`2F0` as an Action. Raises TextError for anything that is not exactly a cell."""
+    match = _CELL.fullmatch(text)
+    if match is None:
+        raise TextError(f"{text[:40]!r} is no action: expected <stage><kind><microbatch> with a kind of {', '.join(_KINDS)}, such as 2F0")
+    stage, kind, microbatch = match.groups()
+    return Action(int(stage), _KINDS[kind], int(microbatch))
+
+
+def write_csv(schedule: Schedule) -> str:
+    """One line a rank. Compute-only schedules come out as torch.distributed.pipelining writes its own."""
+    lines = [",".join(_csv_cell(slot) for slot in row) for row in schedule.ranks]
+    if schedule.partners is not None or schedule.bounds is not None:
+        lines.insert(0, header(schedule))
+    return "".join(line + "\n" for line in lines)
+
+
+def read_csv(text: str, name: str = "csv") -> Schedule:
+    """A schedule from CSV; `name` is that of one that does not say. Shorter rows end in bubbles."""
+    lines = text.removesuffix("\n").split("\n")
+    fields: dict[str, str] = {}
+    first = 1
+    if lines[0].startswith("#"):
+        fields = read_header(lines[0].rstrip("\r"))
+        lines, first = lines[1:], 2
+    rows = []
+    for number, line in enumerate(lines, first):
+        cells = line.removesuffix("\r").split(",")
+        rows.append([_read_csv_cell(cell, f"line {number}, cell {column}") for column, cell in enumerate(cells, 1)])
+    return assemble(rows, fields, name)
+
+
+def _csv_cell(slot: Slot) -> str:
+    actions = slot.transfers if slot.compute is None else (slot.compute, *slot.transfers)
+    return " ".join(str(action) for action in actions)
+
+
+def _read_csv_cell(text: str, place: str) -> Slot:
+    try:
+        return slot_of([read_action(cell) for cell in text.strip(" ").split(" ") if cell])
+    except TextError as error:
+        raise TextError(f"{place}: {error}") from None
+
+
+def slot_of(actions: Sequence[Action]) -> Slot:
+    """The slot of a computation, if there is one, and transfers after it."""
+    if not actions:
+        return _EMPTY
+    compute = actions[0] if actions[0].kind in COMPUTE else None
+    transfers = tuple(actions[1:] if compute else actions)
+    for action in transfers:
+        if action.kind in COMPUTE:
+            raise TextError(f"{action} is a second computation or stands behind a transfer: a slot has one, and it comes first")
+        if action.kind not in TRANSFER:
+            raise TextError(f"{action} passes something between stages: that follows from the computations, leave it out")
+    return Slot(compute, transfers)
+
+
+def header(schedule: Schedule) -> str:
+    """One line with what the cells do not tell."""
+    if not _NAME.fullmatch(schedule.name):
+        raise ValueError(f"schedule name {schedule.name!r} cannot be written: use letters, digits, '.', '_' and '-'")
+    fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_microbatches}", f"stage_to_rank={_join(schedule.stage_to_rank)}"]
+    for name, values in (("partners", schedule.partners), ("bounds", schedule.bounds)):
+        if values is not None:
+            fields.append(f"{name}={_join(values)}")
+    return " ".join([_HEADER, *fields])
+
+
+def read_header(line: str) -> dict[str, str]:
+    """The fields of a header line, not yet understood."""
+    if not line.startswith(_HEADER + " "):
+        raise TextError(f"line 1: a header starts with {_HEADER!r}, not with {line[:20]!r}")
+    fields: dict[str, str] = {}
+    for field in line.removeprefix(_HEADER + " ").split(" "):
+        name, sign, value = field.partition("=")
+        if not sign or name in fields or name not in ("schedule", "microbatches", "stage_to_rank", "partners", "bounds"):
+            raise TextError(f"line 1: {field[:40]!r} is no header field, or stands there twice")
+        fields[name] = value
+    for name in ("schedule", "microbatches", "stage_to_rank"):
+        if name not in fields:
+            raise TextError(f"line 1: the header lacks {name}=")
+    return fields
+
+
+def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) -> Schedule:
+    """The schedule of these rows: from the header where there is one, else from the computations."""
+    length = max((len(row) for row in rows), default=0)
+    if length * len(rows) > MAX_SLOTS:
+        raise TextError(f"{len(rows)} ranks of up to {length} slots: more than {MAX_SLOTS} are not read")
+    ranks = tuple((*row, *[_EMPTY] * (length - len(row))) for row in rows)
+    if fields:
+        if not _NAME.fullmatch(fields["schedule"]):
+            raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is no name")
+        stage_to_rank = _numbers(fields["stage_to_rank"], "stage_to_rank")
+        partners, bounds = (_numbers(fields[key], key) if key in fields else None for key in ("partners", "bounds"))
+        microbatches = _numbers(fields["microbatches"], "microbatches")
+        if len(microbatches) != 1:
+            raise TextError("line 1: microbatches= takes one number")
+        return Schedule(fields["schedule"], microbatches[0], stage_to_rank, ranks, partners, bounds)
+    num_microbatches, stage_to_rank = describe(ranks)
+    return Schedule(name, num_microbatches, stage_to_rank, ranks)
+
+
+def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
+    """Number of micro-batches and the rank of every stage, as the computations show them."""
+    owners: dict[int, int] = {}
+    last = -1
+    for rank, row in enumerate(ranks):
+        for slot in row:
+            if slot.compute is not None:
+                last = max(last, slot.compute.microbatch)
+                if owners.setdefault(slot.compute.stage, rank) != rank:
+                    raise TextError(f"{slot.compute} is on rank {rank}, but rank {owners[slot.compute.stage]} computes the stage too")
+    if not owners:
+        raise TextError("there is no computation in it")
+    missing = next((stage for stage in range(len(owners)) if stage not in owners), None)
+    if missing is not None:
+        raise TextError(f"nobody computes stage {missing}, and there is a stage {max(owners)}")
+    return last + 1, tuple(owners[stage] for stage in range(len(owners)))
+
+
+def _join(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def _numbers(text: str, name: str) -> tuple[int, ...]:
+    if not re.fullmatch(f"{NUMBER}(,{NUMBER})*", text):
+        raise TextError(f"line 1: {name}={text[:40]!r} is no list of numbers such as 3,2,1,0")
+    return tuple(int(number) for number in text.split(","))
