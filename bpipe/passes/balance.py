@@ -1,132 +1,160 @@
-"""Decide which activations leave a rank and when they come back. In: a compute-only Schedule and a bound a rank. Out: one with transfers.
+"""Share a pair's memory: add transfers until every rank keeps its bound. In: a compute-only Schedule, bounds. Out: one with transfers.
 
-Walk a rank's slots. When what starts in the next slot would exceed the bound, send away, beside this slot, the finished micro-batch
-needed furthest in the future; load it beside the slot before its backward. On 1F1B with `mu_opt` this is Algorithm 1 of the BPipe paper
-(Kim et al. 2023), with its steady-phase eviction read as "the latest finished forward". An away micro-batch is used once more, so
-furthest-first (Belady's rule) needs the fewest evictions there can be. The acceptor's halves stand in the same slots of its own row.
-Knows no tensors, no clock.
+Bounds are counts of chunk micro-batches, or bytes with sizes a stage. A rank whose own activations exceed its bound evicts to its partner
+(`evict` plans how); the partner's halves stand in the same slots of its own row, and what it hosts counts against its bound. On 1F1B with
+`mu_opt` this is Algorithm 1 of the BPipe paper (Kim et al. 2023), with its steady-phase eviction read as "the latest finished forward".
+A bound that cannot be kept is refused with the smallest that can. Knows no tensors, no clock.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bpipe.ir.action import OTHER_END, Action, Kind
+from bpipe.ir.action import OTHER_END, TRANSFER, Action
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.simulate.memory import live_counts
-
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-
-
-class Infeasible(ValueError):
-    """A bound no choice of transfers can keep: `rank`, the `slot` where it breaks, and `needed`, the smallest bound that slot allows."""
-
-    def __init__(self, rank: int, slot: int, needed: int, reason: str) -> None:
-        super().__init__(reason)
-        self.rank, self.slot, self.needed = rank, slot, needed
+from bpipe.passes.evict import OverBound, Plan, plan_evictions
+from bpipe.passes.pairing import pairing
+from bpipe.simulate.memory import live_bytes, peak_counts
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One rank's transfers by slot, its own halves only."""
+class Sizes:
+    """What a micro-batch of each stage saves and what a transfer of it moves, and the unit of both."""
 
-    transfers: dict[int, list[Action]]
-
-
-def default_partners(num_ranks: int) -> tuple[int, ...]:
-    """Rank s and rank p-1-s; the middle of an odd number is its own partner and never transfers."""
-    return tuple(reversed(range(num_ranks)))
+    saved: tuple[int, ...]
+    moved: tuple[int, ...]
+    unit: str
 
 
 def balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None = None) -> Schedule:
-    """The schedule with the fewest evictions that keep every rank within its bound.
+    """The schedule with the fewest evictions that keep every rank within its bound, a number of chunk micro-batches.
 
     Raises ValueError where a bound cannot be kept, naming the smallest that can.
     """
-    chosen = default_partners(schedule.num_ranks) if partners is None else tuple(partners)
-    check_pairing(schedule.num_ranks, chosen)
-    check_bounds(schedule.num_ranks, bounds)
-    plans = {}
-    for rank in range(schedule.num_ranks):
-        counts = live_counts(schedule, rank)
-        if max(counts) > bounds[rank]:
-            plans[rank] = evictions(schedule, rank, bounds[rank])
-    balanced = with_transfers(schedule, plans, chosen)
-    for rank in range(schedule.num_ranks):
-        peak = max(live_counts(balanced, rank))
-        if peak > bounds[rank]:
-            raise Infeasible(rank, live_counts(balanced, rank).index(peak), peak, f"rank {rank} holds {peak}, its bound is {bounds[rank]}")
-    return replace(balanced, bounds=tuple(bounds))
+    ones = (1,) * schedule.num_stages
+    return replace(_balance(schedule, bounds, Sizes(ones, ones, "micro-batches"), partners), bounds=tuple(bounds))
 
 
-def evictions(schedule: Schedule, rank: int, bound: int) -> Plan:
-    """The fewest evictions that keep the rank's own micro-batches within `bound`, each as late as it may be, and their loads."""
-    row = schedule.ranks[rank]
-    needed_at = {}
-    for slot, cell in enumerate(row):
-        if cell.compute is not None and (cell.compute.kind is _BACKWARD or cell.compute.kind is _INPUT):
-            needed_at[cell.compute.stage, cell.compute.microbatch] = slot
-    transfers: dict[int, list[Action]] = {}
-    away: dict[int, Action] = {}  # slot of the backward -> the forward whose activations are away
-    finished: list[tuple[int, int, int]] = []  # (-slot of the backward, stage, micro-batch): a heap, furthest first
-    held = 0
-    for slot, cell in enumerate(row):
-        compute = cell.compute
-        following = row[slot + 1].compute if slot + 1 < len(row) else None
-        if slot + 1 in away:
-            gone = away.pop(slot + 1)
-            transfers.setdefault(slot, []).append(Action(gone.stage, Kind.LOAD, gone.microbatch))
-            held += 1
-        if compute is not None and compute.kind is _FORWARD:
-            held += 1
-        elif compute is not None and compute.kind is not _INPUT:
-            held -= 1
-        starts = (following is not None and following.kind is _FORWARD) + (slot + 2 in away)
-        for _ in range(held + starts - bound):
-            if not finished or -finished[0][0] <= slot + 2:
-                raise Infeasible(
-                    rank,
-                    slot + 1,
-                    held + starts,
-                    f"rank {rank} cannot keep to {bound}: slot {slot + 1} needs {held + starts}, and nothing it could send away is done",
-                )
-            needed, stage, microbatch = heapq.heappop(finished)
-            transfers.setdefault(slot, []).append(Action(stage, Kind.EVICT, microbatch))
-            away[-needed] = Action(stage, _FORWARD, microbatch)
-            held -= 1
-        if compute is not None and compute.kind is _FORWARD:
-            heapq.heappush(finished, (-needed_at[compute.stage, compute.microbatch], compute.stage, compute.microbatch))
-    return Plan(transfers)
+def balance_bytes(
+    schedule: Schedule,
+    bound_bytes: Sequence[int],
+    saved_bytes: Sequence[int],
+    moved_bytes: Sequence[int],
+    partners: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule with evictions that keep every rank's activations within its bound in bytes.
+
+    `saved_bytes` and `moved_bytes` as in `peak_bytes`: a stage of which only some layers move has moved less than saved. The bounds of the
+    result are the counts it reaches. Raises ValueError where a bound cannot be kept, naming the smallest that can.
+    """
+    balanced = _balance(schedule, bound_bytes, Sizes(tuple(saved_bytes), tuple(moved_bytes), "bytes"), partners)
+    return replace(balanced, bounds=peak_counts(balanced))
 
 
-def with_transfers(schedule: Schedule, plans: dict[int, Plan], partners: tuple[int, ...]) -> Schedule:
-    """The schedule with every plan's transfers and, in the same slots, their other ends."""
-    rows = [list(row) for row in schedule.ranks]
-    for rank, plan in plans.items():
-        for slot, actions in plan.transfers.items():
-            others = tuple(Action(action.stage, OTHER_END[action.kind], action.microbatch) for action in actions)
-            for row, added in ((rows[rank], tuple(actions)), (rows[partners[rank]], others)):
-                row[slot] = Slot(row[slot].compute, row[slot].transfers + added)
-    return replace(schedule, ranks=tuple(tuple(row) for row in rows), partners=partners)
+def _balance(schedule: Schedule, bounds: Sequence[int], sizes: Sizes, partners: Sequence[int] | None) -> Schedule:
+    chosen = pairing(schedule.num_ranks, partners)
+    _check_input(schedule, bounds, sizes)
+    rows = list(schedule.ranks)
+    for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
+        outcome = share(schedule, pair, [bounds[rank] for rank in pair], sizes)
+        if outcome.refusal is not None:
+            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, sizes)}")
+        for rank, row in zip(pair, outcome.rows, strict=True):
+            rows[rank] = row
+    return replace(schedule, ranks=tuple(rows), partners=chosen)
 
 
-def check_pairing(num_ranks: int, partners: Sequence[int]) -> None:
-    """Every rank has one partner, and is its partner's."""
-    if len(partners) != num_ranks:
-        raise ValueError(f"{len(partners)} partners for {num_ranks} ranks: give one for each rank")
-    for rank, partner in enumerate(partners):
-        if not 0 <= partner < num_ranks:
-            raise ValueError(f"rank {rank}: partner {partner} is not a rank, ranks are 0 to {num_ranks - 1}")
-        if partners[partner] != rank:
-            raise ValueError(f"rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}: pair them both ways")
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A pair's rows with transfers and their peaks, or why its bounds cannot be kept."""
+
+    rows: tuple[tuple[Slot, ...], ...] = ()
+    peaks: tuple[int, ...] = ()
+    refusal: str | None = None
 
 
-def check_bounds(num_ranks: int, bounds: Sequence[int]) -> None:
-    """One positive bound a rank."""
-    if len(bounds) != num_ranks:
-        raise ValueError(f"{len(bounds)} bounds for {num_ranks} ranks: give one for all or one for each")
+def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], sizes: Sizes) -> Shared:
+    """Balance one pair; a rank paired with itself can only be within its bound as it is."""
+    rows = [schedule.ranks[rank] for rank in pair]
+    for index, (rank, bound) in enumerate(zip(pair, bounds, strict=True)):
+        peak = max(live_bytes(schedule, rank, sizes.saved, sizes.moved))
+        if peak <= bound:
+            continue
+        if pair[0] == pair[1]:
+            return Shared(refusal=f"rank {rank} has no partner and holds up to {peak} {sizes.unit}, its bound is {bound}")
+        try:
+            plan = plan_evictions(schedule, rank, bound, sizes.saved, sizes.moved)
+        except OverBound as over:
+            reason = f"rank {rank} cannot keep to {bound} {sizes.unit}: in slot {over.slot} it needs {over.needed} at once"
+            return Shared(refusal=f"{reason}, {_least(schedule, rank, over.needed, sizes)} over all slots")
+        rows = [_with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
+    peaks = tuple(_peak(schedule, rank, row, sizes) for rank, row in zip(pair, rows, strict=True))
+    for rank, bound, peak in zip(pair, bounds, peaks, strict=True):
+        if peak > bound:
+            other = pair[0] if rank == pair[1] else pair[1]
+            return Shared(refusal=f"rank {rank}, hosting for rank {other}, holds up to {peak} {sizes.unit}, its bound is {bound}")
+    return Shared(tuple(rows), peaks)
+
+
+def smallest_bound(schedule: Schedule, pair: tuple[int, int], sizes: Sizes) -> int:
+    """The smallest bound that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one."""
+    low, high = 0, max(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
+    while high - low > 1:
+        middle = (low + high) // 2
+        outcome = share(schedule, pair, (middle, middle), sizes)
+        if outcome.refusal is None:
+            high = max(outcome.peaks)
+        else:
+            low = middle
+    return high
+
+
+def _least(schedule: Schedule, rank: int, needed: int, sizes: Sizes) -> int:
+    """The smallest bound the rank keeps if its partner hosts whatever it sends."""
+    while True:
+        try:
+            plan_evictions(schedule, rank, needed, sizes.saved, sizes.moved)
+            return needed
+        except OverBound as over:
+            needed = over.needed
+
+
+def _way_out(schedule: Schedule, pair: tuple[int, int], sizes: Sizes) -> str:
+    smallest = smallest_bound(schedule, pair, sizes)
+    if pair[0] == pair[1]:
+        return f". Give it {smallest}, or a partner"
+    return f". The smallest bound that ranks {pair[0]} and {pair[1]} can both keep is {smallest} {sizes.unit}"
+
+
+def _with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, ...]:
+    """The row with a plan's transfers, or with their other ends. Slots the plan leaves alone stay the same values."""
+    slots = list(row)
+    for slot, actions in plan.items():
+        added = actions if own else [Action(action.stage, OTHER_END[action.kind], action.microbatch) for action in actions]
+        slots[slot] = Slot(slots[slot].compute, (*slots[slot].transfers, *added))
+    return tuple(slots)
+
+
+def _peak(schedule: Schedule, rank: int, row: tuple[Slot, ...], sizes: Sizes) -> int:
+    rows = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
+    return max(live_bytes(replace(schedule, ranks=rows), rank, sizes.saved, sizes.moved))
+
+
+def _check_input(schedule: Schedule, bounds: Sequence[int], sizes: Sizes) -> None:
+    if len(bounds) != schedule.num_ranks:
+        raise ValueError(f"{len(bounds)} bounds for {schedule.num_ranks} ranks: give one for all or one for each")
     for rank, bound in enumerate(bounds):
         if bound < 1:
-            raise ValueError(f"rank {rank}: bound {bound} is below 1, and a micro-batch at work must be held")
+            raise ValueError(f"rank {rank}: bound {bound} is below 1, and what is computed on must be held")
+    for row in schedule.ranks:
+        for slot in row:
+            for action in slot.transfers:
+                if action.kind in TRANSFER:
+                    raise ValueError(f"the schedule already has transfers ({action}): balance it as it was before")
+    for name, values in (("saved", sizes.saved), ("moved", sizes.moved)):
+        if len(values) != schedule.num_stages:
+            raise ValueError(f"{name}_bytes has {len(values)} entries, the schedule {schedule.num_stages} stages: give one for each stage")
+    for stage, (saved, moved) in enumerate(zip(sizes.saved, sizes.moved, strict=True)):
+        if not 0 <= moved <= saved or saved < 1:
+            raise ValueError(f"stage {stage}: moved_bytes {moved} must lie between 0 and saved_bytes {saved}, and that above 0")

@@ -1,0 +1,106 @@
+"""Plan one rank's transfers. In: a Schedule, a rank, its bound and the sizes of its stages. Out: evictions and loads by slot.
+
+Walk the rank's slots. When what starts in the next slot would exceed the bound, send away, beside this slot, the finished micro-batch
+needed furthest in the future; load it beside the slot before its backward. Each micro-batch is needed once more, so where all are of one
+size furthest-first (Belady's rule) takes the fewest evictions there can be. Where sizes differ it finds a plan whenever there is one, and
+no eviction of it can be left out. Knows no partner, no tensors, no clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule, Slot
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+# One rank's own halves, by slot.
+Plan = dict[int, list[Action]]
+
+
+class OverBound(ValueError):
+    """The bound cannot be kept in `slot`: `needed` is what nothing can send away from there."""
+
+    def __init__(self, slot: int, needed: int) -> None:
+        super().__init__(f"slot {slot} needs {needed}")
+        self.slot, self.needed = slot, needed
+
+
+def plan_evictions(schedule: Schedule, rank: int, bound: int, saved: Sequence[int], moved: Sequence[int]) -> Plan:
+    """Evictions that keep what the rank itself saves within `bound`, each as late as can be, and their loads.
+
+    `saved[stage]` is what a micro-batch of a stage holds, `moved[stage]` the part of it that a transfer moves, in the unit of `bound`.
+    Raises OverBound where no plan can keep the bound.
+    """
+    walk = _Walk(schedule.ranks[rank], bound, saved, moved)
+    for slot in range(len(schedule.ranks[rank])):
+        walk.step(slot)
+    own = {stage for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
+    if len({saved[stage] for stage in own}) > 1 or len({moved[stage] for stage in own}) > 1:
+        walk.leave_out()
+    plan: Plan = {}
+    for evicted, (loaded, stage, microbatch) in walk.stays:
+        plan.setdefault(evicted, []).append(Action(stage, Kind.EVICT, microbatch))
+        plan.setdefault(loaded, []).append(Action(stage, Kind.LOAD, microbatch))
+    return plan
+
+
+class _Walk:
+    """The state of the walk. A stay is (slot of the eviction, (slot of the load, stage, micro-batch))."""
+
+    def __init__(self, row: Sequence[Slot], bound: int, saved: Sequence[int], moved: Sequence[int]) -> None:
+        self.bound, self.saved, self.moved = bound, saved, moved
+        self.computes = [slot.compute for slot in row] + [None, None]
+        self.needed_at: dict[tuple[int, int], int] = {}
+        for slot, compute in enumerate(self.computes):
+            if compute is not None and (compute.kind is _BACKWARD or compute.kind is _INPUT):
+                self.needed_at[compute.stage, compute.microbatch] = slot
+        self.loads: dict[int, int] = {}  # slot of a load -> the stage whose micro-batch it brings back
+        self.finished: list[tuple[int, int, int]] = []  # (-slot needed, stage, micro-batch): a heap, furthest first
+        self.stays: list[tuple[int, tuple[int, int, int]]] = []
+        self.held = 0
+        self.curve: list[int] = []
+
+    def step(self, slot: int) -> None:
+        """Account for one slot and evict beside it what the next has no room for."""
+        compute = self.computes[slot]
+        if slot in self.loads:
+            self.held += self.moved[self.loads[slot]]
+        if compute is not None and compute.kind is _FORWARD:
+            self.held += self.saved[compute.stage]
+        self.curve.append(self.held)
+        if self.held > self.bound:
+            raise OverBound(slot, self.held)
+        if compute is not None and (compute.kind is _BACKWARD or compute.kind is _WEIGHT):
+            self.held -= self.saved[compute.stage]
+        following = self.computes[slot + 1]
+        starting = self.saved[following.stage] if following is not None and following.kind is _FORWARD else 0
+        if slot + 1 in self.loads:
+            starting += self.moved[self.loads[slot + 1]]
+        while self.held + starting > self.bound:
+            self._evict(slot, starting)
+        # A forward is finished only now: it cannot leave beside itself.
+        if compute is not None and compute.kind is _FORWARD and self.moved[compute.stage]:
+            key = (compute.stage, compute.microbatch)
+            heapq.heappush(self.finished, (-self.needed_at[key], *key))
+
+    def _evict(self, slot: int, starting: int) -> None:
+        # What is needed two slots on would have to come back in the very next one.
+        if not self.finished or -self.finished[0][0] <= slot + 2:
+            raise OverBound(slot + 1, self.held + starting)
+        needed, stage, microbatch = heapq.heappop(self.finished)
+        self.stays.append((slot, (-needed - 1, stage, microbatch)))
+        self.loads[-needed - 1] = stage
+        self.held -= self.moved[stage]
+
+    def leave_out(self) -> None:
+        """Drop every eviction without which the bound holds all the same, the smallest first."""
+        for stay in sorted(self.stays, key=lambda one: self.moved[one[1][1]]):
+            evicted, (loaded, stage, _) = stay
+            absent = range(evicted + 1, loaded)
+            if max(self.curve[slot] for slot in absent) + self.moved[stage] <= self.bound:
+                for slot in absent:
+                    self.curve[slot] += self.moved[stage]
+                self.stays.remove(stay)

@@ -1,0 +1,91 @@
+"""Level memory over all ranks, in bytes. In: a compute-only Schedule, what each rank holds beside activations, sizes. Out: bounds.
+
+Ranks weigh differently: embedding on the first, output layer and logits on the last, uneven layers. For every pair the smallest level is
+searched that fixed bytes plus balanced activations of both ranks can keep; the heaviest pair's level is that of the whole pipeline. Where
+layers are given, only some layers of a micro-batch may move, which levels finer than a whole micro-batch. Knows no tensors, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import Sizes, share
+from bpipe.passes.pairing import pairing
+from bpipe.simulate.memory import live_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """`bound_bytes[rank]` for `balance_bytes`, with `moved_bytes[stage]`; `level_bytes[rank]` is what the rank then holds in all."""
+
+    bound_bytes: tuple[int, ...]
+    moved_bytes: tuple[int, ...]
+    level_bytes: tuple[int, ...]
+
+
+def level_bytes(
+    schedule: Schedule,
+    fixed_bytes: Sequence[int],
+    saved_bytes: Sequence[int],
+    num_layers: Sequence[int] | None = None,
+    partners: Sequence[int] | None = None,
+) -> Levels:
+    """Bounds that level the bytes of every pair as far as moving micro-batches can.
+
+    `fixed_bytes[rank]`: weights, gradients, optimizer. `saved_bytes[stage]`: activations of one micro-batch. With `num_layers[stage]` a
+    transfer may move any whole number of a stage's layers, taken to be of equal size.
+    """
+    chosen = pairing(schedule.num_ranks, partners)
+    for name, values, expected in (("fixed_bytes", fixed_bytes, schedule.num_ranks), ("saved_bytes", saved_bytes, schedule.num_stages)):
+        if len(values) != expected:
+            raise ValueError(f"{name} has {len(values)} entries, the schedule needs {expected}")
+    if num_layers is not None and (len(num_layers) != schedule.num_stages or min(num_layers) < 1):
+        raise ValueError(f"num_layers {tuple(num_layers)} must give each of the {schedule.num_stages} stages at least one layer")
+    bounds = [0] * schedule.num_ranks
+    moved = list(saved_bytes)
+    levels = [0] * schedule.num_ranks
+    for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
+        stages = [stage for stage, owner in enumerate(schedule.stage_to_rank) if owner in pair]
+        best: tuple[int, int] | None = None
+        for moving in _shares(saved_bytes, num_layers, stages):
+            sizes = Sizes(tuple(saved_bytes), moving, "bytes")
+            peaks = _level_pair(schedule, pair, fixed_bytes, sizes)
+            totals = [fixed_bytes[rank] + peak for rank, peak in zip(pair, peaks, strict=True)]
+            # The lowest level; of equal ones the one that moves fewer bytes at a time.
+            rating = (max(totals), sum(moving[stage] for stage in stages))
+            if best is None or rating < best:
+                best = rating
+                for rank, peak, total in zip(pair, peaks, totals, strict=True):
+                    bounds[rank], levels[rank] = peak, total
+                for stage in stages:
+                    moved[stage] = moving[stage]
+    return Levels(tuple(bounds), tuple(moved), tuple(levels))
+
+
+def _shares(saved_bytes: Sequence[int], num_layers: Sequence[int] | None, stages: Sequence[int]) -> list[tuple[int, ...]]:
+    """The sizes of a transfer to try: whole micro-batches, or every number of layers of the pair's stages."""
+    if num_layers is None:
+        return [tuple(saved_bytes)]
+    most = max(num_layers[stage] for stage in stages)
+    return [
+        tuple(saved * min(moving, layers) // layers for saved, layers in zip(saved_bytes, num_layers, strict=True))
+        for moving in range(most, 0, -1)
+    ]
+
+
+def _level_pair(schedule: Schedule, pair: tuple[int, int], fixed_bytes: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
+    """The two ranks' peaks at the smallest level both can keep. They reach their own peaks without transfers, so there is one."""
+    peaks = tuple(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
+    fixed = [fixed_bytes[rank] for rank in pair]
+    low, high = min(fixed), max(own + peak for own, peak in zip(fixed, peaks, strict=True))
+    while high - low > 1 and pair[0] != pair[1]:
+        middle = (low + high) // 2
+        outcome = share(schedule, pair, [max(0, middle - own) for own in fixed], sizes)
+        if outcome.refusal is None:
+            peaks = outcome.peaks
+            high = max(own + peak for own, peak in zip(fixed, peaks, strict=True))
+        else:
+            low = middle
+    return peaks
