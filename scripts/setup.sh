@@ -86,7 +86,7 @@ choose_environment() {
     for folder in "${VENV:-}" "${VIRTUAL_ENV:-}"; do
         [[ -n "$folder" ]] || continue
         # Named, but not there yet: made there, in place of .venv.
-        if [[ "$folder" == "${VENV:-}" && ! -e "$folder" ]]; then
+        if [[ "$folder" == "${VENV:-}" && -z "$(ls -A "$folder" 2>/dev/null)" && (! -e "$folder" || -d "$folder") ]]; then
             mkdir -p "$folder" || die "VENV=$folder cannot be made. Remedy: name a folder that can be written to."
             ENVIRONMENT="$(cd "$folder" && pwd -P)"
             return
@@ -128,13 +128,17 @@ check_disk() {
 }
 
 pip_install() {
-    local log="$ENVIRONMENT/bpipe-install.log" status=0
-    run_logged "$log" '^ *Downloading .*[0-9]{2} (MB|GB)|^Installing collected|^Successfully installed' \
+    # pip unpacks gigabytes; if it is interrupted they must not stay in a /tmp that nobody clears, and /tmp may be small.
+    local log="$ENVIRONMENT/bpipe-install.log" unpacking="$ENVIRONMENT/bpipe-unpacking" status=0
+    rm -rf "$unpacking"
+    mkdir "$unpacking"
+    TMPDIR="$unpacking" run_logged "$log" '^ *Downloading .*\([0-9]{3,}\.[0-9]+ MB|^ *Downloading .* GB' \
         "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -e "${ROOT}[dev]" || status=$?
+    rm -rf "$unpacking"
     if ((status == 0)); then return; fi
     if ((status > 128)); then exit "$status"; fi
     if grep -qiE 'no space left|errno 28' "$log"; then
-        die "the disk is full. Remedy: free $NEEDED_GIB GiB at $ENVIRONMENT and in \${TMPDIR:-/tmp}, then run this again."
+        die "the disk is full. Remedy: free $NEEDED_GIB GiB at $ENVIRONMENT (and where pip keeps its cache), then run this again."
     elif grep -qiE 'connection|resolution|timed out|proxy|could not find a version|no matching distribution|SSL' "$log"; then
         die "pip could not fetch a package. Remedy: check the network (PyPI must be reachable; behind a proxy set HTTPS_PROXY, for a mirror" \
             "PIP_INDEX_URL), then run this again; what is there already is kept. Everything pip said: $log"
@@ -149,13 +153,14 @@ imports_work() {
 }
 
 install() {
-    local own=""
+    local own="" missing
     [[ "$ENVIRONMENT" == "$ROOT/.venv" ]] && own=yes
     if [[ ! -x "$PYTHON" ]] || ! recent_enough "$PYTHON" || ! "$PYTHON" -I -c 'import pip' 2>/dev/null; then
         create_environment
     fi
-    # Only torch is big.
-    if "$PYTHON" -I "$ROOT/scripts/environment.py" | grep -q '^torch'; then check_disk; fi
+    # Only torch is big. (The listing exits with 1 where anything is missing, so it cannot stand in a pipe here.)
+    missing="$("$PYTHON" -I "$ROOT/scripts/environment.py" || true)"
+    if [[ $'\n'"$missing" == *$'\ntorch'* ]]; then check_disk; fi
     rm -f "$ENVIRONMENT/.bpipe-installed"
     pip_install
     if ! imports_work; then
@@ -170,14 +175,14 @@ install() {
     "$PYTHON" -I "$ROOT/scripts/environment.py" --stamp >"$ENVIRONMENT/.bpipe-installed"
 }
 
-# set_up WHAT: WHAT is what the caller will do afterwards, for the one line that says so.
+# set_up WHAT: WHAT ("then ...") is what the caller does afterwards, for the one line that says so.
 set_up() {
     choose_environment
     PYTHON="$ENVIRONMENT/bin/python"
     if complete; then
         say "using $ENVIRONMENT; $1"
     else
-        say "installing bpipe and what it needs into $ENVIRONMENT (torch is large: the first time takes minutes and 5.5 GB), then $1"
+        say "installing bpipe and what it needs into $ENVIRONMENT (torch is large: the first time takes minutes and 5.5 GB), $1"
         # Two scripts started together must not install at once. The lock is on a file that is always there, so none is left behind.
         if command -v flock >/dev/null; then
             exec 9<"$ROOT/pyproject.toml"
@@ -188,10 +193,8 @@ set_up() {
     fi
     export VIRTUAL_ENV="$ENVIRONMENT" PATH="$ENVIRONMENT/bin:$PATH" PYTHONUNBUFFERED=1
     unset PYTHONHOME
-    # Megatron otherwise appends the hash of the surrounding checkout to its version.
-    export NO_VCS_VERSION=1
 }
 
 if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
-    set_up "nothing else"
+    set_up "nothing else to do"
 fi

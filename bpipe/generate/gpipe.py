@@ -7,17 +7,14 @@ Source: Huang et al., "GPipe", 2019.
 
 from __future__ import annotations
 
-from bpipe.generate.place import Order, place
+from bpipe.generate.place import backwards, forwards, place
 from bpipe.ir.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """2 * (m + p - 1) slots."""
-    orders: list[Order] = []
-    for rank in range(num_ranks):
-        forward_pass = [(rank, True, microbatch) for microbatch in range(num_microbatches)]
-        backward_pass = [(rank, False, microbatch) for microbatch in range(num_microbatches)]
-        orders.append(forward_pass + backward_pass)
+    everything = range(num_microbatches)
+    orders = [forwards(rank, everything) + backwards(rank, everything) for rank in range(num_ranks)]
     return place("gpipe", num_microbatches, range(num_ranks), orders)
 
 

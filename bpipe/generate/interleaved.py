@@ -1,6 +1,6 @@
-"""Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: a compute-only Schedule. Stage s is on rank s % p.
+"""Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: a compute-only Schedule.
 
-Forwards go through the chunks in groups of p micro-batches: a group through the first chunk, the same group through the second, and so
+Stage s is on rank s % p. Forwards go through the chunks in groups of p micro-batches: a group through the first chunk, the same group through the second, and so
 on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
 2 * (p - rank - 1) + (v - 1) * p forwards ahead, then a forward and a backward alternate, then the backwards that are left: Megatron's order.
 Where p does not divide m, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group is
@@ -10,7 +10,8 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 
 from __future__ import annotations
 
-from bpipe.generate.place import Order, place
+from bpipe.generate.place import alternate, place
+from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 
 
@@ -19,7 +20,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
     stages = [stage % num_ranks for stage in range(num_ranks * num_chunks)]
     turns = chunk_turns(num_ranks, num_microbatches + -num_microbatches % num_ranks, num_chunks)
     orders = [_order(rank, num_ranks, num_chunks, turns) for rank in range(num_ranks)]
-    orders = [[one for one in order if one[2] < num_microbatches] for order in orders]
+    orders = [[action for action in order if action.microbatch < num_microbatches] for order in orders]
     return place("interleaved-1f1b", num_microbatches, stages, orders)
 
 
@@ -32,13 +33,12 @@ def chunk_turns(group_size: int, num_microbatches: int, num_chunks: int) -> list
     return turns
 
 
-def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]]) -> Order:
-    forwards = [(chunk * num_ranks + rank, True, microbatch) for chunk, microbatch in turns]
-    backwards = [((num_chunks - 1 - chunk) * num_ranks + rank, False, microbatch) for chunk, microbatch in turns]
+def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]]) -> list[Action]:
+    forwards = [Action(chunk * num_ranks + rank, Kind.FORWARD, microbatch) for chunk, microbatch in turns]
+    backwards = [Action((num_chunks - 1 - chunk) * num_ranks + rank, Kind.BACKWARD, microbatch) for chunk, microbatch in turns]
     ahead = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, len(turns))
     warm_up, cool_down = forwards[:ahead], backwards[len(turns) - ahead :]
-    steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return warm_up + steady + cool_down
+    return warm_up + alternate(forwards[ahead:], backwards) + cool_down
 
 
 def balanced_bound(num_ranks: int, num_chunks: int) -> int:

@@ -7,7 +7,8 @@ in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
 
 from __future__ import annotations
 
-from bpipe.generate.place import Order, place
+from bpipe.generate.place import alternate, backwards, forwards, place
+from bpipe.ir.action import Action
 from bpipe.ir.schedule import Schedule
 
 
@@ -17,13 +18,11 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     return place("1f1b", num_microbatches, range(num_ranks), orders)
 
 
-def _order(rank: int, num_ranks: int, num_microbatches: int) -> Order:
+def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     ahead = min(num_ranks - rank - 1, num_microbatches)
-    warm_up = [(rank, True, microbatch) for microbatch in range(ahead)]
-    steady: Order = []
-    for backward, forward in enumerate(range(ahead, num_microbatches)):
-        steady += [(rank, True, forward), (rank, False, backward)]
-    cool_down = [(rank, False, microbatch) for microbatch in range(num_microbatches - ahead, num_microbatches)]
+    warm_up = forwards(rank, range(ahead))
+    steady = alternate(forwards(rank, range(ahead, num_microbatches)), backwards(rank, range(num_microbatches - ahead)))
+    cool_down = backwards(rank, range(num_microbatches - ahead, num_microbatches))
     return warm_up + steady + cool_down
 
 

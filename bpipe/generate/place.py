@@ -1,8 +1,8 @@
 """Place every rank's order of computations on the unit grid. In: one order a rank. Out: a compute-only Schedule.
 
 Each computation takes one slot and starts as soon as the one before it on its rank and the one it needs from its neighbouring stage are
-over. A forward needs the forward of the stage before, a backward the backward of the stage after, on the last stage its own forward.
-Knows no schedule by name, no memory, no transfers.
+over. A forward needs the forward of the stage before; a backward, or its input half, the same of the stage after, on the last stage its
+own forward; a weight half needs nothing from elsewhere. Knows no schedule by name, no memory, no transfers.
 """
 
 from __future__ import annotations
@@ -12,59 +12,84 @@ from collections.abc import Sequence
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule, Slot
 
-# One computation of an order: its stage, whether it is a forward (else a full backward), and its micro-batch.
-Order = list[tuple[int, bool, int]]
+# Computations of one rank, in order.
+Order = Sequence[Action]
 
-BUBBLE = Slot()
+_FORWARD, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_WEIGHT
+_BUBBLE = Slot()
+_UNPLACED = -1
+
+
+def forwards(stage: int, microbatches: range) -> list[Action]:
+    return [Action(stage, _FORWARD, microbatch) for microbatch in microbatches]
+
+
+def backwards(stage: int, microbatches: range) -> list[Action]:
+    return [Action(stage, Kind.BACKWARD, microbatch) for microbatch in microbatches]
+
+
+def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]:
+    """One of each in turn, as long as the shorter lasts."""
+    return [action for pair in zip(first, second, strict=False) for action in pair]
 
 
 def place(name: str, num_microbatches: int, stage_to_rank: Sequence[int], orders: Sequence[Order]) -> Schedule:
-    """The schedule in which every rank keeps its order and nothing starts later than it must."""
+    """The schedule in which every rank keeps its order and nothing starts later than it must.
+
+    Raises ValueError where the orders wait for each other.
+    """
     placed = _Placement(num_microbatches, len(stage_to_rank), len(orders))
-    left = len(orders)
-    while left:
-        progress = False
-        for rank, order in enumerate(orders):
-            if placed.next[rank] < len(order) and placed.advance(rank, order):
-                progress = True
-                left -= placed.next[rank] == len(order)
-        assert progress, f"{name}: the orders wait for each other"
+    unfinished = [rank for rank, order in enumerate(orders) if order]
+    while unfinished:
+        advanced = [placed.advance(rank, orders[rank]) for rank in unfinished]
+        if not any(advanced):
+            stuck = ", ".join(f"rank {rank} at {orders[rank][placed.next[rank]]}" for rank in unfinished)
+            raise ValueError(f"schedule {name}: the orders of the ranks wait for each other: {stuck}")
+        unfinished = [rank for rank in unfinished if placed.next[rank] < len(orders[rank])]
     length = max(len(row) for row in placed.rows)
     for row in placed.rows:
-        row.extend([BUBBLE] * (length - len(row)))
+        row.extend([_BUBBLE] * (length - len(row)))
     return Schedule(name, num_microbatches, tuple(stage_to_rank), tuple(tuple(row) for row in placed.rows))
 
 
 class _Placement:
-    """The grid while it grows. `over[...]` is the slot after a computation's, 0 while it is not placed."""
+    """The grid while it grows: `forward_over` and `backward_over` hold the slot after each computation, _UNPLACED until it is placed."""
 
     def __init__(self, num_microbatches: int, num_stages: int, num_ranks: int) -> None:
         self.num_microbatches = num_microbatches
         self.last_stage = num_stages - 1
-        self.forward_over = [0] * (num_stages * num_microbatches)
-        self.backward_over = [0] * (num_stages * num_microbatches)
+        self.forward_over = [_UNPLACED] * (num_stages * num_microbatches)
+        self.backward_over = [_UNPLACED] * (num_stages * num_microbatches)
         self.rows: list[list[Slot]] = [[] for _ in range(num_ranks)]
         self.next = [0] * num_ranks
 
     def advance(self, rank: int, order: Order) -> bool:
         """Place the rank's computations until one needs what is not placed yet. False if not even one could be placed."""
-        width, row = self.num_microbatches, self.rows[rank]
+        width, row, last_stage = self.num_microbatches, self.rows[rank], self.last_stage
         forward_over, backward_over = self.forward_over, self.backward_over
         first = position = self.next[rank]
+        length = len(row)
         while position < len(order):
-            stage, is_forward, microbatch = order[position]
-            key = stage * width + microbatch
-            if is_forward:
-                ready = forward_over[key - width] if stage else 1
-            else:
-                ready = forward_over[key] if stage == self.last_stage else backward_over[key + width]
-            if not ready:
+            action = order[position]
+            kind, stage = action.kind, action.stage
+            key = stage * width + action.microbatch
+            needed = 0
+            if kind is _FORWARD:
+                if stage:
+                    needed = forward_over[key - width]
+            elif kind is not _WEIGHT:
+                needed = forward_over[key] if stage == last_stage else backward_over[key + width]
+            if needed == _UNPLACED:
                 break
-            # Slot 0 is the first: a computation that needs nothing is ready "after slot 0 - 1", so `over` counts from 1.
-            while len(row) < ready - (stage == 0 and is_forward):
-                row.append(BUBBLE)
-            row.append(Slot(Action(stage, Kind.FORWARD if is_forward else Kind.BACKWARD, microbatch)))
-            (forward_over if is_forward else backward_over)[key] = len(row)
+            if needed > length:
+                row.extend([_BUBBLE] * (needed - length))
+                length = needed
+            row.append(Slot(action))
+            length += 1
             position += 1
+            if kind is _FORWARD:
+                forward_over[key] = length
+            elif kind is not _WEIGHT:
+                backward_over[key] = length
         self.next[rank] = position
         return position > first

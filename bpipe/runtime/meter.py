@@ -3,7 +3,8 @@
 In: the storages each forward saved. Out: bytes and micro-batches held now, and their peaks. Knows no schedule and no prediction.
 
 It keeps weak references only: a storage that autograd freed is gone, one that was emptied in place counts as the bytes it still has.
-Storages that several micro-batches saved (masks, tables, parameters) are not a micro-batch's activations and do not count.
+Storages that somebody besides one micro-batch's graph holds (parameters, masks, tables, the data iterator's own batch) are not a
+micro-batch's activations and do not count.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Meter:
     def begin(self) -> None:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
         self.peak_microbatches = self.peak_bytes = self.saved_bytes = 0
-        # A storage's address may serve another one after it died.
+        # While it is referred to weakly, a storage's address serves no other; what died is let go of here, once an iteration.
         self._seen = {key: seen for key, seen in self._seen.items() if not seen.reference.expired()}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
         for seen in self._seen.values():
@@ -53,11 +54,13 @@ class Meter:
     def saved(self, microbatch: int, found: Sequence[Found]) -> None:
         """A forward has finished and saved these storages."""
         for item in found:
+            if not item.alone:
+                continue
             key = item.storage._cdata
-            if key in self._common and not self._common[key].expired():
+            if key in self._common:
                 continue
             seen = self._seen.get(key)
-            if seen is not None and not seen.reference.expired() and seen.microbatch != microbatch:
+            if seen is not None and seen.microbatch != microbatch:
                 self._common[key] = self._seen.pop(key).reference
                 continue
             self._seen[key] = _Seen(StorageWeakRef(item.storage), microbatch, item.nbytes)

@@ -43,6 +43,7 @@ class Hooks:
         self._connected = False
         self._microbatch_of: dict[int, int] = {}
         self._last_num_microbatches = 0
+        self._input_bytes = 0
         self._peaks: list[tuple[int, int, int, int]] = []
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
@@ -91,9 +92,10 @@ class Hooks:
             op = Action(self._stage, Kind.FORWARD, given["current_microbatch"])
             engine.before(op)
             outputs, num_tokens = forward_step(*args, **kwargs)
-            tensors = _as_list(outputs)
+            tensors, inputs = _as_list(outputs), _as_list(given["input_tensor"])
+            self._input_bytes = sum(tensor.untyped_storage().nbytes() for tensor in inputs if tensor is not None)
             self._microbatch_of[id(tensors[0])] = op.microbatch
-            engine.after(op, tensors, _as_list(given["input_tensor"]))
+            engine.after(op, tensors, inputs)
             return outputs, num_tokens
 
         return forward
@@ -180,6 +182,7 @@ class Hooks:
             peak_bytes=max(peak[1] for peak in peaks),
             saved_bytes=max(peak[2] for peak in peaks),
             moved_bytes=engine.moved_bytes,
+            input_bytes=self._input_bytes,
             host_bytes=engine.host_bytes,
             balanced=self._config.balance,
         )

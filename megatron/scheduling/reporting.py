@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.host_slots import num_host_slots
 from bpipe.simulate.memory import live_bytes, num_transfers
@@ -58,13 +59,14 @@ class StageReport:
         peak_bytes: int,
         saved_bytes: int,
         moved_bytes: int,
+        input_bytes: int,
         host_bytes: int,
         balanced: bool,
     ) -> StageReport:
         """Lay the measurement beside what the schedule says for micro-batches of this size.
 
         Slots are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its own
-        micro-batches occupy in any slot, and its slots.
+        micro-batches occupy in any slot, and its slots. `input_bytes` is what the stage receives for one micro-batch.
         """
         transfers = num_transfers(schedule, stage)
         return StageReport(
@@ -75,17 +77,30 @@ class StageReport:
             num_microbatches=schedule.num_microbatches,
             peak_microbatches=peak_microbatches,
             peak_bytes=peak_bytes,
-            predicted_microbatches=_own_peak(schedule, stage, 1, 1) + num_host_slots(schedule, stage),
-            predicted_bytes=_own_peak(schedule, stage, saved_bytes, moved_bytes) + host_bytes,
+            predicted_microbatches=_own_peak(schedule, stage, 1, 1, 0) + num_host_slots(schedule, stage),
+            predicted_bytes=_own_peak(schedule, stage, saved_bytes, moved_bytes, input_bytes) + host_bytes,
             evictions=transfers.evictions,
             loads=transfers.loads,
         )
 
 
-def _own_peak(schedule: Schedule, stage: int, saved: int, moved: int) -> int:
-    """The most a stage's own micro-batches occupy, when each saves `saved` and a transfer moves `moved` of it."""
+def _own_peak(schedule: Schedule, stage: int, saved: int, moved: int, received: int) -> int:
+    """The most a stage's own micro-batches occupy, when each saves `saved` and a transfer moves `moved` of it.
+
+    Megatron's loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until the
+    next forward has returned: a forward right after a backward finds it still there.
+    """
     only_own = tuple(int(s == stage) for s in range(schedule.num_stages))
-    return max(live_bytes(schedule, stage, [saved * own for own in only_own], [moved * own for own in only_own]))
+    curve = live_bytes(schedule, stage, [saved * own for own in only_own], [moved * own for own in only_own])
+    peak = 0
+    after_backward = False
+    for slot, held in zip(schedule.ranks[stage], curve, strict=True):
+        if slot.compute is not None:
+            forward = slot.compute.kind is Kind.FORWARD
+            held += received * (forward and after_backward)
+            after_backward = not forward
+        peak = max(peak, held)
+    return peak
 
 
 def _pipeline_index() -> int:
