@@ -5,13 +5,13 @@ The command, the planner and the trainer's hooks all ask here, so they cannot di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bpipe.generate.registry import GENERATORS, Generator
 from bpipe.ir.check import check
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
+from bpipe.passes.balance import balance, smallest_bounds
 
 BALANCES = ("none", "bpipe")
 
@@ -40,10 +40,7 @@ class ProgramConfig:
         for name in ("num_stages", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
-        if self.balance not in BALANCES:
-            raise ValueError(f"unknown balance {self.balance!r}: choose from {', '.join(BALANCES)}")
-        if self.balance == "none" and (self.bounds is not None or self.partners is not None):
-            raise ValueError('bounds and partners say how to balance, but balance is "none": set balance="bpipe" or leave them out')
+        _check_balance(self.balance, self.bounds, self.partners)
         self._check_chunks(GENERATORS[self.schedule])
 
     def _check_chunks(self, generator: Generator) -> None:
@@ -55,7 +52,7 @@ class ProgramConfig:
             fitting = ", ".join(name for name, other in GENERATORS.items() if other.max_chunks is None)
             raise ValueError(
                 f"schedule {self.schedule} takes at most {generator.max_chunks} chunk a rank, num_chunks is {self.num_chunks}: "
-                f"leave it at {generator.max_chunks}, or choose a schedule with chunks ({fitting or 'none yet'})"
+                f"leave it at {generator.max_chunks}, or choose a schedule with chunks ({fitting})"
             )
 
 
@@ -64,27 +61,49 @@ def build(config: ProgramConfig) -> Schedule:
 
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
+    p, m, v = config.num_stages, config.num_microbatches, config.num_chunks
     generator = GENERATORS[config.schedule]
-    schedule = generator.generate(config.num_stages, config.num_microbatches, config.num_chunks)
+    bounds = (generator.balanced_bound(p, m, v),) if config.bounds is None else config.bounds
+    return run(generator.generate(p, m, v), passes(config.balance, bounds, config.partners))
+
+
+def adopt(
+    schedule: Schedule, balance: str = "none", bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None
+) -> Schedule:
+    """A schedule from elsewhere, checked, and balanced if asked: by default to the smallest bound every pair of it can keep."""
+    _check_balance(balance, bounds, partners)
     check(schedule)
-    for change in passes(config):
+    if balance != "none" and bounds is None:
+        bounds = (max(smallest_bounds(schedule, partners)),)
+    return run(schedule, passes(balance, bounds, partners))
+
+
+def passes(balance: str, bounds: Sequence[int] | None, partners: Sequence[int] | None) -> tuple[Pass, ...]:
+    """The passes that such a choice asks for, in order."""
+    if balance == "none" or bounds is None:
+        return ()
+    return (lambda schedule: balanced(schedule, bounds, partners),)
+
+
+def run(schedule: Schedule, changes: Sequence[Pass]) -> Schedule:
+    """Run the passes, checking after each. What a pass gets has been checked."""
+    check(schedule)
+    for change in changes:
         schedule = change(schedule)
         check(schedule)
     return schedule
 
 
-def passes(config: ProgramConfig) -> tuple[Pass, ...]:
-    """The passes a configuration asks for, in order."""
-    if config.balance == "none":
-        return ()
-    return (lambda schedule: balance(schedule, balanced_bounds(config), config.partners),)
+def balanced(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:
+    """The balancing pass with one bound for each rank, or one for all."""
+    p = schedule.num_ranks
+    if len(bounds) not in (1, p):
+        raise ValueError(f"{len(bounds)} bounds for {p} stages: give one for all or one for each")
+    return balance(schedule, tuple(bounds) * (p if len(bounds) == 1 else 1), partners)
 
 
-def balanced_bounds(config: ProgramConfig) -> tuple[int, ...]:
-    """One bound a rank: the configuration's, or the one its schedule balances to."""
-    p, m, v = config.num_stages, config.num_microbatches, config.num_chunks
-    if config.bounds is None:
-        return (GENERATORS[config.schedule].balanced_bound(p, m, v),) * p
-    if len(config.bounds) not in (1, p):
-        raise ValueError(f"{len(config.bounds)} bounds for {p} stages: give one for all or one for each")
-    return tuple(config.bounds) * (p if len(config.bounds) == 1 else 1)
+def _check_balance(balance: str, bounds: Sequence[int] | None, partners: Sequence[int] | None) -> None:
+    if balance not in BALANCES:
+        raise ValueError(f"unknown balance {balance!r}: choose from {', '.join(BALANCES)}")
+    if balance == "none" and (bounds is not None or partners is not None):
+        raise ValueError('bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out')

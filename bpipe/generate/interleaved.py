@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: a compute-only Schedule.
 
-Stage s is on rank s % p. Forwards go through the chunks in groups of p micro-batches: a group through the first chunk, the same group through the second, and so
-on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
-2 * (p - rank - 1) + (v - 1) * p forwards ahead, then a forward and a backward alternate, then the backwards that are left: Megatron's order.
+Stage s is on rank s % p. Forwards go through the chunks in groups of p micro-batches: a group through the first chunk, the same group
+through the second, and so on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
+2 * (p - rank - 1) + (v - 1) * p forwards ahead, then a forward and a backward alternate, then the backwards left over: Megatron's order.
 Where p does not divide m, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group is
 filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for nothing it did not wait for before.
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.

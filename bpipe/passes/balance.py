@@ -97,6 +97,15 @@ def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], size
     return Shared(tuple(rows), peaks)
 
 
+def smallest_bounds(schedule: Schedule, partners: Sequence[int] | None = None) -> tuple[int, ...]:
+    """For every rank the smallest count that it and its partner can both keep."""
+    chosen = pairing(schedule.num_ranks, partners)
+    ones = (1,) * schedule.num_stages
+    sizes = Sizes(ones, ones, "micro-batches")
+    _check_input(schedule, ones[: schedule.num_ranks], sizes)
+    return tuple(smallest_bound(schedule, (min(rank, partner), max(rank, partner)), sizes) for rank, partner in enumerate(chosen))
+
+
 def smallest_bound(schedule: Schedule, pair: tuple[int, int], sizes: Sizes) -> int:
     """The smallest bound that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one."""
     low, high = 0, max(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)

@@ -74,15 +74,18 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Uses:
-    """What the walk learns of one storage: which tensors of the graph use it, and whether Python holds one of them."""
+    """What the walk learns of one storage: the tensors by which the graph uses it, and how many it unpacked from copies."""
 
-    __slots__ = ("copies", "held", "originals", "storage")
+    __slots__ = ("copies", "originals", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.originals: list[torch.Tensor] = []
         self.copies = 0
-        self.held = False
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if not any(tensor is known for known in self.originals):
+            self.originals.append(tensor)
 
 
 def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None] = ()) -> tuple[Found, ...]:
@@ -107,8 +110,11 @@ def _collect(roots: Sequence[Any]) -> dict[int, _Uses]:
                 use = uses.setdefault(storage._cdata, _Uses(storage))
                 if tensor is not again[position]:
                     use.copies += 1  # saved as the node's own output: every unpacking makes a new tensor, the graph holds one
-                elif not any(tensor is known for known in use.originals):
-                    use.originals.append(tensor)
+                else:
+                    use.add(tensor)
+                    # A view keeps the tensor it is a view of alive, and that one uses the storage too.
+                    if tensor._base is not None:
+                        use.add(tensor._base)
     return uses
 
 
