@@ -7,8 +7,8 @@
 
 A lane is a rank: on its line C what it computes (`.` is a bubble), on line T, if it transfers anything, what it moves beside that. A cell
 is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H host, R return, L load. With several stages
-a rank, or where the stage is not the one the lane implies, its number stands in front. A grid wider than the page goes on in blocks. Further lines with `#`
-are remarks.
+a rank, or where the stage is not the one the lane implies, its number stands in front. A grid wider than the page goes on in blocks.
+Further lines that start with `#` are remarks.
 Knows no terminal: width and paint come from the caller.
 """
 

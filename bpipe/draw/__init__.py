@@ -1,0 +1,1 @@
+"""Pictures of schedules: what is drawn where (`picture`), and its writers."""

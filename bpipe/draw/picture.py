@@ -1,0 +1,171 @@
+"""Lay a schedule out as shapes. In: a Schedule. Out: a `Picture` of boxes, lines and words in pixels, each with the name of its style.
+
+Time runs right. A lane is a rank: its computations, below them what it moves, below that the curve of the micro-batches it holds, with its
+bound as a dashed line. Nothing is told by colour alone: forwards are plain boxes, backwards hatched, bubbles dotted outlines without a
+word, transfers pointed boxes with a letter, away (E, R) or towards (L, H). Knows no file format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.simulate.memory import live_counts
+
+SLOT_WIDTH = 30
+BOX_HEIGHT = 24
+MOVE_HEIGHT = 16
+CURVE_HEIGHT = 44
+LANE_GAP = 18
+MARGIN_LEFT = 70
+MARGIN_RIGHT = 90
+MARGIN_TOP = 56
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a shape looks. `hatch` draws diagonal lines, `dash` breaks the outline."""
+
+    fill: str
+    stroke: str
+    hatch: bool = False
+    dash: bool = False
+
+
+STYLES = {
+    "forward": Style("#cfe3f7", "#1f5a94"),
+    "backward": Style("#d6ecd2", "#2e6b2e", hatch=True),
+    "weight": Style("#efe6c8", "#7a6420", hatch=True),
+    "bubble": Style("none", "#b8b8b8", dash=True),
+    "away": Style("#f6c9bd", "#a03018"),
+    "towards": Style("#e6d4f2", "#5d2f86"),
+    "curve": Style("none", "#202020"),
+    "bound": Style("none", "#c00000", dash=True),
+    "axis": Style("none", "#909090"),
+}
+
+_COMPUTE_STYLES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "weight",
+}
+_AWAY = (Kind.EVICT, Kind.RETURN)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A closed or open run of points."""
+
+    style: str
+    points: tuple[tuple[float, float], ...]
+    closed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """Text, its anchor point left, in the middle or right of it, and its middle in height there."""
+
+    x: float
+    y: float
+    text: str
+    size: int = 11
+    anchor: str = "middle"
+
+
+@dataclass(slots=True)
+class Picture:
+    """Everything to draw, back to front."""
+
+    width: int
+    height: int
+    shapes: list[Shape] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+
+
+def lay_out(schedule: Schedule) -> Picture:
+    """The picture of a schedule."""
+    num_slots = len(schedule.ranks[0])
+    lane_height = BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + LANE_GAP
+    width = MARGIN_LEFT + max(num_slots * SLOT_WIDTH, 14 * SLOT_WIDTH) + MARGIN_RIGHT
+    picture = Picture(width, MARGIN_TOP + schedule.num_ranks * lane_height)
+    title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
+    if schedule.num_chunks > 1:
+        title += f", {schedule.num_chunks} chunks a rank"
+    picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))
+    _legend(picture)
+    curves = [live_counts(schedule, rank) for rank in range(schedule.num_ranks)]
+    top = max(max(max(curve) for curve in curves), *(schedule.bounds or (1,)))
+    for rank in range(schedule.num_ranks):
+        y = MARGIN_TOP + rank * lane_height
+        picture.words.append(Word(MARGIN_LEFT - 8, y + BOX_HEIGHT / 2, f"rank {rank}", 12, "end"))
+        for slot, cell in enumerate(schedule.ranks[rank]):
+            x = MARGIN_LEFT + slot * SLOT_WIDTH
+            _computation(picture, x, y, cell.compute, schedule.num_chunks > 1)
+            for index, action in enumerate(cell.transfers):
+                _transfer(picture, x, y + BOX_HEIGHT + 2, index, len(cell.transfers), action)
+        _curve(picture, y + BOX_HEIGHT + MOVE_HEIGHT + 4, curves[rank], top, None if schedule.bounds is None else schedule.bounds[rank])
+    return picture
+
+
+def _box(x: float, y: float, width: float, height: float) -> tuple[tuple[float, float], ...]:
+    return ((x, y), (x + width, y), (x + width, y + height), (x, y + height))
+
+
+def _pointed(x: float, y: float, width: float, height: float, away: bool) -> tuple[tuple[float, float], ...]:
+    """A box with a point to the right for what leaves, to the left for what arrives."""
+    tip = min(5.0, width / 3)
+    if away:
+        return ((x, y), (x + width - tip, y), (x + width, y + height / 2), (x + width - tip, y + height), (x, y + height))
+    return ((x + tip, y), (x + width, y), (x + width, y + height), (x + tip, y + height), (x, y + height / 2))
+
+
+def _computation(picture: Picture, x: float, y: float, action: Action | None, with_stage: bool) -> None:
+    style = "bubble" if action is None else _COMPUTE_STYLES[action.kind]
+    picture.shapes.append(Shape(style, _box(x + 0.5, y, SLOT_WIDTH - 1, BOX_HEIGHT)))
+    if action is not None:
+        text = str(action) if with_stage else f"{action.kind.value}{action.microbatch}"
+        picture.words.append(Word(x + SLOT_WIDTH / 2, y + BOX_HEIGHT / 2, text, 11 if len(text) < 5 else 8))
+
+
+def _transfer(picture: Picture, x: float, y: float, index: int, count: int, action: Action) -> None:
+    width = (SLOT_WIDTH - 1) / count
+    left = x + 0.5 + index * width
+    away = action.kind in _AWAY
+    picture.shapes.append(Shape("away" if away else "towards", _pointed(left, y, width, MOVE_HEIGHT - 4, away)))
+    picture.words.append(
+        Word(left + width / 2, y + MOVE_HEIGHT / 2 - 2, f"{action.kind.value[0]}{action.microbatch}", 9 if count == 1 else 6)
+    )
+
+
+def _curve(picture: Picture, y: float, counts: tuple[int, ...], top: int, bound: int | None) -> None:
+    bottom, scale = y + CURVE_HEIGHT, CURVE_HEIGHT / top
+    right = MARGIN_LEFT + len(counts) * SLOT_WIDTH
+    picture.shapes.append(Shape("axis", ((MARGIN_LEFT, bottom), (right, bottom)), closed=False))
+    points: list[tuple[float, float]] = [(MARGIN_LEFT, bottom)]
+    for slot, count in enumerate(counts):
+        height = bottom - count * scale
+        points += [(MARGIN_LEFT + slot * SLOT_WIDTH, height), (MARGIN_LEFT + (slot + 1) * SLOT_WIDTH, height)]
+    points.append((right, bottom))
+    picture.shapes.append(Shape("curve", tuple(points), closed=False))
+    label = f"peak {max(counts)}"
+    if bound is not None:
+        height = bottom - bound * scale
+        picture.shapes.append(Shape("bound", ((MARGIN_LEFT, height), (right, height)), closed=False))
+        label += f" of {bound}"
+    picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2, label, 11, "start"))
+
+
+def _legend(picture: Picture) -> None:
+    x: float = MARGIN_LEFT
+    entries = ("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"), ("away", "evict, return"), ("towards", "load, host")
+    for style, text in entries:
+        points = _pointed(x, 30, 16, 12, style == "away") if style in ("away", "towards") else _box(x, 30, 16, 12)
+        picture.shapes.append(Shape(style, points))
+        picture.words.append(Word(x + 20, 36, text, 10, "start"))
+        x += 34 + 6 * len(text)
+    for style, text in (("curve", "held"), ("bound", "bound")):
+        picture.shapes.append(Shape(style, ((x, 36), (x + 16, 36)), closed=False))
+        picture.words.append(Word(x + 20, 36, text, 10, "start"))
+        x += 34 + 6 * len(text)

@@ -1,0 +1,58 @@
+"""Write a schedule's picture as PNG. In: a Schedule. Out: bytes. Needs matplotlib, imported only here; knows no schedule."""
+
+from __future__ import annotations
+
+import io
+
+from bpipe.draw.picture import STYLES, Picture, lay_out
+from bpipe.ir.schedule import Schedule
+
+DOTS_PER_INCH = 100
+# What the renderer can make in one direction.
+MAX_PIXELS = 32_000
+
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
+
+
+def write_png(schedule: Schedule) -> bytes:
+    """One image, a pixel for a pixel of the picture. Raises ValueError where that is too large, or matplotlib is missing."""
+    picture = lay_out(schedule)
+    if max(picture.width, picture.height) > MAX_PIXELS:
+        raise ValueError(
+            f"the picture is {picture.width} x {picture.height} pixels, a png takes at most {MAX_PIXELS}: "
+            "write svg, or draw fewer micro-batches or stages"
+        )
+    return _render(picture)
+
+
+def _render(picture: Picture) -> bytes:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Polygon
+    except ImportError:
+        raise ValueError("png needs matplotlib, which is not installed: pip install matplotlib, or write svg") from None
+    figure = Figure((picture.width / DOTS_PER_INCH, picture.height / DOTS_PER_INCH), DOTS_PER_INCH)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, picture.width)
+    axes.set_ylim(picture.height, 0)
+    axes.axis("off")
+    for shape in picture.shapes:
+        style = STYLES[shape.style]
+        polygon = Polygon(
+            list(shape.points),
+            closed=shape.closed,
+            facecolor=style.fill if shape.closed else "none",
+            edgecolor=style.stroke,
+            linewidth=0.8,
+            linestyle="--" if style.dash else "-",
+            hatch="///" if style.hatch else None,
+        )
+        axes.add_patch(polygon)
+    for word in picture.words:
+        # Sizes are pixels, matplotlib's are points of 1/72 inch.
+        axes.text(word.x, word.y, word.text, size=word.size * 72 / DOTS_PER_INCH, ha=_ANCHORS[word.anchor], va="center")
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
