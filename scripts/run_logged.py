@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -74,7 +75,7 @@ def end_all(grace_s: float) -> int:
     left = descendants(os.getpid())
     for pid in left:
         send(pid, signal.SIGTERM)
-    wait_for_none(grace_s)
+    wait_until(lambda: not descendants(os.getpid()), grace_s)
     for pid in descendants(os.getpid()):
         send(pid, signal.SIGKILL)
     return len(left)
@@ -85,9 +86,9 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def wait_for_none(grace_s: float) -> None:
+def wait_until(condition: Callable[[], bool], grace_s: float) -> None:
     deadline = time.monotonic() + grace_s
-    while descendants(os.getpid()) and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -133,11 +134,12 @@ def run(log_path: Path, pattern: re.Pattern[str], command: list[str], grace_s: f
             left = end_all(grace_s)
             reader.join(grace_s)
         except Stopped as stopped:
+            command_itself = set(children(os.getpid()))
             # Ctrl-C goes to the whole group of a terminal, so the command has had it already; a second one would break its clearing-up.
             if stopped.number != signal.SIGINT:
-                for pid in children(os.getpid()):
+                for pid in command_itself:
                     send(pid, stopped.number)
-            wait_for_none(grace_s)
+            wait_until(lambda: command_itself.isdisjoint(children(os.getpid())), grace_s)
             end_all(grace_s)
             print(f"stopped by {signal.Signals(stopped.number).name}; all processes ended", file=sys.stderr)
             return 128 + stopped.number
