@@ -1,0 +1,334 @@
+"""Turn text into the token files that Megatron trains on.
+
+In: a .jsonl file (or .jsonl.gz, or a quoted pattern for several), one JSON object a line. Out: for each --json-keys KEY the pair
+PREFIX_KEY_document.bin and .idx, written by the installed Megatron's own builder. Takes the flags of the tool of this name in the
+Megatron-LM repository, which the wheel of megatron-core lacks, and every tokenizer of the wheel. Knows nothing of models and schedules.
+
+The output appears under its name only when it is whole, the index last: an interrupted run leaves nothing that could be taken for a
+data set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import glob
+import gzip
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+CHUNK = 32
+
+
+class InputError(ValueError):
+    """What was given cannot be used; the message says where and what to do."""
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    eod: int
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the input and where it stands."""
+
+    file: str
+    number: int
+    raw: bytes
+
+    def fault(self, what: str) -> InputError:
+        return InputError(f"{self.file}, line {self.number}: {what}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Document:
+    """One key's text as tokens, and how many belong to each of its sentences (one, unless the input is a list)."""
+
+    ids: list[int]
+    lengths: list[int]
+
+
+# --- Reading and encoding ---------------------------------------------------------------------------------------------------------------
+
+
+def input_files(pattern: str) -> list[str]:
+    files = [pattern] if Path(pattern).is_file() else sorted(name for name in glob.glob(pattern) if Path(name).is_file())
+    if not files:
+        raise InputError(f"--input {pattern}: no such file, and no file matches it as a pattern")
+    return files
+
+
+def read_lines(files: Iterable[str]) -> Iterator[Line]:
+    for name in files:
+        try:
+            with gzip.open(name) if name.endswith(".gz") else open(name, "rb") as stream:
+                for number, raw in enumerate(stream, start=1):
+                    yield Line(name, number, raw)
+        except (OSError, EOFError) as error:
+            raise InputError(f"--input {name}: cannot be read: {error}") from error
+
+
+def texts_of(line: Line, key: str, record: Any) -> list[str]:
+    if not isinstance(record, dict):
+        raise line.fault(f'is not a JSON object like {{"{key}": "..."}}')
+    if key not in record:
+        raise line.fault(f"has no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (choose with --json-keys)")
+    value = record[key]
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise line.fault(f"key {key!r} holds {type(value).__name__}, and a text or a list of texts is wanted")
+    return texts
+
+
+def encode(line: Line, keys: list[str], tokenizer: Tokenizer, append_eod: bool) -> dict[str, Document]:
+    """Tokenize one line. An empty text gives an empty document, a blank line one for each key."""
+    if not line.raw.strip():
+        return {key: Document([], []) for key in keys}
+    try:
+        record = json.loads(line.raw)
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise line.fault(f"is not JSON: {error}") from error
+    documents = {}
+    for key in keys:
+        ids: list[int] = []
+        lengths: list[int] = []
+        for text in texts_of(line, key, record):
+            try:
+                tokens = tokenizer.tokenize(text)
+            except ValueError as error:  # half a surrogate pair, or words that a tokenizer does not know
+                raise line.fault(f"the tokenizer refuses key {key!r}: {error}") from error
+            if len(tokens) > 0:
+                ids += tokens
+                lengths.append(len(tokens))
+        if ids and append_eod:
+            ids.append(tokenizer.eod)
+            lengths[-1] += 1
+        documents[key] = Document(ids, lengths)
+    return documents
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoder:
+    """What is the same for every line."""
+
+    keys: list[str]
+    tokenizer: Tokenizer
+    append_eod: bool
+
+    def __call__(self, line: Line) -> dict[str, Document] | str:
+        """A fault comes back in its place among the documents, so the one reported is the first in the input, not the first found."""
+        try:
+            return encode(line, self.keys, self.tokenizer, self.append_eod)
+        except InputError as error:
+            return str(error)
+
+
+class Worker:
+    """A forked process's own encoder. It comes through the fork, because not every tokenizer can be pickled."""
+
+    encoder: Encoder
+
+    @classmethod
+    def start(cls, encoder: Encoder) -> None:
+        cls.encoder = encoder
+
+    @classmethod
+    def encode(cls, line: Line) -> dict[str, Document] | str:
+        return cls.encoder(line)
+
+
+def encode_all(lines: Iterable[Line], encoder: Encoder, workers: int) -> Iterator[dict[str, Document]]:
+    """Documents in the order of the input, whatever the number of workers."""
+    with contextlib.ExitStack() as stack:
+        results: Iterable[dict[str, Document] | str] = map(encoder, lines)
+        if workers > 1:
+            # Forked, so that the workers need not import Megatron again: that takes longer than the work.
+            pool = stack.enter_context(multiprocessing.get_context("fork").Pool(workers, Worker.start, (encoder,)))
+            results = pool.imap(Worker.encode, lines, CHUNK)
+        for result in results:
+            if isinstance(result, str):
+                raise InputError(result)
+            yield result
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """The two files of one key, under their final and their unfinished names."""
+
+    prefix: str
+    key: str
+
+    def final(self, suffix: str) -> Path:
+        return Path(f"{self.prefix}_{self.key}_document.{suffix}")
+
+    def unfinished(self, suffix: str) -> Path:
+        path = self.final(suffix)
+        return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+
+    def publish(self) -> None:
+        """Make the pair visible; without its index a .bin is not a data set, so the old index goes first and the new one comes last."""
+        self.final("idx").unlink(missing_ok=True)
+        for suffix in ("bin", "idx"):
+            self.unfinished(suffix).replace(self.final(suffix))
+
+    def clear(self) -> None:
+        for suffix in ("bin", "idx"):
+            self.unfinished(suffix).unlink(missing_ok=True)
+
+
+def check_outputs(outputs: list[Output], overwrite: bool) -> None:
+    there = [str(output.final(suffix)) for output in outputs for suffix in ("bin", "idx") if output.final(suffix).exists()]
+    if there and not overwrite:
+        raise InputError(f"{' and '.join(there)} exist already; remove them, give another --output-prefix, or say --overwrite")
+    folder = outputs[0].final("bin").parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output-prefix: the folder {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"--output-prefix: the folder {folder} cannot be written to")
+
+
+class Progress:
+    """A line every `interval` documents, as the original tool prints it."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self.count = 0
+        self.tokens = 0
+        self.start_s = time.monotonic()
+
+    def add(self, tokens: int) -> None:
+        self.count += 1
+        self.tokens += tokens
+        if self.count % self.interval == 0:
+            elapsed_s = max(time.monotonic() - self.start_s, 1e-9)
+            rates = f"{self.count / elapsed_s:.1f} docs/s, {self.tokens / elapsed_s / 1e6:.2f} million tokens/s"
+            print(f"Processed {self.count} documents ({rates}).", file=sys.stderr, flush=True)
+
+
+def write(outputs: list[Output], documents: Iterable[dict[str, Document]], vocab_size: int, progress: Progress) -> dict[str, int]:
+    """Write all documents; return for each key how many were empty and so left out."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    empty = dict.fromkeys((output.key for output in outputs), 0)
+    try:
+        dtype = DType.optimal_dtype(vocab_size)
+        builders = {output.key: IndexedDatasetBuilder(str(output.unfinished("bin")), dtype=dtype) for output in outputs}
+        for parts in documents:
+            for key, document in parts.items():
+                if document.ids:
+                    builders[key].add_document(document.ids, document.lengths)
+                else:
+                    empty[key] += 1
+            progress.add(sum(len(document.ids) for document in parts.values()))
+        for output in outputs:
+            if empty[output.key] == progress.count:
+                raise InputError(f"key {output.key!r}: all {progress.count} documents are empty, so there is nothing to train on")
+            builders[output.key].finalize(str(output.unfinished("idx")))
+        for output in outputs:
+            output.publish()
+    except OSError as error:
+        raise InputError(f"cannot write {outputs[0].prefix}_*: {error}") from error
+    finally:
+        for output in outputs:
+            output.clear()
+    return empty
+
+
+# --- The command ------------------------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tokenizer's flags are the installed Megatron's own, so they cannot differ from the trainer's."""
+    from megatron.scheduling.tokenizer import install_byte_level_tokenizer
+
+    install_byte_level_tokenizer()
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.config import TokenizerConfig
+
+    parser = argparse.ArgumentParser(description="Tokenize a .jsonl file into Megatron's .bin/.idx.", allow_abbrev=False)
+    ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
+    group = parser.add_argument_group("input data")
+    group.add_argument("--input", required=True, help="a .jsonl or .jsonl.gz file, or a quoted pattern for several")
+    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys to extract; each gives its own pair of files")
+    group = parser.add_argument_group("tokenization process")
+    group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    group = parser.add_argument_group("output data")
+    group.add_argument("--output-prefix", required=True, help="path of the output without _KEY_document.bin")
+    group.add_argument("--overwrite", action="store_true", help="replace output that exists (Megatron's tool always does)")
+    group = parser.add_argument_group("runtime")
+    group.add_argument("--workers", type=int, default=1, help="worker processes")
+    group.add_argument("--partitions", type=int, default=1, help="accepted and not needed: documents are written as they come")
+    group.add_argument("--keep-sequential-samples", action="store_true", help="accepted and not needed: the order is always the input's")
+    group.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
+    group.add_argument("--split-sentences", action="store_true", help="refused: only BERT's data sets want it")
+    return parser
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    if args.split_sentences:
+        raise InputError("--split-sentences is not supported: GPT data sets are made of whole documents")
+    if args.tokenizer_type is None:
+        raise InputError("--tokenizer-type is missing; ByteLevelTokenizer needs no files")
+    for name in ("workers", "partitions", "log_interval"):
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if len(set(args.json_keys)) != len(args.json_keys):
+        raise InputError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
+
+
+def build(args: argparse.Namespace) -> Tokenizer:
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    # Asked for by Megatron's builder, without meaning here.
+    args.rank, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 1, 128, 1
+    try:
+        tokenizer: Tokenizer = build_tokenizer(args)
+    # A missing file, package or flag shows up as any kind of error, depending on the tokenizer.
+    except Exception as error:
+        raise InputError(f"--tokenizer-type {args.tokenizer_type} cannot be built: {type(error).__name__}: {error}") from error
+    return tokenizer
+
+
+def run(args: argparse.Namespace) -> None:
+    check_arguments(args)
+    files = input_files(args.input)
+    outputs = [Output(args.output_prefix, key) for key in args.json_keys]
+    check_outputs(outputs, args.overwrite)
+    tokenizer = build(args)
+    progress = Progress(args.log_interval)
+    documents = encode_all(read_lines(files), Encoder(args.json_keys, tokenizer, args.append_eod), args.workers)
+    empty = write(outputs, documents, tokenizer.vocab_size, progress)
+    for output in outputs:
+        left_out = f", {empty[output.key]} empty ones left out" if empty[output.key] else ""
+        print(f"{output.final('bin')} and .idx: {progress.count - empty[output.key]} documents{left_out}")
+
+
+def main() -> int:
+    # Megatron warns at import of every optional package that is not there; none is needed to tokenize.
+    warnings.simplefilter("ignore")
+    try:
+        run(build_parser().parse_args())
+    except InputError as error:
+        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
