@@ -18,9 +18,11 @@ from bpipe.ir.schedule import Schedule
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes."""
     stages = [stage % num_ranks for stage in range(num_ranks * num_chunks)]
-    turns = chunk_turns(num_ranks, num_microbatches + -num_microbatches % num_ranks, num_chunks)
+    missing = -num_microbatches % num_ranks
+    turns = chunk_turns(num_ranks, num_microbatches + missing, num_chunks)
     orders = [_order(rank, num_ranks, num_chunks, turns) for rank in range(num_ranks)]
-    orders = [[action for action in order if action.microbatch < num_microbatches] for order in orders]
+    if missing:
+        orders = [[action for action in order if action.microbatch < num_microbatches] for order in orders]
     return place("interleaved-1f1b", num_microbatches, stages, orders)
 
 

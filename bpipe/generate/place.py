@@ -30,7 +30,10 @@ def backwards(stage: int, microbatches: range) -> list[Action]:
 
 def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]:
     """One of each in turn, as long as the shorter lasts."""
-    return [action for pair in zip(first, second, strict=False) for action in pair]
+    turns = min(len(first), len(second))
+    both = [*first[:turns], *second[:turns]]
+    both[::2], both[1::2] = first[:turns], second[:turns]
+    return both
 
 
 def place(name: str, num_microbatches: int, stage_to_rank: Sequence[int], orders: Sequence[Order]) -> Schedule:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bpipe.ir.action import Action, Kind
@@ -25,6 +26,8 @@ from bpipe.passes.steps import Step, steps
 
 _FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
+
+NOBODY = -1
 
 
 class Waits(enum.IntEnum):
@@ -48,7 +51,8 @@ class Blocked:
 def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
     """Every rank that never finishes; empty for a schedule that cannot deadlock."""
     messages = _Messages(schedule)
-    programs = [_Program(schedule, rank, messages, waits) for rank in range(schedule.num_ranks)]
+    exchanges = None if schedule.num_chunks == 1 else messages.early_exchanges()
+    programs = [_Program(schedule, rank, messages, exchanges, waits) for rank in range(schedule.num_ranks)]
     positions = _execute([program.operations for program in programs], messages.total)
     return tuple(
         programs[rank].blocked_at(position) for rank, position in enumerate(positions) if position < len(programs[rank].operations)
@@ -87,37 +91,21 @@ class _Messages:
         self.first_gradient = schedule.num_stages * schedule.num_microbatches
         self.total = 2 * self.first_gradient
         self.transfers: dict[tuple[int, int, int], int] = {}
-        self._made_at: dict[int, int] = {}
+        owner = schedule.stage_to_rank
+        # The rank of the next stage, NOBODY where there is none or it is the same rank: then nothing is sent.
+        self.rank_after = [NOBODY if one == other else other for one, other in zip(owner, (*owner[1:], NOBODY), strict=True)]
+        self.rank_before = [NOBODY if one == other else other for one, other in zip(owner, (NOBODY, *owner[:-1]), strict=True)]
 
-    def output(self, action: Action) -> int | None:
-        """The message that carries what a computation made, None where it stays on its rank."""
-        stage_to_rank, stage = self.schedule.stage_to_rank, action.stage
-        if action.kind is _FORWARD:
-            to = stage + 1
-            key = stage * self.num_microbatches + action.microbatch
-        elif action.kind is _BACKWARD or action.kind is _INPUT:
-            to = stage - 1
-            key = self.first_gradient + stage * self.num_microbatches + action.microbatch
-        else:
-            return None
-        if not 0 <= to < len(stage_to_rank) or stage_to_rank[to] == stage_to_rank[stage]:
-            return None
-        return key
-
-    def input(self, action: Action) -> int | None:
-        """The message a computation needs, None where it needs none from another rank."""
-        stage_to_rank, stage = self.schedule.stage_to_rank, action.stage
-        if action.kind is _FORWARD:
-            source = stage - 1
-            key = source * self.num_microbatches + action.microbatch
-        elif action.kind is _BACKWARD or action.kind is _INPUT:
-            source = stage + 1
-            key = self.first_gradient + source * self.num_microbatches + action.microbatch
-        else:
-            return None
-        if not 0 <= source < len(stage_to_rank) or stage_to_rank[source] == stage_to_rank[stage]:
-            return None
-        return key
+    def ends(self, action: Action) -> tuple[int, int, int, int]:
+        """The message that carries what a computation made and the rank it goes to, and the one it needs and whence. NOBODY: no message."""
+        kind, stage = action.kind, action.stage
+        key = stage * self.num_microbatches + action.microbatch
+        if kind is _FORWARD:
+            return key, self.rank_after[stage], key - self.num_microbatches, self.rank_before[stage]
+        if kind is _BACKWARD or kind is _INPUT:
+            key += self.first_gradient
+            return key, self.rank_before[stage], key + self.num_microbatches, self.rank_after[stage]
+        return NOBODY, NOBODY, NOBODY, NOBODY
 
     def transfer(self, sender: int, receiver: int, nth: int) -> int:
         """The n-th transfer from one rank to the other: transfers of one direction pass in the order in which each end starts them."""
@@ -127,15 +115,24 @@ class _Messages:
             self.total += 1
         return self.transfers[key]
 
-    def made_at(self) -> dict[int, int]:
-        """The slot that makes each message."""
-        if not self._made_at:
-            for row in self.schedule.ranks:
-                for slot, cell in enumerate(row):
-                    output = None if cell.compute is None else self.output(cell.compute)
-                    if output is not None:
-                        self._made_at[output] = slot
-        return self._made_at
+    def early_exchanges(self) -> list[list[list[int]]]:
+        """By rank, for the start of its loop and each of its computations: the messages it sends and receives right after.
+
+        It sends what the computation made, and receives what is made for it from then until its next computation.
+        """
+        ranks = self.schedule.ranks
+        exchanges: list[list[list[int]]] = [[[]] for _ in ranks]
+        for column in zip(*ranks, strict=True):
+            made: list[tuple[int, int]] = []
+            for rank, cell in enumerate(column):
+                if cell.compute is not None:
+                    message, to, _, _ = self.ends(cell.compute)
+                    exchanges[rank].append([] if to == NOBODY else [message])
+                    if to != NOBODY:
+                        made.append((message, to))
+            for message, to in made:
+                exchanges[to][-1].append(message)
+        return exchanges
 
     def peer(self, rank: int, message: int) -> int:
         """The rank at the other end."""
@@ -160,7 +157,7 @@ class _Messages:
 class _Program:
     """One rank's operations, in order, and the slot each belongs to."""
 
-    def __init__(self, schedule: Schedule, rank: int, messages: _Messages, waits: Waits) -> None:
+    def __init__(self, schedule: Schedule, rank: int, messages: _Messages, exchanges: list[list[list[int]]] | None, waits: Waits) -> None:
         self.rank, self.messages, self.waits = rank, messages, waits
         self.partner = -1 if schedule.partners is None else schedule.partners[rank]
         self.operations: list[int] = []
@@ -170,39 +167,49 @@ class _Program:
         self.loading: dict[tuple[int, int], int] = {}
         self.slots = [-1, *(slot for slot, cell in enumerate(schedule.ranks[rank]) if cell.compute is not None)]
         self.starts: list[int] = []
-        program = steps(schedule, rank)
-        arrivals = _arrivals(schedule, rank, self.slots, messages) if schedule.num_chunks > 1 else None
-        for index, step in enumerate(program):
-            self.starts.append(len(self.operations))
-            if arrivals is None:
-                self._exchange_late(program[index - 1].compute if index else None, step.compute)
-            self._step(step)
-            if arrivals is not None:
-                output = None if step.compute is None else messages.output(step.compute)
-                self._exchange(arrivals[index] if output is None else [output, *arrivals[index]])
-        if arrivals is None:
-            self._exchange_late(program[-1].compute, None)
+        if exchanges is None:
+            self._receive_late(steps(schedule, rank))
+        else:
+            self._receive_early(steps(schedule, rank), exchanges[rank])
         self._wait_all()
 
-    def _exchange_late(self, over: Action | None, coming: Action | None) -> None:
-        output = None if over is None else self.messages.output(over)
-        needed = None if coming is None else self.messages.input(coming)
-        if output is not None and needed is not None and self.messages.peer(self.rank, output) == self.messages.peer(self.rank, needed):
-            self._exchange([output, needed])
-            return
-        if output is not None:
-            self._exchange([output])
-        if needed is not None:
-            self._exchange([needed])
+    def _receive_late(self, program: Sequence[Step]) -> None:
+        """Between two computations: send what the first made, receive what the second needs, at once if one neighbour is both."""
+        output, to = NOBODY, NOBODY
+        for step in program:
+            self.starts.append(len(self.operations))
+            made, made_to, needed, source = NOBODY, NOBODY, NOBODY, NOBODY
+            if step.compute is not None:
+                made, made_to, needed, source = self.messages.ends(step.compute)
+            if to == source:
+                if to != NOBODY:
+                    self._exchange((output, needed))
+            else:
+                if to != NOBODY:
+                    self._exchange((output,))
+                if source != NOBODY:
+                    self._exchange((needed,))
+            self._step(step)
+            output, to = made, made_to
+        if to != NOBODY:
+            self._exchange((output,))
 
-    def _exchange(self, messages: list[int]) -> None:
-        if messages:
-            self.operations += messages
-            self.operations += [~message for message in messages]
-            if self.waits >= Waits.AFTER_EXCHANGES:
-                self._wait_all()
+    def _receive_early(self, program: Sequence[Step], exchanges: Sequence[list[int]]) -> None:
+        for step, exchanged in zip(program, exchanges, strict=True):
+            self.starts.append(len(self.operations))
+            self._step(step)
+            if exchanged:
+                self._exchange(exchanged)
+
+    def _exchange(self, messages: Sequence[int]) -> None:
+        self.operations += messages
+        self.operations += [~message for message in messages]
+        if self.outstanding and self.waits >= Waits.AFTER_EXCHANGES:
+            self._wait_all()
 
     def _step(self, step: Step) -> None:
+        if not (step.before or step.after or self.outstanding):
+            return
         evicting = [self._start(action) for action in step.before]
         compute = step.compute
         if compute is not None:
@@ -241,15 +248,3 @@ class _Program:
         slot = self.slots[bisect_right(self.starts, position) - 1]
         message = ~self.operations[position]
         return Blocked(self.rank, max(slot, 0), self.messages.name(message), self.messages.peer(self.rank, message))
-
-
-def _arrivals(schedule: Schedule, rank: int, slots: list[int], messages: _Messages) -> list[list[int]]:
-    """For each of the rank's computations (the start of the loop first), the messages its neighbours make until the next."""
-    arrivals: list[list[int]] = [[] for _ in slots]
-    made_at = messages.made_at()
-    for slot in slots[1:]:
-        compute = schedule.ranks[rank][slot].compute
-        needed = None if compute is None else messages.input(compute)
-        if needed is not None and needed in made_at:
-            arrivals[bisect_right(slots, made_at[needed]) - 1].append(needed)
-    return arrivals

@@ -29,12 +29,12 @@ def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     folded: list[Step] = []
     compute: Action | None = None
     before: tuple[Action, ...] = ()
-    after: list[Action] = []
+    after: tuple[Action, ...] = ()
     for slot in schedule.ranks[rank]:
         if slot.compute is None:
-            after.extend(slot.transfers)
+            after += slot.transfers
             continue
-        folded.append(Step(compute, before, tuple(after)))
-        compute, before, after = slot.compute, slot.transfers, []
-    folded.append(Step(compute, before, tuple(after)))
+        folded.append(Step(compute, before, after))
+        compute, before, after = slot.compute, slot.transfers, ()
+    folded.append(Step(compute, before, after))
     return tuple(folded)
