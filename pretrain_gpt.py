@@ -130,6 +130,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
+    startup.complete_arguments()
     args = parse_and_validate_args(extra_args_provider=launch.add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     with launch.scheduling(args):
         container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

@@ -12,21 +12,27 @@ import torch
 
 
 def prepare() -> None:
-    """Install what this machine needs and say so in one line a rank 0."""
+    """Install what this machine needs. Rank 0 says what was done, a line each."""
     # Without this, importing megatron.core appends the commit of whatever git checkout the process stands in to its version.
     os.environ.setdefault("NO_VCS_VERSION", "1")
     if not torch.cuda.is_available():
         from megatron.scheduling import cpu_runtime
 
         cpu_runtime.install()
-        # In front: argparse lets the last value win, and that is the user's.
-        sys.argv[1:1] = cpu_runtime.ARGUMENTS
-        _say(f"no CUDA device: running on the CPU with {' '.join(cpu_runtime.ARGUMENTS)}")
     from megatron.scheduling import repairs, tokenizer
 
     for line in repairs.apply():
         _say(line)
     tokenizer.install_byte_level_tokenizer()
+
+
+def complete_arguments() -> None:
+    """Add to the command line what a machine without a GPU needs; what the user gives wins."""
+    cpu_runtime = sys.modules.get("megatron.scheduling.cpu_runtime")
+    if cpu_runtime is not None:
+        # In front: argparse lets the last value win, and that is the user's.
+        sys.argv[1:1] = cpu_runtime.ARGUMENTS
+        _say(f"no CUDA device: running on the CPU with {' '.join(cpu_runtime.ARGUMENTS)}")
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,146 @@
+"""Start real processes, give them cases, and take back what they wrote, within a time-out and leaving nothing behind.
+
+The processes are started directly and not by torchrun: its agent kills the other ranks as soon as one fails, and whether they would
+have ended by themselves is one of the things to test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A GPT small enough that a run is over in seconds, large enough that its activations are worth moving; dropout stays on.
+TINY = (
+    *("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--max-position-embeddings", "64"),
+    *("--micro-batch-size", "2", "--train-iters", "3", "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "949,50,1"),
+    *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
+)
+BPIPE = ("--bpipe", "--bpipe-min-bytes", "1024", "--bpipe-poison", "--bpipe-timeout", "60")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. `arguments` come after those of the tiny model, so they win."""
+
+    name: str
+    arguments: Sequence[str] = ()
+
+
+@dataclass
+class Outcome:
+    """What the processes of one launch left: exit codes, logs, and each case's record per rank."""
+
+    folder: Path
+    codes: list[int | None]
+    seconds: float
+    logs: list[str] = field(default_factory=list)
+
+    def record(self, case: str, rank: int) -> dict[str, Any]:
+        path = self.folder / f"{case}.rank{rank}.json"
+        if not path.exists():
+            pytest.fail(f"{case} did not finish on rank {rank} (exit codes {self.codes}):\n" + self.logs[rank][-3000:])
+        return json.loads(path.read_text())
+
+    def reports(self, case: str) -> list[dict[str, Any]]:
+        """The per-stage reports of a case that was run with `--bpipe-report`, by rank."""
+        return [json.loads(path.read_text()) for path in sorted((self.folder / case).glob("rank_*.json"))]
+
+    def report_folder(self, case: str) -> str:
+        return str(self.folder / case)
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def start(world: int, script: Sequence[str], folder: Path, port: int, environment: dict[str, str] | None = None) -> list[subprocess.Popen[bytes]]:
+    """One process a rank, each in a session of its own, logging to `<folder>/rank<r>.log`."""
+    processes = []
+    for rank in range(world):
+        env = {
+            **os.environ,
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            **{"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+            **(environment or {}),
+        }
+        with (folder / f"rank{rank}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *script], cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            )
+    return processes
+
+
+def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> Outcome:
+    """Wait for all; kill what is still there after the time-out (its exit code is then None)."""
+    begin = time.monotonic()
+    codes: list[int | None] = []
+    try:
+        for process in processes:
+            try:
+                codes.append(process.wait(max(0.1, begin + timeout_s - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    logs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(processes))]
+    return Outcome(folder, codes, time.monotonic() - begin, logs)
+
+
+def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float) -> Outcome:
+    """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
+    ports = _free_ports(len(cases))
+    stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
+    described = [
+        {"name": case.name, "port": port, "arguments": [*TINY, *stages, *case.arguments]} for case, port in zip(cases, ports, strict=True)
+    ]
+    (folder / "cases.json").write_text(json.dumps(described))
+    worker = [str(ROOT / "tests/gloo/worker.py"), str(folder / "cases.json"), str(folder)]
+    return finish(start(world, worker, folder, ports[0]), folder, timeout_s)
+
+
+@pytest.fixture(scope="session")
+def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """`run_cases(world, cases, timeout_s)`; a case's `{folder}` stands for the launch's folder."""
+
+    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0) -> Outcome:
+        folder = tmp_path_factory.mktemp(f"gloo{world}")
+        placed = [Case(case.name, [argument.format(folder=folder) for argument in case.arguments]) for case in cases]
+        return train(world, placed, folder, timeout_s)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No shared memory may outlive a test."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    left = set(os.listdir("/dev/shm")) - before
+    assert not left, f"left in /dev/shm: {sorted(left)}"

@@ -1,0 +1,127 @@
+"""Balanced training equals stock Megatron's to the last bit, on real processes, and holds what the schedule predicted.
+
+"Stock" runs with no patch of ours in Megatron's scheduler. The balanced runs poison what they free and what they load into, so a
+missing byte or wait would change a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.gloo.conftest import BPIPE, Case, Outcome
+
+FOUR_STAGES = [
+    Case("m8", ["--global-batch-size", "16"]),
+    Case("m8_balanced", ["--global-batch-size", "16", *BPIPE, "--bpipe-report", "{folder}/m8_balanced"]),
+    Case("m8_measured", ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"]),
+    Case("m4", ["--global-batch-size", "8"]),
+    Case("m4_balanced", ["--global-batch-size", "8", *BPIPE, "--bpipe-report", "{folder}/m4_balanced"]),
+    # As few micro-batches as the bound: nothing has to move.
+    Case("m3", ["--global-batch-size", "6"]),
+    Case("m3_balanced", ["--global-batch-size", "6", *BPIPE]),
+    Case("saved_stock", ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/s", "--save-interval", "2"]),
+    Case("saved_balanced", ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/b", "--save-interval", "2", *BPIPE]),
+    Case(
+        "stock_from_balanced",
+        ["--global-batch-size", "16", "--train-iters", "4", "--load", "{folder}/b", "--ckpt-step", "2"],
+    ),
+    Case(
+        "balanced_from_stock",
+        ["--global-batch-size", "16", "--train-iters", "4", "--load", "{folder}/s", "--ckpt-step", "2", *BPIPE],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def four(run_cases: Callable[..., Outcome]) -> Outcome:
+    return run_cases(4, FOUR_STAGES)
+
+
+def same(outcome: Outcome, stock: str, other: str, world: int, last: int | None = None) -> None:
+    """Every rank said the same of every iteration (of the `last` ones), and ended with the same weights."""
+    for rank in range(world):
+        expected, found = outcome.record(stock, rank), outcome.record(other, rank)
+        iterations = expected["iterations"][-last:] if last else expected["iterations"]
+        assert iterations, f"{stock} trained nothing"
+        assert found["iterations"] == iterations
+        assert found["weights"] == expected["weights"]
+    losses = [step["lm loss"] for step in outcome.record(stock, world - 1)["iterations"]]
+    assert len(set(losses)) == len(losses), "a loss that does not change would make any two runs equal"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("microbatches", [8, 4, 3])
+def test_four_stages_train_as_stock_does(four: Outcome, microbatches: int) -> None:
+    same(four, f"m{microbatches}", f"m{microbatches}_balanced", 4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("case", "peaks", "evictions"),
+    [("m8_measured", [4, 3, 2, 1], [0, 0, 0, 0]), ("m8_balanced", [3, 3, 2, 3], [3, 0, 0, 0]), ("m4_balanced", [3, 3, 2, 3], [1, 0, 0, 0])],
+)
+def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[int], evictions: list[int]) -> None:
+    reports = four.reports(case)
+    if case == "m4_balanced":
+        peaks = [3, 3, 2, 2]  # the acceptor hosts one of four
+    assert [report["peak_microbatches"] for report in reports] == peaks
+    assert [report["predicted_microbatches"] for report in reports] == peaks
+    assert [report["evictions"] for report in reports] == [report["loads"] for report in reports] == evictions
+    for report in reports:
+        assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"stage {report['stage']}"
+
+
+@pytest.mark.timeout(300)
+def test_evicted_bytes_are_really_freed(four: Outcome) -> None:
+    """Stage 0 holds three micro-batches instead of four, and little of the fourth: what is too small to move."""
+    plain, balanced = four.reports("m8_measured")[0], four.reports("m8_balanced")[0]
+    a_microbatch = plain["peak_bytes"] / 4
+    assert plain["peak_bytes"] - balanced["peak_bytes"] > 0.97 * a_microbatch
+
+
+@pytest.mark.timeout(300)
+def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
+    said = four.logs[0].split("=== m3_balanced")[1].split("===")[0]
+    assert "bpipe: 1f1b, 4 stages, 3 micro-batches: no stage holds more micro-batches than the bound; training as usual" in said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("saved_balanced", "stock_from_balanced"), ("saved_stock", "balanced_from_stock")]
+)
+def test_a_checkpoint_does_not_know_of_balancing(four: Outcome, saved: str, resumed: str) -> None:
+    same(four, "saved_stock", saved, 4)
+    same(four, saved, resumed, 4, last=2)
+
+
+@pytest.mark.timeout(300)
+def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
+    outcome = run_cases(
+        8,
+        [
+            Case("stock", ["--global-batch-size", "32"]),
+            Case("balanced", ["--global-batch-size", "32", *BPIPE, "--bpipe-report", "{folder}/balanced"]),
+            Case("measured", ["--global-batch-size", "32", "--bpipe-report", "{folder}/measured"]),
+        ],
+    )
+    same(outcome, "stock", "balanced", 8)
+    same(outcome, "stock", "measured", 8)
+
+    def column(case: str, name: str) -> list[Any]:
+        return [report[name] for report in outcome.reports(case)]
+
+    assert column("measured", "peak_microbatches") == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert column("balanced", "peak_microbatches") == column("balanced", "predicted_microbatches") == [5, 5, 5, 5, 4, 5, 5, 5]
+    assert column("balanced", "evictions") == [6, 6, 3, 0, 0, 0, 0, 0]
+    for case in ("measured", "balanced"):
+        assert column(case, "peak_bytes") == column(case, "predicted_bytes")
+
+
+@pytest.mark.timeout(120)
+def test_two_stages_train_as_usual(run_cases: Callable[..., Outcome]) -> None:
+    outcome = run_cases(2, [Case("stock", ["--global-batch-size", "8"]), Case("balanced", ["--global-batch-size", "8", *BPIPE])])
+    same(outcome, "stock", "balanced", 2)
+    assert "with fewer than 4 stages there is nothing to balance; training as usual" in outcome.logs[0]

@@ -1,0 +1,96 @@
+"""One rank of a test's training runs: several cases, one after another, in one process, because importing torch is the expensive part.
+
+In: a file of cases (name, arguments, port) and a folder. Out: `<folder>/<case>.rank<r>.json`, what Megatron said of each iteration, bit for
+bit, and a hash of the final weights. The recording observes `train_step`; it replaces nothing of the pipeline's schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt
+import torch
+from megatron.training import training
+
+
+class Recorder:
+    """Observes one run: exact losses and gradient norms, and the weights at its end."""
+
+    def __init__(self) -> None:
+        self.iterations: list[dict[str, Any]] = []
+        self.model: list[torch.nn.Module] = []
+        self._originals = {name: getattr(training, name) for name in ("train_step", "setup_model_and_optimizer")}
+        training.train_step = self._observe(training.train_step)
+        training.setup_model_and_optimizer = self._keep_model(training.setup_model_and_optimizer)
+
+    def remove(self) -> None:
+        for name, original in self._originals.items():
+            setattr(training, name, original)
+
+    def _observe(self, train_step: Any) -> Any:
+        signature = inspect.signature(train_step)
+
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = train_step(*args, **kwargs)
+            losses = {name: float(value).hex() for name, value in result[0].items()}
+            iteration = signature.bind(*args, **kwargs).arguments["iteration"] + 1
+            norm = None if result[5] is None else float(result[5]).hex()
+            self.iterations.append({"iteration": iteration, "grad_norm": norm, "skipped": result[1], **losses})
+            return result
+
+        return step
+
+    def _keep_model(self, setup: Any) -> Any:
+        @functools.wraps(setup)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = setup(*args, **kwargs)
+            self.model = result[0]
+            return result
+
+        return wrapped
+
+    def weights(self) -> str:
+        digest = hashlib.sha256()
+        for chunk in self.model:
+            for name, parameter in sorted(chunk.named_parameters()):
+                digest.update(name.encode())
+                digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def run(case: dict[str, Any], folder: Path) -> None:
+    """Train once and write what happened."""
+    rank = int(os.environ["RANK"])
+    os.environ["MASTER_PORT"] = str(case["port"])
+    sys.argv = ["pretrain_gpt.py", *case["arguments"]]
+    print(f"=== {case['name']}", flush=True)
+    recorder = Recorder()
+    try:
+        pretrain_gpt.main()
+        record = {"iterations": recorder.iterations, "weights": recorder.weights()}
+        (folder / f"{case['name']}.rank{rank}.json").write_text(json.dumps(record))
+    finally:
+        recorder.remove()
+    del recorder
+    training.destroy_global_state()
+    torch.distributed.destroy_process_group()
+    gc.collect()
+
+
+def main(cases: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    for case in json.loads(Path(cases).read_text()):
+        run(case, Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
