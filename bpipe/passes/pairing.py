@@ -19,6 +19,7 @@ def pairing(num_ranks: int, partners: Sequence[int] | None) -> tuple[int, ...]:
     for rank, partner in enumerate(partners):
         if not 0 <= partner < num_ranks:
             raise ValueError(f"rank {rank}: partner {partner} is not a rank, ranks are 0 to {num_ranks - 1}")
+    for rank, partner in enumerate(partners):
         if partners[partner] != rank:
             raise ValueError(f"rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}: pair them both ways")
     return tuple(partners)

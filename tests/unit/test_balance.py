@@ -1,0 +1,283 @@
+"""Balancing any schedule: the fewest evictions, any pairing, counts or bytes, refusals, and levels."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from bpipe.generate.place import place
+from bpipe.generate.registry import GENERATORS
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.check import check
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import balance, balance_bytes, smallest_bounds
+from bpipe.passes.evict import OverBound, plan_evictions
+from bpipe.passes.host_slots import Hosting, host_slots, num_host_slots
+from bpipe.passes.levels import level_bytes
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.memory import live_bytes, live_counts, num_transfers, peak_bytes, peak_counts
+
+
+def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    return GENERATORS[name].generate(num_stages, num_microbatches, num_chunks)
+
+
+def fewest_evictions(schedule: Schedule, rank: int, bound: int) -> int | None:
+    """Try every set of micro-batches, smallest first; each leaves right after its forward and stays away as long as it can.
+
+    To leave later only makes the others' room smaller, so no other plan of this set can do better. None: no set keeps the bound.
+    """
+    forward, need = {}, {}
+    for slot, cell in enumerate(schedule.ranks[rank]):
+        if cell.compute is not None:
+            key = (cell.compute.stage, cell.compute.microbatch)
+            (forward if cell.compute.kind is Kind.FORWARD else need)[key] = slot
+    counts = live_counts(schedule, rank)
+    movable = [key for key in forward if need[key] - forward[key] > 3]
+    for size in range(len(movable) + 1):
+        for chosen in combinations(movable, size):
+            left = list(counts)
+            for key in chosen:
+                for slot in range(forward[key] + 2, need[key] - 1):
+                    left[slot] -= 1
+            if max(left) <= bound:
+                return size
+    return None
+
+
+def random_schedule(seed: int) -> Schedule:
+    """Two ranks; the first runs its forwards and backwards in any order that the second can follow."""
+    rng = random.Random(seed)
+    m = rng.randint(3, 8)
+    order: list[Action] = []
+    done, waiting = 0, []
+    while done < m or waiting:
+        if done < m and (not waiting or rng.random() < 0.55):
+            order.append(Action(0, Kind.FORWARD, done))
+            waiting.append(done)
+            done += 1
+        else:
+            order.append(Action(0, Kind.BACKWARD, waiting.pop(rng.randrange(len(waiting)))))
+    behind = []
+    for action in order:
+        if action.kind is Kind.FORWARD:
+            behind.append(Action(1, Kind.FORWARD, action.microbatch))
+        else:
+            behind.append(Action(1, Kind.BACKWARD, action.microbatch))
+    return place("random", m, (0, 1), [order, behind])
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int) -> None:
+    schedule = random_schedule(seed)
+    for bound in range(1, max(live_counts(schedule, 0))):
+        expected = fewest_evictions(schedule, 0, bound)
+        try:
+            plan = plan_evictions(schedule, 0, bound, (1, 1), (1, 1))
+        except OverBound:
+            assert expected is None
+            continue
+        assert sum(action.kind is Kind.EVICT for actions in plan.values() for action in actions) == expected
+
+
+def test_interleaved_evicts_the_furthest_needed() -> None:
+    """Evicting the latest finished instead costs 3 evictions here, because backwards are not first in, first out."""
+    balanced = build(ProgramConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance="bpipe"))
+    assert num_transfers(balanced, 0) == (2, 2, 0, 0)
+    assert num_transfers(balanced, 3) == (0, 0, 2, 2)
+    assert peak_counts(balanced) == (9, 9, 7, 7)
+
+
+@pytest.mark.parametrize(("p", "v", "ahead"), [(4, 2, [2, 0]), (8, 2, [6, 4, 2, 0]), (4, 3, [2, 0])])
+def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list[int]) -> None:
+    balanced = build(ProgramConfig("interleaved-1f1b", p, 4 * p, v, "bpipe"))
+    for rank, expected in enumerate(ahead):
+        first_load = next(
+            (slot for slot, cell in enumerate(balanced.ranks[rank]) if any(a.kind is Kind.LOAD for a in cell.transfers)), None
+        )
+        first_backward = next(
+            slot for slot, cell in enumerate(balanced.ranks[rank]) if cell.compute is not None and cell.compute.kind is Kind.BACKWARD
+        )
+        end = first_backward if first_load is None else min(first_load, first_backward)
+        sent = sum(a.kind is Kind.EVICT for cell in balanced.ranks[rank][:end] for a in cell.transfers)
+        # The last of them may leave beside the first backward already.
+        assert expected - 1 <= sent <= expected
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+def test_any_bound_from_the_smallest_up_is_kept(name: str) -> None:
+    plain = generate(name, 6, 13, 1 if name == "1f1b" else 2)
+    least = max(smallest_bounds(plain))
+    evictions = []
+    for bound in range(least, max(peak_counts(plain)) + 1):
+        balanced = balance(plain, [bound] * 6)
+        check(balanced)
+        evictions.append(sum(num_transfers(balanced, rank).evictions for rank in range(6)))
+    assert evictions == sorted(evictions, reverse=True)
+    assert evictions[-1] == 0
+    with pytest.raises(ValueError, match=f"both keep is {least} micro-batches"):
+        balance(plain, [least - 1] * 6)
+
+
+def test_a_bound_of_its_own_for_each_rank() -> None:
+    plain = generate("1f1b", 4, 8)
+    balanced = balance(plain, [3, 3, 2, 3])
+    check(balanced)
+    assert peak_counts(balanced) == (3, 3, 2, 3)
+    with pytest.raises(ValueError, match=r"rank 3, hosting for rank 0, holds up to 3 micro-batches, its bound is 2\. The smallest bound"):
+        balance(plain, [3, 3, 3, 2])
+
+
+def test_a_bound_that_the_rank_itself_cannot_keep() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 cannot keep to 1 micro-batches: in slot 1 it needs 2 at once, 2 over all slots"):
+        balance(generate("1f1b", 4, 8), [1] * 4)
+
+
+def test_a_pairing_of_the_users() -> None:
+    plain = generate("1f1b", 8, 16)
+    balanced = balance(plain, [6] * 8, partners=(6, 7, 5, 4, 3, 2, 0, 1))
+    check(balanced)
+    assert balanced.partners == (6, 7, 5, 4, 3, 2, 0, 1)
+    assert num_transfers(balanced, 6).hosts == num_transfers(balanced, 0).evictions > 0
+    assert num_transfers(balanced, 7).hosts == num_transfers(balanced, 1).evictions > 0
+    with pytest.raises(ValueError, match="smallest bound that ranks 0 and 6 can both keep is 6"):
+        balance(plain, [5] * 8, partners=(6, 7, 5, 4, 3, 2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("partners", "reason"),
+    [((3, 2, 1), "3 partners for 4 ranks"), ((3, 2, 1, 4), "partner 4 is not a rank"), ((1, 2, 3, 0), "pair them both ways")],
+)
+def test_a_pairing_that_is_none_is_refused(partners: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        balance(generate("1f1b", 4, 8), [3] * 4, partners)
+
+
+def test_a_rank_without_partner_cannot_be_balanced() -> None:
+    with pytest.raises(
+        ValueError, match=r"rank 0 has no partner and holds up to 4 micro-batches, its bound is 3\. Give it 4, or a partner"
+    ):
+        balance(generate("1f1b", 4, 8), [3] * 4, (0, 1, 2, 3))
+
+
+def test_balancing_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="already has transfers"):
+        balance(build(ProgramConfig("1f1b", 4, 8, balance="bpipe")), [3] * 4)
+
+
+def test_gpipe_has_no_room_to_share() -> None:
+    plain = generate("gpipe", 4, 8)
+    assert smallest_bounds(plain) == (8,) * 4
+    assert build(ProgramConfig("gpipe", 4, 8, balance="bpipe")).ranks == plain.ranks
+
+
+def test_equal_sizes_in_bytes_are_counts() -> None:
+    plain = generate("1f1b", 8, 24)
+    counted = balance(plain, [5] * 8)
+    assert balance_bytes(plain, [5 * 70 + 69] * 8, [70] * 8, [70] * 8).ranks == counted.ranks
+
+
+def test_sizes_that_differ_keep_the_bound_with_no_eviction_too_many() -> None:
+    plain = generate("interleaved-1f1b", 4, 12, 2)
+    rng = random.Random(5)
+    for _ in range(40):
+        sizes = [rng.randint(50, 150) for _ in range(8)]
+        peaks = peak_bytes(plain, sizes, sizes)
+        bounds = [peaks[0] - rng.randint(1, 3 * min(sizes)), *([10**6] * 3)]
+        balanced = balance_bytes(plain, bounds, sizes, sizes)
+        check(balanced)
+        assert peak_bytes(balanced, sizes, sizes)[0] <= bounds[0]
+        curve = live_bytes(balanced, 0, sizes, sizes)
+        away: dict[tuple[int, int], int] = {}
+        for slot, cell in enumerate(balanced.ranks[0]):
+            for action in cell.transfers:
+                if action.kind is Kind.EVICT:
+                    away[action.stage, action.microbatch] = slot
+                else:
+                    absent = curve[away[action.stage, action.microbatch] + 1 : slot]
+                    assert max(absent) + sizes[action.stage] > bounds[0], f"{action} need not have left"
+
+
+def test_part_of_a_microbatch() -> None:
+    """Half of each micro-batch moves: the evictor keeps the other half, the acceptor hosts only what moved."""
+    plain = generate("1f1b", 4, 8)
+    balanced = balance_bytes(plain, [350, 400, 400, 400], [100] * 4, [50] * 4)
+    check(balanced)
+    assert max(live_bytes(balanced, 0, [100] * 4, [50] * 4)) == 350
+    assert max(live_bytes(balanced, 3, [100] * 4, [50] * 4)) <= 200
+
+
+def test_levels_put_the_heavy_end_where_there_is_room() -> None:
+    """The last stage holds an output layer and logits; then it is the one that sends."""
+    plain = generate("1f1b", 4, 8)
+    levels = level_bytes(plain, [100, 100, 100, 100], [10, 10, 10, 500])
+    balanced = balance_bytes(plain, levels.bound_bytes, [10, 10, 10, 500], levels.moved_bytes)
+    assert levels.level_bytes == (140, 130, 120, 600), "one micro-batch at work cannot be shared out"
+    assert not num_transfers(balanced, 0).evictions
+    uneven = level_bytes(plain, [400, 100, 100, 100], [100] * 4)
+    assert uneven.level_bytes[0] < 800
+    assert max(uneven.level_bytes) == uneven.level_bytes[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_levels_are_within_a_microbatch_of_the_best(seed: int) -> None:
+    """No transfer lowers what a pair holds together, and one that leaves while another returns is held twice: half of both is the best."""
+    rng = random.Random(seed)
+    p = rng.choice([4, 6, 8])
+    chunks = rng.choice([1, 2])
+    plain = generate("1f1b" if chunks == 1 else "interleaved-1f1b", p, 3 * p, chunks)
+    layers = [rng.randint(2, 4) for _ in range(p * chunks)]
+    saved = [12 * rng.randint(90, 110)] * (p * chunks)
+    fixed = [rng.randint(2000, 6000) for _ in range(p)]
+    whole, part = (level_bytes(plain, fixed, saved, given) for given in (None, layers))
+    for rank in range(p):
+        other = p - 1 - rank
+        together = [sum(pair) for pair in zip(*(live_bytes(plain, one, saved, saved) for one in (rank, other)), strict=True)]
+        best = max((max(together) + saved[0] + fixed[rank] + fixed[other]) / 2, *(fixed[one] + 2 * saved[0] for one in (rank, other)))
+        reached = max(whole.level_bytes[rank], whole.level_bytes[other])
+        assert reached <= best + saved[0]
+        assert max(part.level_bytes[rank], part.level_bytes[other]) <= reached
+    for levels in (whole, part):
+        balanced = balance_bytes(plain, levels.bound_bytes, saved, levels.moved_bytes)
+        check(balanced)
+        reached_bytes = peak_bytes(balanced, saved, levels.moved_bytes)
+        assert tuple(fixed[rank] + reached_bytes[rank] for rank in range(p)) == levels.level_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (([1] * 3, [1] * 4), "fixed_bytes has 3 entries"),
+        (([1] * 4, [1] * 3), "saved_bytes has 3 entries"),
+        (([1] * 4, [1] * 4, [1, 0, 1, 1]), "at least one layer"),
+    ],
+)
+def test_levels_refuse_what_does_not_fit(arguments: tuple[list[int], ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        level_bytes(generate("1f1b", 4, 8), *arguments)
+
+
+def test_moved_bytes_cannot_exceed_saved_bytes() -> None:
+    with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and its saved_bytes 10"):
+        peak_bytes(generate("1f1b", 2, 2), [10, 10], [10, 11])
+    with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and saved_bytes 10"):
+        balance_bytes(generate("1f1b", 2, 2), [99, 99], [10, 10], [10, 11])
+
+
+def test_host_slots_are_reused_only_in_the_next_slot() -> None:
+    balanced = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    assert host_slots(balanced, 3) == {Hosting(0, 1, 0): 0, Hosting(0, 3, 0): 1, Hosting(0, 5, 0): 0}
+    assert host_slots(balanced, 0) == {}
+    assert (num_host_slots(balanced, 3), num_host_slots(balanced, 0)) == (2, 0)
+
+
+@pytest.mark.parametrize(("p", "v"), [(8, 1), (16, 1), (8, 2), (6, 3)])
+def test_host_slots_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
+    balanced = build(ProgramConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, v, "bpipe"))
+    for rank in range(p):
+        own = live_counts(GENERATORS[balanced.name].generate(p, 4 * p, v), rank)
+        hosted = [all_held - one for all_held, one in zip(live_counts(balanced, rank), own, strict=True)]
+        if num_transfers(balanced, rank).hosts:
+            assert num_host_slots(balanced, rank) == max(hosted)

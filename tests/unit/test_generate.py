@@ -1,0 +1,122 @@
+"""The generators against their papers' figures, their formulas, and Megatron's own table."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpipe.generate.interleaved import chunk_turns
+from bpipe.generate.place import backwards, forwards, place
+from bpipe.generate.registry import GENERATORS
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.check import check
+from bpipe.ir.grid import write_grid
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.align import align
+from bpipe.simulate.memory import peak_counts
+
+GPIPE = """\
+# bpipe schedule=gpipe microbatches=4 stage_to_rank=0,1,2
+slot      0  1  2  3  4  5  6  7  8  9 10 11
+rank 0 C F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3
+rank 1 C  . F0 F1 F2 F3  .  . B0 B1 B2 B3  .
+rank 2 C  .  . F0 F1 F2 F3 B0 B1 B2 B3  .  .
+"""
+
+ONE_F_ONE_B = """\
+# bpipe schedule=1f1b microbatches=8 stage_to_rank=0,1,2,3
+slot      0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21
+rank 0 C F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7
+rank 1 C  . F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5  . B6  . B7  .
+rank 2 C  .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6  . B7  .  .
+rank 3 C  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
+"""
+
+INTERLEAVED = """\
+# bpipe schedule=interleaved-1f1b microbatches=4 stage_to_rank=0,1,0,1
+slot       0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17
+rank 0 C 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3
+rank 1 C   . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3   .
+"""
+
+
+def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    return GENERATORS[name].generate(num_stages, num_microbatches, num_chunks)
+
+
+def test_gpipe_is_its_papers_figure() -> None:
+    assert write_grid(generate("gpipe", 3, 4)) == GPIPE
+
+
+def test_1f1b_is_its_papers_figure() -> None:
+    assert write_grid(generate("1f1b", 4, 8)) == ONE_F_ONE_B
+
+
+def test_interleaved_1f1b() -> None:
+    assert write_grid(generate("interleaved-1f1b", 2, 4, 2)) == INTERLEAVED
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (3, 1), (4, 3), (5, 5), (7, 20)])
+def test_length(name: str, p: int, m: int) -> None:
+    schedule = generate(name, p, m)
+    check(schedule)
+    assert len(schedule.ranks[0]) == 2 * (m + p - 1)
+    assert peak_counts(schedule) == tuple(m if name == "gpipe" else min(p - rank, m) for rank in range(p))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("v", [2, 3, 4])
+def test_interleaved_saves_what_the_formula_says(p: int, v: int) -> None:
+    for m in (2 * p, 2 * p + 1, 3 * p):
+        schedule = generate("interleaved-1f1b", p, m, v)
+        check(schedule)
+        assert peak_counts(schedule) == tuple(p * (v - 1) + 2 * (p - rank - 1) + 1 for rank in range(p))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("v", [2, 3])
+def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
+    """Megatron's warm-up formula makes ranks wait for each other at p=8, v=2, m=10: it refuses what leaves a small last group."""
+    for m in range(1, 3 * p + 1):
+        schedule = generate("interleaved-1f1b", p, m, v)
+        check(schedule)
+        order = [one.compute for one in schedule.ranks[0] if one.compute is not None and one.compute.kind is Kind.FORWARD]
+        assert [(one.stage // p, one.microbatch) for one in order] == chunk_turns(p, m, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("v", [2, 3])
+def test_interleaved_order_is_megatrons(p: int, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    for m in (p, 2 * p, 5 * p):
+        table = schedules.get_schedule_table(m, v, p)
+        for rank, row in enumerate(generate("interleaved-1f1b", p, m, v).ranks):
+            state = schedules.parallel_state
+            monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: p)
+            monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda: v)
+            total, _, ahead, _ = schedules.get_pp_rank_microbatches(m, v, p)
+            expected = [Action(chunk * p + rank, Kind.FORWARD, microbatch) for microbatch, chunk in table[:ahead]]
+            for index in range(total - ahead):
+                microbatch, chunk = table[ahead + index]
+                expected.append(Action(chunk * p + rank, Kind.FORWARD, microbatch))
+                microbatch, chunk = table[index]
+                expected.append(Action((v - 1 - chunk) * p + rank, Kind.BACKWARD, microbatch))
+            expected += [Action((v - 1 - chunk) * p + rank, Kind.BACKWARD, microbatch) for microbatch, chunk in table[total - ahead :]]
+            assert [slot.compute for slot in row if slot.compute is not None] == expected
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    everything = range(2)
+    orders = [forwards(0, everything) + backwards(0, everything), backwards(1, everything) + forwards(1, everything)]
+    with pytest.raises(ValueError, match=r"wait for each other: rank 0 at 0B0, rank 1 at 1B0"):
+        place("odd", 2, (0, 1), orders)
+
+
+def test_aligning_gives_a_plain_listing_its_bubbles() -> None:
+    plain = generate("1f1b", 4, 8)
+    squeezed = Schedule(
+        "1f1b", 8, plain.stage_to_rank, tuple(tuple(slot for slot in row if slot.compute is not None) for row in plain.ranks)
+    )
+    assert align(squeezed) == plain
