@@ -94,12 +94,15 @@ def start(world: int, script: Sequence[str], folder: Path, port: int, environmen
     return processes
 
 
-def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> Outcome:
-    """Wait for all; kill what is still there after the time-out (its exit code is then None)."""
+def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float, only: int | None = None) -> Outcome:
+    """Wait for all, or for rank `only`; kill what is still there then or after the time-out (its exit code is None)."""
     begin = time.monotonic()
     codes: list[int | None] = []
     try:
-        for process in processes:
+        for rank, process in enumerate(processes):
+            if only not in (None, rank):
+                codes.append(None)
+                continue
             try:
                 codes.append(process.wait(max(0.1, begin + timeout_s - time.monotonic())))
             except subprocess.TimeoutExpired:

@@ -1,0 +1,57 @@
+"""One rank of a run in which something breaks: this process stops or dies when it has run a given operation of its second iteration.
+
+In: `RANK`, and FAULT="<rank> <operation> <signal>". Out: a training run until then. Or in: CASES, a list of argument lists, each of
+which must be refused; out: the refusals, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+import pretrain_gpt
+from megatron.training import training
+
+from bpipe.runtime.engine import Engine
+
+
+def break_after(operation: str, what: signal.Signals) -> None:
+    """Send this process a signal after the operation's second run."""
+    after = Engine.after
+    runs = 0
+
+    def broken(self: Engine, op: Any, *args: Any) -> None:
+        nonlocal runs
+        after(self, op, *args)
+        runs += str(op) == operation
+        if runs == 2:
+            os.kill(os.getpid(), what)
+
+    Engine.after = broken  # type: ignore[method-assign]
+
+
+def refuse(cases: list[list[str]]) -> None:
+    """Try to train with each of the argument lists and print the error, as Python would."""
+    for arguments in cases:
+        sys.argv[1:] = arguments
+        try:
+            pretrain_gpt.main()
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            print("=== refused", file=sys.stderr, flush=True)
+        training.destroy_global_state()
+
+
+if __name__ == "__main__":
+    if "CASES" in os.environ:
+        refuse(json.loads(os.environ["CASES"]))
+        sys.exit()
+    if "FAULT" in os.environ:
+        rank, operation, name = os.environ["FAULT"].split()
+        if os.environ["RANK"] == rank:
+            break_after(operation, signal.Signals[name])
+    pretrain_gpt.main()
