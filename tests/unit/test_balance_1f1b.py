@@ -13,6 +13,7 @@ from bpipe.program import ProgramConfig, build
 from bpipe.simulate.memory import live_counts, num_transfers, peak_counts
 
 SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
+LARGE = [pytest.param(p, m, marks=pytest.mark.slow) for p in range(17, 33) for m in (p - 1, p, p + 1, 3 * p, 6 * p)]
 
 
 def mu_opt(num_stages: int) -> int:
@@ -63,7 +64,7 @@ def test_the_worked_example() -> None:
     assert num_host_slots(schedule, 3) == 2
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), [*SIZES, *LARGE])
 def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
     plain = GENERATORS["1f1b"].generate(p, m, 1)
     assert len(plain.ranks[0]) == 2 * (m + p - 1)

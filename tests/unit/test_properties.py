@@ -1,0 +1,109 @@
+"""What holds for every schedule this package can build, tried on random ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.generate.registry import GENERATORS
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.check import check
+from bpipe.ir.document import read_json, write_json
+from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import read_csv, write_csv
+from bpipe.passes.balance import balance, smallest_bounds
+from bpipe.passes.host_slots import host_slots
+from bpipe.passes.steps import steps
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.memory import num_transfers, peak_counts
+
+
+@st.composite
+def configs(draw: st.DrawFn, max_stages: int = 12) -> ProgramConfig:
+    name = draw(st.sampled_from(sorted(GENERATORS)))
+    p = draw(st.integers(1, max_stages))
+    m = draw(st.integers(1, 6 * p))
+    chunks = draw(st.integers(2, 4)) if GENERATORS[name].max_chunks is None else 1
+    return ProgramConfig(name, p, m, chunks, draw(st.sampled_from(["none", "bpipe"])))
+
+
+def holds_what_must(config: ProgramConfig) -> Schedule:
+    schedule = build(config)
+    p, m, v = config.num_stages, config.num_microbatches, config.num_chunks
+    check(schedule)
+    assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 2 * p * v * m
+    if config.balance == "bpipe":
+        plain = GENERATORS[config.schedule].generate(p, m, v)
+        assert max(peak_counts(schedule)) <= GENERATORS[config.schedule].balanced_bound(p, m, v)
+        for before, after in zip(plain.ranks, schedule.ranks, strict=True):
+            assert [slot.compute for slot in before] == [slot.compute for slot in after], "balancing moves no computation"
+    for rank in range(p):
+        moved = num_transfers(schedule, rank)
+        assert moved.evictions == moved.loads
+        assert moved.hosts == moved.returns == len(host_slots(schedule, rank))
+        folded = steps(schedule, rank)
+        assert [step.compute for step in folded[1:]] == [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
+        flat: list[Action] = [action for step in folded for action in (*step.before, *step.after)]
+        assert flat == [action for slot in schedule.ranks[rank] for action in slot.transfers]
+    return schedule
+
+
+def comes_back(schedule: Schedule) -> None:
+    assert read_csv(write_csv(schedule), schedule.name) == schedule
+    assert read_json(write_json(schedule)) == schedule
+    assert read_grid(write_grid(schedule, 79)) == schedule
+
+
+@settings(max_examples=40)
+@given(configs())
+def test_every_schedule_keeps_every_rule_and_comes_back_from_text(config: ProgramConfig) -> None:
+    comes_back(holds_what_must(config))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=150)
+@given(configs(max_stages=32))
+def test_large_schedules_keep_every_rule(config: ProgramConfig) -> None:
+    comes_back(holds_what_must(config))
+
+
+@settings(max_examples=30)
+@given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_any_pairing_and_any_bound_above_its_smallest(config: ProgramConfig, above: int, rng: random.Random) -> None:
+    """Rank by rank its own bound: the pair's smallest and up to four more."""
+    plain = GENERATORS[config.schedule].generate(config.num_stages, config.num_microbatches, config.num_chunks)
+    ranks = list(range(config.num_stages))
+    rng.shuffle(ranks)
+    partners = list(range(config.num_stages))
+    for one, other in zip(ranks[::2], ranks[1::2], strict=False):
+        partners[one], partners[other] = other, one
+    least = smallest_bounds(plain, partners)
+    bounds = [bound + above for bound in least]
+    balanced = balance(plain, bounds, partners)
+    check(balanced)
+    assert balanced.bounds == tuple(bounds)
+    for rank in range(config.num_stages):
+        tighter = [bound - (one in (rank, partners[rank])) for one, bound in enumerate(least)]
+        if min(tighter) >= 1:
+            with pytest.raises(ValueError, match=f"both keep is {least[rank]} |Give it {least[rank]},"):
+                balance(plain, tighter, partners)
+
+
+@settings(max_examples=60)
+@given(st.integers(4, 32), st.integers(1, 64))
+def test_evictions_of_1f1b(p: int, m: int) -> None:
+    """Warm-up sends min(p - s, m) - mu_opt ahead; every load that a forward precedes makes room by one more eviction."""
+    schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    bound = -(-(p + 2) // 2)
+    for stage, row in enumerate(schedule.ranks[: p // 2]):
+        ahead = max(0, min(p - stage, m) - bound)
+        steady = 0
+        for cell in row:
+            if any(action.kind is Kind.LOAD for action in cell.transfers):
+                steady += cell.compute is not None and cell.compute.kind is Kind.FORWARD
+        assert num_transfers(schedule, stage).evictions == ahead + steady
