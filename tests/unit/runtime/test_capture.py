@@ -1,0 +1,153 @@
+"""Which storages of a graph may leave: what is whose, by small graphs where the answer can be seen."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bpipe.runtime.capture import Found, Shared, find
+
+
+def moved(root: torch.Tensor, *inputs: torch.Tensor) -> set[int]:
+    """Storage addresses of what may leave."""
+    return {item.storage._cdata for item in find([root.grad_fn], inputs) if item.alone}
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def test_parameters_and_their_views_never_leave() -> None:
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    hidden = torch.relu(x @ weight)
+    out = hidden @ weight.t()
+    mine = address(hidden)
+    del hidden
+    assert moved(out, x) == {address(x), mine}
+
+
+def test_a_tensor_python_still_holds_stays() -> None:
+    """A cached mask is the very tensor that was saved, so counting tensors cannot show that somebody else holds it."""
+    cache = {"mask": torch.rand(4, 8)}
+    x = torch.randn(4, 8, requires_grad=True)
+    out = (x * cache["mask"]).sum()
+    assert address(cache["mask"]) not in moved(out, x)
+    kept = address(cache["mask"])
+    del cache["mask"]
+    assert kept in moved(out, x)
+
+
+def test_the_received_input_leaves_although_the_loop_holds_it() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    out = (x * x).sum()
+    assert moved(out) == set()
+    assert moved(out, x) == {address(x)}
+
+
+def test_views_of_one_storage_are_one_storage() -> None:
+    """Q, K and V of an attention layer are strided views of one product; nothing may be made contiguous."""
+    weight = torch.nn.Parameter(torch.randn(8, 24))
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def attention() -> torch.Tensor:
+        q, k, v = (x @ weight).chunk(3, dim=-1)
+        return torch.softmax(q @ k.t(), dim=-1) @ v
+
+    out = attention()
+    found = [item for item in find([out.grad_fn], [x]) if item.alone]
+    assert sorted(item.nbytes for item in found) == [4 * 4 * 4, 4 * 8 * 4, 4 * 24 * 4]
+
+
+def test_a_saved_output_somebody_keeps_stays() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    kept = torch.exp(x)
+    out = kept.sum()
+    assert address(kept) not in moved(out, x)
+
+
+class Twice(torch.autograd.Function):
+    """A Function written in Python, as Megatron's are: it saves its input and its output."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        x, y = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad * 2 + 0 * (x + y)
+
+
+def test_python_functions_are_seen() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    out = Twice.apply(Twice.apply(x)).sum()
+    assert len(moved(out, x)) == 3  # x, between, and the last output
+
+
+def test_what_two_micro_batches_saved_is_nobodys() -> None:
+    """Nobody but two graphs holds the table, so only comparing them can tell."""
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def two_graphs() -> tuple[torch.Tensor, torch.Tensor, int]:
+        table = torch.rand(4, 8)
+        return (x * table).sum(), (x * table).sum(), address(table)
+
+    first, second, table = two_graphs()
+    shared = Shared()
+
+    def claim(out: torch.Tensor, microbatch: int) -> set[int]:
+        return {item.storage._cdata for item in shared.claim(find([out.grad_fn], [x]), microbatch)}
+
+    assert table in claim(first, 0)
+    assert table not in claim(second, 1)
+
+
+def test_looking_keeps_nothing_alive() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    hidden = torch.exp(x * 2)
+    out = hidden.sum()
+    storage, node = StorageWeakRef(hidden.untyped_storage()), weakref.ref(hidden)
+    find([out.grad_fn], [x])
+    del hidden, out
+    gc.collect()
+    assert node() is None
+    assert storage.expired()
+
+
+def test_a_graph_that_ran_is_refused() -> None:
+    x = torch.randn(4, requires_grad=True)
+    out = (x * x).sum()
+    out.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time|already been freed"):
+        find([out.grad_fn])
+
+
+def test_in_place_resizing_restores_what_autograd_sees() -> None:
+    """The whole idea in six lines: copy out, empty, fill, copy back; the gradient does not know."""
+    x = torch.randn(64, 8, requires_grad=True)
+    expected = torch.autograd.grad(torch.exp(x.sin()).sum(), x)[0]
+    out = torch.exp(x.sin()).sum()
+    found = [item for item in find([out.grad_fn], [x]) if item.alone]
+    copies = [torch.empty(0, dtype=torch.uint8).set_(item.storage).clone() for item in found]  # type: ignore[call-overload]
+    for item in found:
+        item.storage.resize_(0)
+    assert x.untyped_storage().nbytes() == 0
+    for item, copy in zip(found, copies, strict=True):
+        item.storage.resize_(item.nbytes)
+        torch.empty(0, dtype=torch.uint8).set_(item.storage).copy_(copy)  # type: ignore[call-overload]
+    del found, item
+    assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+
+
+def test_found_says_its_size() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    (only,) = find([(x * x).sum().grad_fn], [x])
+    assert isinstance(only, Found)
+    assert only.nbytes == 4 * 8 * 4

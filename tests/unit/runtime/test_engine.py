@@ -1,0 +1,238 @@
+"""The engine over a real autograd graph, without processes: a transport that is as late as it may be, and poisoned memory.
+
+The late transport copies only when its `wait` is called, which is the latest moment the protocol allows. Whatever the engine frees,
+fills or reads before the wait it owes is then wrong every time, not now and then.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.steps import steps
+from bpipe.program import ProgramConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.runtime.meter import Meter
+from bpipe.simulate.memory import peak_counts
+
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+class Late:
+    """A transfer that happens when it is waited for."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+
+    def wait(self) -> None:
+        self._copy()
+
+
+class LateTransport:
+    """One-sided and in one process: the partner's slots are a dictionary."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, list[torch.Tensor]] = {}
+        self.sizes: tuple[int, ...] = ()
+
+    def announce(self, sizes: Sequence[int]) -> Late:
+        self.sizes = tuple(sizes)
+        return Late(lambda: None)
+
+    def learn(self) -> tuple[int, ...]:
+        return self.sizes
+
+    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+        return Late(lambda: self.slots.__setitem__(slot, [buffer.clone() for buffer in buffers]))
+
+    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+        def copy() -> None:
+            for buffer, stored in zip(buffers, self.slots.pop(slot), strict=True):
+                buffer.copy_(stored)
+
+        return Late(copy)
+
+    def host(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+        return Late(lambda: None)
+
+    give_back = host
+
+
+def schedule(p: int = 4, m: int = 8, balance: str = "bpipe") -> Schedule:
+    return build(ProgramConfig(schedule="1f1b", num_stages=p, num_microbatches=m, balance=balance))
+
+
+def engine_for(plan: Schedule, transport: LateTransport | None = None, meter: Meter | None = None, minimum_bytes: int = 1) -> Engine:
+    config = EngineConfig("rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True)
+    return Engine(plan, 0, transport or LateTransport(), config, meter)
+
+
+def inputs_of(microbatch: int, rows: int = 16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    return torch.randn(rows, WIDTH, generator=generator).requires_grad_()
+
+
+def stage(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.nn.functional.gelu(x @ weight)
+    return torch.softmax(hidden @ weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
+
+
+def run_iteration(engine: Engine | None, plan: Schedule, weight: torch.nn.Parameter, rows: Callable[[int], int] = lambda mb: 16) -> None:
+    """What a pipeline loop does on stage 0, with the engine's calls around it."""
+    outputs: dict[int, torch.Tensor] = {}
+    if engine:
+        engine.begin()
+    for step in steps(plan, 0)[1:]:
+        op = step.compute
+        assert op is not None
+        if engine:
+            engine.before(op)
+        if op.kind is Kind.FORWARD:
+            received = inputs_of(op.microbatch, rows(op.microbatch))
+            outputs[op.microbatch] = stage(weight, received)
+            if engine:
+                engine.after(op, [outputs[op.microbatch]], [received])
+        else:
+            output = outputs.pop(op.microbatch)
+            torch.autograd.backward(output, torch.full_like(output, 0.5 + op.microbatch))
+            del output
+            if engine:
+                engine.after(op)
+    if engine:
+        engine.end()
+
+
+def gradient(engine: Engine | None, plan: Schedule, iterations: int = 1) -> torch.Tensor:
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+    for _ in range(iterations):
+        run_iteration(engine, plan, weight)
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 4), (5, 9), (6, 6), (8, 16), (8, 8), (12, 20)])
+def test_gradients_equal_to_the_last_bit(p: int, m: int) -> None:
+    plan = schedule(p, m)
+    assert torch.equal(gradient(engine_for(plan), plan, 2), gradient(None, plan, 2))
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12), (8, 16)])
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+def test_measured_peak_is_the_scheduled_one(p: int, m: int, balance: str) -> None:
+    plan, meter = schedule(p, m, balance), Meter()
+    gradient(engine_for(plan, LateTransport(), meter), plan)
+    assert meter.peak_microbatches == peak_counts(plan)[0]
+    # Every storage of this stage can move, so a micro-batch more or less is all of its bytes. The weight is nobody's.
+    assert meter.peak_bytes == peak_counts(plan)[0] * meter.saved_bytes
+
+
+def test_nothing_outlives_its_backward() -> None:
+    """The engine's own references would keep a micro-batch's memory although autograd let go of it."""
+    plan = schedule()
+    engine = engine_for(plan)
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    references = []
+    plain_after = engine.after
+
+    def after(op: Action, outputs: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> None:
+        references.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in inputs)
+        plain_after(op, outputs, inputs)
+
+    engine.after = after  # type: ignore[method-assign, assignment]
+    run_iteration(engine, plan, weight)
+    gc.collect()
+    assert len(references) == 8
+    assert all(reference.expired() for reference in references)
+
+
+def test_an_evicted_micro_batch_has_no_bytes_here() -> None:
+    plan = schedule()
+    transport = LateTransport()
+    engine = engine_for(plan, transport)
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    seen: list[int] = []
+    put = transport.put
+
+    def watched(slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+        references = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
+        late = put(slot, buffers)
+        finish = engine._evictor.finish_evictions  # type: ignore[union-attr]
+
+        def finish_and_look() -> None:
+            finish()
+            storages = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in references]
+            seen.append(sum(storage.nbytes() for storage in storages if storage is not None))
+            engine._evictor.finish_evictions = finish  # type: ignore[union-attr, method-assign]
+
+        engine._evictor.finish_evictions = finish_and_look  # type: ignore[union-attr, method-assign]
+        return late
+
+    transport.put = watched  # type: ignore[method-assign]
+    run_iteration(engine, plan, weight)
+    assert seen == [0, 0, 0]
+
+
+def test_another_operation_than_the_programs_is_refused() -> None:
+    engine = engine_for(schedule())
+    engine.begin()
+    with pytest.raises(RuntimeFault, match="rank 0: the program says 0F0, the pipeline loop runs 0B0, stage 0, after the start, at 0F0"):
+        engine.before(Action(0, Kind.BACKWARD, 0))
+
+
+def test_an_iteration_that_stops_early_is_refused() -> None:
+    engine = engine_for(schedule())
+    engine.begin()
+    with pytest.raises(RuntimeFault, match="the pipeline loop is over stage 0, after the start, at 0F0"):
+        engine.end()
+
+
+def test_micro_batches_of_differing_size_are_refused() -> None:
+    plan = schedule()
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    with pytest.raises(RuntimeFault, match="0EVICT3: this micro-batch saved .* Micro-batches of differing size are not supported"):
+        run_iteration(engine_for(plan), plan, weight, rows=lambda microbatch: 16 if microbatch < 3 else 12)
+
+
+def test_nothing_large_enough_is_refused() -> None:
+    plan = schedule()
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    with pytest.raises(RuntimeFault, match="nothing that 0F0 saved can be moved: no storage of at least 1000000 bytes"):
+        run_iteration(engine_for(plan, minimum_bytes=1_000_000), plan, weight)
+
+
+def test_a_failing_transfer_names_rank_stage_and_action() -> None:
+    class Broken(LateTransport):
+        def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+            def fail() -> None:
+                raise OSError("connection closed by peer")
+
+            return Late(fail)
+
+    plan = schedule()
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    message = r"rank 0, stage 0: 0EVICT1 with stage 3 did not end \(it was leaving; the time-out is 1 s, --bpipe-timeout\): connection closed"
+    with pytest.raises(TransferError, match=message):
+        run_iteration(engine_for(plan, Broken()), plan, weight)
+
+
+def test_a_schedule_with_transfers_needs_a_transport() -> None:
+    with pytest.raises(ValueError, match="there is no transport to make them"):
+        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, 1, 1.0))
+
+
+def test_small_storages_stay() -> None:
+    """Below the limit a storage stays on its stage: still right, and the transport never sees it."""
+    plan = schedule()
+    transport = LateTransport()
+    engine = engine_for(plan, transport, minimum_bytes=16 * WIDTH * 4)
+    assert torch.equal(gradient(engine, plan), gradient(None, plan))
+    assert transport.sizes
+    assert min(transport.sizes) >= 16 * WIDTH * 4
