@@ -1,6 +1,7 @@
 """Run one command, keep all it prints in a log, show the lines that matter, and leave none of its processes behind.
 
-In: a log file, a regular expression for the lines to show, a command. Out: the command's exit status; on failure, the end of the log.
+In: a log file, a regular expression for the lines to show, a command. Out: the command's exit status; on failure, what the log says of the
+cause, or else its end.
 Knows nothing of what it runs. Standard library only: the set-up uses it before anything is installed. Linux only (prctl and /proc).
 
 A launcher may die before the processes it started. They are adopted by this process, which ends them when the command has ended. Told to
@@ -22,15 +23,34 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 GRACE_S = 5.0
 TAIL_LINES = 25
+CAUSE_LINES = 8
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LIBC = ctypes.CDLL(None)
+
+
+@dataclass
+class Excerpt:
+    """What is worth repeating when the command fails: lines that tell the cause, and the last ones."""
+
+    causes: re.Pattern[str] | None
+    found: list[str] = field(default_factory=list)
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+
+    def add(self, line: str) -> None:
+        self.tail.append(line)
+        if self.causes and len(self.found) < CAUSE_LINES and self.causes.search(line):
+            self.found.append(line)
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {line}" for line in self.found or self.tail)
 
 
 class Stopped(Exception):
@@ -92,13 +112,13 @@ def wait_until(condition: Callable[[], bool], grace_s: float) -> None:
         time.sleep(0.05)
 
 
-def keep_and_show(stream: IO[bytes], log: IO[bytes], pattern: re.Pattern[str], tail: deque[str]) -> None:
+def keep_and_show(stream: IO[bytes], log: IO[bytes], pattern: re.Pattern[str], excerpt: Excerpt) -> None:
     """Copy the command's output to the log, line by line, and the lines that match to the screen."""
     for raw in stream:
         log.write(raw)
         log.flush()
         line = raw.decode("utf-8", errors="replace").rstrip("\n")
-        tail.append(line)
+        excerpt.add(line)
         if pattern.search(line):
             print(line, flush=True)
 
@@ -110,13 +130,13 @@ def stop(number: int, _frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-def run(log_path: Path, pattern: re.Pattern[str], command: list[str], grace_s: float = GRACE_S) -> int:
+def run(log_path: Path, pattern: re.Pattern[str], causes: re.Pattern[str] | None, command: list[str], grace_s: float = GRACE_S) -> int:
     """Run `command`; return its status, or 128 + n when signal n ended it or asked for the end."""
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    excerpt = Excerpt(causes)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         try:
@@ -128,7 +148,7 @@ def run(log_path: Path, pattern: re.Pattern[str], command: list[str], grace_s: f
                 preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
             )
             assert process.stdout is not None
-            reader = threading.Thread(target=keep_and_show, args=(process.stdout, log, pattern, tail), daemon=True)
+            reader = threading.Thread(target=keep_and_show, args=(process.stdout, log, pattern, excerpt), daemon=True)
             reader.start()
             status = process.wait()
             left = end_all(grace_s)
@@ -147,8 +167,8 @@ def run(log_path: Path, pattern: re.Pattern[str], command: list[str], grace_s: f
     if left:
         print(f"{left} processes outlived {command[0]} and were ended", file=sys.stderr)
     if status and pattern.pattern:
-        print(f"{command[0]} ended with status {status}; the end of {log_path}:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in tail), file=sys.stderr)
+        what = "from" if excerpt.found else "the end of"
+        print(f"{command[0]} ended with status {status}; {what} {log_path}:\n{excerpt}", file=sys.stderr)
     return status
 
 
@@ -158,10 +178,11 @@ def main() -> int:
     parser.add_argument(
         "--show", default="", metavar="REGEX", help="lines to show as they come (default: all; the end of the log is then not repeated)"
     )
+    parser.add_argument("--causes", metavar="REGEX", help="lines to repeat if the command fails, in place of the end of the log")
     parser.add_argument("command", nargs="+", help="after --")
     args = parser.parse_args()
     try:
-        return run(args.log, re.compile(args.show), args.command)
+        return run(args.log, re.compile(args.show), re.compile(args.causes) if args.causes else None, args.command)
     except FileNotFoundError as error:
         print(f"cannot start {args.command[0]}: {error}", file=sys.stderr)
         return 127

@@ -35,11 +35,13 @@ trap 'stop_job 129' HUP
 trap 'stop_job 130' INT
 trap 'stop_job 143' TERM
 
-# run_logged LOG REGEX COMMAND...: run the command, log everything, show the lines that match, leave no process behind.
+# run_logged LOG REGEX COMMAND...: run the command, log everything, show the lines that match, leave no process behind. If it fails, show
+# the lines that match $CAUSES, or else the end of the log.
+CAUSES=""
 run_logged() {
     local log=$1 show=$2 status=0
     shift 2
-    "$PYTHON" "$ROOT/scripts/run_logged.py" --log "$log" --show "$show" -- "$@" &
+    "$PYTHON" "$ROOT/scripts/run_logged.py" --log "$log" --show "$show" --causes "$CAUSES" -- "$@" &
     JOB=$!
     wait "$JOB" || status=$?
     JOB=""

@@ -14,8 +14,8 @@ import pytest
 LONG_S = 1000
 
 
-def start(scripts: Path, log: Path, script: str, show: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(log), "--show", show, "--", "bash", "-c", script]
+def start(scripts: Path, log: Path, script: str, show: str = "", *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(log), "--show", show, *options, "--", "bash", "-c", script]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -52,6 +52,13 @@ def test_a_failure_keeps_its_status_and_shows_the_end_of_the_log(scripts: Path, 
     assert shown == ""
     assert "status 7" in errors
     assert "the reason" in errors
+
+
+def test_a_failure_shows_its_cause_before_the_noise_that_follows(scripts: Path, tmp_path: Path) -> None:
+    script = "echo before; echo [rank5]: TransferError: 2RETURN3; seq 100; exit 1"
+    process = start(scripts, tmp_path / "a.log", script, "^no match$", "--causes", r"^\[rank\d+\]: \w+Error")
+    _, errors = process.communicate(timeout=20)
+    assert errors.splitlines()[1:] == ["  [rank5]: TransferError: 2RETURN3"]
 
 
 def test_a_command_that_does_not_exist_is_one_line(scripts: Path, tmp_path: Path) -> None:
