@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# Set up if needed, train a small GPT on real text twice through Megatron's own trainer - first without, then with --bpipe - and show what
+# balancing did and that it changed no result. Usage: scripts/quickstart.sh [more flags of pretrain_gpt.py, for both runs]
+#
+# With 8 GPUs or more it runs one rank a GPU; otherwise on the CPU. Everything it leaves is in runs/quickstart: the corpus, a log of each
+# run, what each stage measured, and summary.json.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+fi
+
+STAGES=8
+MICROBATCHES=16
+MICRO_BATCH_SIZE=2
+ITERATIONS=40
+VOCABULARY=512
+RUNS="$ROOT/runs/quickstart"
+CORPUS="$RUNS/data/stdlib.jsonl"
+DATA="$RUNS/data/stdlib_text_document"
+
+set_up "then training twice on Python's own source and comparing (about 5 minutes on 2 cores)"
+cd "$ROOT"
+
+# Two of these at once would write into each other's folders.
+if command -v flock >/dev/null; then
+    exec 8<"${BASH_SOURCE[0]}"
+    flock -n 8 || die "another quickstart of this checkout is running. Remedy: wait for it, or stop it."
+fi
+
+# --- The data ---------------------------------------------------------------------------------------------------------------------------
+
+"$PYTHON" scripts/make_corpus.py --output "$CORPUS"
+if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/preprocess_data.py -nt "$DATA.idx" ]]; then
+    # Megatron's shuffled indices are found again by the data's name, not by its content.
+    rm -rf "$RUNS/data/cache"
+    run_logged "$RUNS/preprocess.log" '^(Processed|/.*documents|preprocess_data)' "$PYTHON" scripts/preprocess_data.py \
+        --input "$CORPUS" --json-keys text --output-prefix "$RUNS/data/stdlib" --overwrite \
+        --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY" --append-eod ||
+        die "the corpus could not be tokenized; everything it said: $RUNS/preprocess.log"
+fi
+
+# --- The device -------------------------------------------------------------------------------------------------------------------------
+
+num_gpus() {
+    # Asking torch takes seconds, so ask only where there is a driver. It also knows CUDA_VISIBLE_DEVICES.
+    if command -v nvidia-smi >/dev/null || [[ -e /dev/nvidiactl ]]; then
+        "$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null || echo 0
+    else
+        echo 0
+    fi
+}
+
+DEVICE_ARGS=()
+GPUS="$(num_gpus)"
+if ((GPUS >= STAGES)); then
+    say "$GPUS GPUs: one rank a GPU, NCCL"
+    # Without these a GPU may add the same numbers in another order the second time, balanced or not.
+    export CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring CUDA_DEVICE_MAX_CONNECTIONS=1
+    DEVICE_ARGS+=(--deterministic-mode)
+    if ! "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
+        DEVICE_ARGS+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion)
+        DEVICE_ARGS+=(--no-masked-softmax-fusion --no-rope-fusion)
+    fi
+else
+    # A pipeline stage needs a device of its own: NCCL refuses two ranks on one GPU. The CPU shows the same schedule and the same peaks.
+    if ((GPUS > 0)); then say "$GPUS GPUs are fewer than the $STAGES stages: leaving them alone and using the CPU"; fi
+    # Eight processes of one thread each, and no name look-up of this host, which a machine without a network may not know.
+    export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
+fi
+
+# --- The two runs -----------------------------------------------------------------------------------------------------------------------
+
+MODEL_ARGS=(
+    --num-layers "$STAGES" --hidden-size 128 --num-attention-heads 4
+    --seq-length 256 --max-position-embeddings 256
+)
+TRAINING_ARGS=(
+    --pipeline-model-parallel-size "$STAGES"
+    --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size $((MICRO_BATCH_SIZE * MICROBATCHES))
+    --train-iters "$ITERATIONS" --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5
+)
+# No test part: Megatron's usual thousandth of a few hundred documents is none, and its data set builder never returns from an empty part.
+DATA_ARGS=(
+    --data-path "$DATA" --data-cache-path "$RUNS/data/cache" --split "95,5,0"
+    --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY"
+)
+LOGGING_ARGS=(--log-interval 1 --eval-interval 1000 --eval-iters 0 --distributed-timeout-minutes 10)
+
+# train NAME DESCRIPTION FLAG...: one training, its iteration lines shown as they come.
+train() {
+    local name=$1 description=$2
+    shift 2
+    say "training $description ($ITERATIONS iterations, $STAGES stages, $MICROBATCHES micro-batches; log: $RUNS/$name.log)"
+    rm -rf "${RUNS:?}/$name"
+    # When one rank fails, torchrun's own summary is the end of the log, and says nothing of why.
+    CAUSES='^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)(: |$)' run_logged "$RUNS/$name.log" ' iteration +[0-9]+/|^bpipe: ' \
+        "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$STAGES" pretrain_gpt.py \
+        "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}" \
+        --bpipe-report "$RUNS/$name" "$@" || {
+        local status=$?
+        ((status > 128)) || say "training $description failed; its whole log: $RUNS/$name.log"
+        exit "$status"
+    }
+}
+
+rm -f "$RUNS/summary.json"
+train plain "without balancing" "$@"
+train balanced "with --bpipe" --bpipe "$@"
+
+echo
+"$PYTHON" scripts/compare_runs.py "$RUNS/plain" "$RUNS/balanced" \
+    --stages "$STAGES" --iterations "$ITERATIONS" --summary "$RUNS/summary.json"
