@@ -1,0 +1,130 @@
+"""Say what things cost: seconds a computation takes, bytes a message has, how fast links are. In: numbers. Out: frozen costs, checked.
+
+Any real number will do. With integers and fractions every time of the simulation is exact; a float makes what it touches a float.
+Knows no schedule, no model and no device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+Number = int | float | Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage, one micro-batch: seconds of each kind, bytes it sends, moves and saves.
+
+    `forward_s` and `backward_s` are its layers alone; the output layer with its loss and the embedding come on top where the stage has
+    them. `weight_s` is the part of `backward_s` that computes weight gradients: only schedules with split backwards need it.
+    `sent_bytes` is what the stage hands to the next one (and the size of the gradient that comes back), `moved_bytes` what a balancing
+    transfer moves, `saved_bytes` what a forward saves. `transfer_s`, where given, is how long such a transfer takes, whatever the link.
+    Per iteration: `reduction_s` reduces gradients over replicas (the part that nothing hides), `optimizer_s` updates the weights.
+    """
+
+    forward_s: Number
+    backward_s: Number
+    weight_s: Number | None = None
+    output_forward_s: Number = 0
+    output_backward_s: Number = 0
+    embedding_forward_s: Number = 0
+    embedding_backward_s: Number = 0
+    transfer_s: Number | None = None
+    reduction_s: Number = 0
+    optimizer_s: Number = 0
+    sent_bytes: int = 0
+    moved_bytes: int = 0
+    saved_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{field.name} is {value}, but no cost is negative or endless")
+        if self.weight_s is not None and self.weight_s > self.backward_s:
+            raise ValueError(f"weight_s {self.weight_s} is a part of backward_s {self.backward_s}, so it cannot be more")
+        if self.moved_bytes > self.saved_bytes:
+            raise ValueError(f"moved_bytes {self.moved_bytes} must lie between 0 and saved_bytes {self.saved_bytes}")
+
+    @property
+    def whole_forward_s(self) -> Number:
+        return self.forward_s + self.output_forward_s + self.embedding_forward_s
+
+    @property
+    def whole_backward_s(self) -> Number:
+        return self.backward_s + self.output_backward_s + self.embedding_backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two devices. `bytes_per_s` None: bytes take no time, only the latency does."""
+
+    bytes_per_s: Number | None = None
+    latency_s: Number = 0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s is not None and not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s}, but a link carries more than nothing; None is a link without limit")
+        if not self.latency_s >= 0:
+            raise ValueError(f"latency_s is {self.latency_s}, but nothing arrives before it left")
+
+    def seconds(self, num_bytes: int) -> Number:
+        """Exact where bandwidth and latency are."""
+        if self.bytes_per_s is None:
+            return self.latency_s
+        if isinstance(self.bytes_per_s, float):
+            return self.latency_s + num_bytes / self.bytes_per_s
+        return self.latency_s + Fraction(num_bytes) / self.bytes_per_s
+
+
+FREE = Link()
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Which link joins two ranks: `inside` a node or `between` nodes. `nodes[rank]` is the rank's node; empty: all are on one.
+
+    Each rank has, for either medium, one port out and one port in; what leaves or enters through the same port takes turns, first ready
+    first. With tensor parallelism a rank stands for one of its devices: all of them do the same at once, each over its own ports.
+    """
+
+    inside: Link = FREE
+    between: Link = FREE
+    nodes: tuple[int, ...] = ()
+
+    def crosses(self, rank: int, other: int) -> bool:
+        return bool(self.nodes) and self.nodes[rank] != self.nodes[other]
+
+    def link(self, rank: int, other: int) -> Link:
+        return self.between if self.crosses(rank, other) else self.inside
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs of all stages (with chunks p*v of them) and of the links between their ranks.
+
+    `blocking`: with one stage a rank, computation waits for the messages between stages, both ways, as in Megatron's 1F1B.
+    """
+
+    stages: tuple[StageCost, ...]
+    links: Links = Links()
+    blocking: bool = False
+
+
+def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:
+    """All stages alike."""
+    return Costs((cost,) * num_stages, links or Links())
+
+
+def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Sequence[int]) -> None:
+    """Costs must cover the schedule. `split_backward`: stages whose backward is computed in halves."""
+    if len(costs.stages) != num_stages:
+        raise ValueError(f"costs of {len(costs.stages)} stages for a schedule of {num_stages}: give one for each stage")
+    if costs.links.nodes and len(costs.links.nodes) != num_ranks:
+        raise ValueError(f"links name the nodes of {len(costs.links.nodes)} ranks, the schedule has {num_ranks}: give one for each rank")
+    for stage in split_backward:
+        if costs.stages[stage].weight_s is None:
+            raise ValueError(f"stage {stage} computes its backward in halves: give weight_s, the seconds of the weights' half")

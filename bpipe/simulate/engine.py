@@ -1,0 +1,338 @@
+"""Run a schedule on costs instead of devices. In: a checked Schedule and `Costs`. Out: a `Report` with the time of every action.
+
+Every rank keeps its own order and waits as the runtime does; the numbers are those of the code:
+  [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived
+  [2] an eviction that stood in a bubble ends before the next computation, one beside a computation right after it: its memory is reused
+  [3] a transfer is posted with the computation it stands beside, or at the end of the one before its bubble, and starts when both of its
+      ends are posted, what it sends is there, and the ports it passes are free
+  [4] a backward waits for the load of its activations
+  [5] where exchanges block, a rank sends what it made and receives what it needs before it goes on, in one operation if one neighbour is
+      both, and a message starts when both sides are there: Megatron's 1F1B. Otherwise it leaves when it is computed, beside computation
+Transfers of one direction of a pair keep their order; whatever shares a port takes turns, first ready first, and of those ready at once
+the forward outputs, then the gradients, then transfers.
+Knows no tensors and no device; refuses nothing that `ir.check` lets pass.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.steps import steps
+from bpipe.simulate.cost import Costs, Number, StageCost, check_fits
+from bpipe.simulate.report import Report, Timed
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
+
+_NOTHING = -1
+
+# Yields the event it waits for, ends with the rank's iteration.
+_Process = Generator[int, None, None]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Report:
+    """Raises ValueError where the costs do not cover the schedule, or its ranks wait for each other."""
+    split = sorted({cell.compute.stage for row in schedule.ranks for cell in row if cell.compute and cell.compute.kind is _WEIGHT})
+    check_fits(costs, schedule.num_stages, schedule.num_ranks, split)
+    run = _Run(schedule, costs)
+    run.execute()
+    return run.report()
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One move of a micro-batch's activations from `sender` to `receiver`. `behind` is the hosting a return waits for."""
+
+    event: int
+    sender: int
+    receiver: int
+    seconds: Number
+    actions: dict[int, Action]
+    behind: _Transfer | None = None
+    num_posted: int = 0
+    ready: Number = 0
+    start: Number = 0
+
+
+class _Route(NamedTuple):
+    """How messages from a stage to a neighbouring one pass."""
+
+    sender: int
+    receiver: int
+    port_out: int
+    port_in: int
+    seconds: Number
+
+
+class _Message(NamedTuple):
+    """One output or gradient: the event that it has arrived."""
+
+    event: int
+    route: _Route
+
+
+class _Run:
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.width = schedule.num_microbatches
+        self.first_gradient = schedule.num_stages * self.width
+        # When each event is over: outputs, then gradients, then transfers in the order in which they are first posted.
+        self.over: list[Number | None] = [None] * (2 * self.first_gradient)
+        self.transfers: list[_Transfer] = []
+        self.open: dict[tuple[int, int], deque[_Transfer]] = {}
+        self.queues: dict[int, deque[_Transfer]] = {}
+        self.hosted: dict[tuple[int, int], _Transfer] = {}
+        self.ready: list[tuple[Number, int, int, int, Number]] = []
+        self.port_free: list[Number] = [0] * (4 * schedule.num_ranks)
+        self.waiting: dict[int, list[_Process]] = {}
+        self.compute: list[list[Timed]] = [[] for _ in range(schedule.num_ranks)]
+        self.exposed: list[Number] = [0] * schedule.num_ranks
+        self.clocks: list[Number] = [0] * schedule.num_ranks
+        self.routes = self._routes()
+        # With several stages a rank Megatron overlaps its exchanges, and the ring of neighbours would block itself otherwise.
+        self.blocking = costs.blocking and schedule.num_chunks == 1
+        self.met_at: dict[int, Number] = {}
+
+    def _routes(self) -> dict[tuple[int, int], _Route]:
+        """For a stage and the next, both ways."""
+        owner, links = self.schedule.stage_to_rank, self.costs.links
+        routes = {}
+        for stage in range(len(owner) - 1):
+            for one, other in ((stage, stage + 1), (stage + 1, stage)):
+                sender, receiver = owner[one], owner[other]
+                seconds = links.link(sender, receiver).seconds(self.costs.stages[stage].sent_bytes) if sender != receiver else 0
+                routes[one, other] = _Route(sender, receiver, *self._ports(sender, receiver), seconds)
+        return routes
+
+    def _ports(self, sender: int, receiver: int) -> tuple[int, int]:
+        medium = int(self.costs.links.crosses(sender, receiver))
+        return 4 * sender + 2 * medium, 4 * receiver + 2 * medium + 1
+
+    def execute(self) -> None:
+        runnable = [self._rank(rank) for rank in range(self.schedule.num_ranks)]
+        over, waiting, ready, port_free = self.over, self.waiting, self.ready, self.port_free
+        num_messages = 2 * self.first_gradient
+        while True:
+            while runnable:
+                process = runnable.pop()
+                event = next(process, _NOTHING)
+                if event != _NOTHING:
+                    waiting.setdefault(event, []).append(process)
+            if not ready:
+                break
+            # Nothing that becomes ready from here on is ready before this, so first ready is first served.
+            at, event, port_out, port_in, seconds = heapq.heappop(ready)
+            start = max(at, port_free[port_out], port_free[port_in])
+            end = start + seconds
+            if seconds:
+                port_free[port_out] = port_free[port_in] = end
+            over[event] = end
+            if event >= num_messages:
+                transfer = self.transfers[event - num_messages]
+                transfer.start = start
+                self._forward_queue(transfer.receiver)
+            if event in waiting:
+                runnable += waiting.pop(event)
+        if waiting:
+            stuck = ", ".join(sorted(self._where(event) for event in waiting))
+            raise ValueError(f"schedule {self.schedule.name}: the ranks wait for each other: {stuck}. Does it pass bpipe.ir.check?")
+
+    def _where(self, event: int) -> str:
+        if event >= 2 * self.first_gradient:
+            transfer = self.transfers[event - 2 * self.first_gradient]
+            return f"a rank for {' and '.join(str(action) for action in transfer.actions.values())}"
+        is_gradient, key = divmod(event, self.first_gradient)
+        stage, microbatch = divmod(key, self.width)
+        return f"a rank for the {'gradient' if is_gradient else 'output'} of stage {stage}, micro-batch {microbatch}"
+
+    def _rank(self, rank: int) -> _Process:
+        """One rank's iteration."""
+        over, timed, durations = self.over, self.compute[rank], _durations(self.costs.stages)
+        clock: Number = 0
+        leaving: list[int] = []
+        loading: dict[tuple[int, int], int] = {}
+        made: _Message | None = None
+        for step in steps(self.schedule, rank):
+            compute = step.compute
+            if compute is None:
+                leaving = self._post(rank, step.after, clock, loading)
+                continue
+            kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
+            needed = self._needed(kind, stage, microbatch)
+            if self.blocking:
+                clock = yield from self._exchange(made, needed, clock)  # [5]
+            elif needed is not None:  # [1]
+                if over[needed.event] is None:
+                    yield needed.event
+                clock = max(clock, self._end(needed.event))
+            if leaving:
+                clock = yield from self._await(rank, leaving, clock)  # [2]
+            started = self._post(rank, step.before, clock, loading) if step.before else []
+            if loading and kind is not _FORWARD and (stage, microbatch) in loading:
+                clock = yield from self._await(rank, [loading.pop((stage, microbatch))], clock)  # [4]
+            end = clock + durations[kind][stage]
+            timed.append(Timed(compute, clock, end))
+            clock = end
+            made = self._made(kind, stage, microbatch)
+            if made is not None and not self.blocking:
+                self._ready(made, clock)
+            if started:
+                clock = yield from self._await(rank, started, clock)  # [2]
+            leaving = self._post(rank, step.after, clock, loading) if step.after else []
+        if self.blocking:
+            clock = yield from self._exchange(made, None, clock)
+        self.clocks[rank] = clock
+
+    def _end(self, event: int) -> Number:
+        end = self.over[event]
+        assert end is not None
+        return end
+
+    def _needed(self, kind: Kind, stage: int, microbatch: int) -> _Message | None:
+        """What a computation needs from its neighbouring stage. None: nothing."""
+        if kind is _WEIGHT:
+            return None
+        if kind is _FORWARD:
+            return self._message(stage - 1, stage, microbatch)
+        return self._message(stage + 1, stage, self.first_gradient + microbatch)
+
+    def _made(self, kind: Kind, stage: int, microbatch: int) -> _Message | None:
+        """What leaves for the neighbouring stage."""
+        if kind is _WEIGHT:
+            return None
+        if kind is _FORWARD:
+            return self._message(stage, stage + 1, microbatch)
+        return self._message(stage, stage - 1, self.first_gradient + microbatch)
+
+    def _message(self, stage: int, to_stage: int, offset: int) -> _Message | None:
+        route = self.routes.get((stage, to_stage))
+        return None if route is None else _Message(stage * self.width + offset, route)
+
+    def _ready(self, message: _Message, at: Number) -> None:
+        heapq.heappush(self.ready, (at, message.event, message.route.port_out, message.route.port_in, message.route.seconds))
+
+    def _exchange(self, made: _Message | None, needed: _Message | None, clock: Number) -> Generator[int, None, Number]:
+        """Be there for both messages at once, or send first where they go to and come from different neighbours."""
+        at_once = made is None or needed is None or made.route.receiver == needed.route.sender
+        for messages in ((made, needed),) if at_once else ((made,), (needed,)):
+            for message in messages:
+                if message is not None:
+                    self._meet_for(message, clock)
+            for message in messages:
+                if message is not None:
+                    if self.over[message.event] is None:
+                        yield message.event
+                    clock = max(clock, self._end(message.event))
+        return clock
+
+    def _meet_for(self, message: _Message, clock: Number) -> None:
+        route = message.route
+        other = self.met_at.pop(message.event, None)
+        if route.sender == route.receiver:
+            self.over[message.event] = clock if other is None else other
+        elif other is None:
+            self.met_at[message.event] = clock
+        else:
+            self._ready(message, max(clock, other))
+
+    def _await(self, rank: int, events: list[int], clock: Number) -> Generator[int, None, Number]:
+        """The rank stands still for transfers and nothing else: that is exposed."""
+        for event in events:
+            if self.over[event] is None:
+                yield event
+            end = self._end(event)
+            if end > clock:
+                self.exposed[rank] += end - clock
+                clock = end
+        return clock
+
+    def _post(self, rank: int, actions: tuple[Action, ...], clock: Number, loading: dict[tuple[int, int], int]) -> list[int]:
+        """[3] Post this rank's ends of transfers. Gives back the evictions among them; remembers the loads."""
+        evictions = []
+        for action in actions:
+            transfer = self._meet(rank, action)
+            key = (action.stage, action.microbatch)
+            if action.kind is _EVICT:
+                evictions.append(transfer.event)
+            elif action.kind is _LOAD:
+                loading[key] = transfer.event
+            elif action.kind is _HOST:
+                self.hosted[key] = transfer
+            else:
+                transfer.behind = self.hosted.pop(key)
+            transfer.ready = max(transfer.ready, clock)
+            transfer.num_posted += 1
+            if transfer.num_posted == 2:
+                self.queues.setdefault(transfer.sender, deque()).append(transfer)
+                self._forward_queue(transfer.sender)
+        return evictions
+
+    def _meet(self, rank: int, action: Action) -> _Transfer:
+        """The transfer this end belongs to: the n-th one sent is the n-th received."""
+        partner = (self.schedule.partners or ())[rank]
+        sends = action.kind is _EVICT or action.kind is _RETURN
+        sender, receiver = (rank, partner) if sends else (partner, rank)
+        met = self.open.setdefault((rank, sender), deque())
+        if met:
+            transfer = met.popleft()
+        else:
+            cost = self.costs.stages[action.stage]
+            seconds = self.costs.links.link(sender, receiver).seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s
+            transfer = _Transfer(len(self.over), sender, receiver, seconds, {})
+            self.over.append(None)
+            self.transfers.append(transfer)
+            self.open.setdefault((partner, sender), deque()).append(transfer)
+        transfer.actions[rank] = action
+        return transfer
+
+    def _forward_queue(self, sender: int) -> None:
+        """Hand on, in order, what a sender has posted and has: a return waits until what it returns has arrived."""
+        queue = self.queues.get(sender)
+        while queue:
+            transfer = queue[0]
+            if transfer.behind is not None:
+                arrived = self.over[transfer.behind.event]
+                if arrived is None:
+                    return
+                transfer.ready = max(transfer.ready, arrived)
+            queue.popleft()
+            if queue:
+                queue[0].ready = max(queue[0].ready, transfer.ready)
+            heapq.heappush(self.ready, (transfer.ready, transfer.event, *self._ports(sender, transfer.receiver), transfer.seconds))
+
+    def report(self) -> Report:
+        moves: list[list[Timed]] = [[] for _ in range(self.schedule.num_ranks)]
+        for transfer in self.transfers:
+            for rank, action in transfer.actions.items():
+                moves[rank].append(Timed(action, transfer.start, self._end(transfer.event)))
+        owner, stages = self.schedule.stage_to_rank, self.costs.stages
+        reduced = [
+            clock + sum(stages[stage].reduction_s for stage, of in enumerate(owner) if of == rank) for rank, clock in enumerate(self.clocks)
+        ]
+        # The norm of all gradients scales every update, so no rank updates before the last has reduced.
+        updates = [sum(stages[stage].optimizer_s for stage, of in enumerate(owner) if of == rank) for rank in range(len(self.clocks))]
+        return Report(
+            schedule=self.schedule,
+            costs=self.costs,
+            computations=tuple(tuple(row) for row in self.compute),
+            transfers=tuple(tuple(sorted(row, key=lambda one: (one.start_s, one.end_s))) for row in moves),
+            exposed_s=tuple(self.exposed),
+            pipeline_s=max(self.clocks),
+            makespan_s=max(reduced) + max(updates),
+        )
+
+
+def _durations(stages: tuple[StageCost, ...]) -> dict[Kind, list[Number]]:
+    """Seconds of every kind on every stage. The output layer's and the embedding's backward belong to the input's half."""
+    return {
+        _FORWARD: [cost.whole_forward_s for cost in stages],
+        _BACKWARD: [cost.whole_backward_s for cost in stages],
+        _INPUT: [cost.whole_backward_s - (cost.weight_s or 0) for cost in stages],
+        _WEIGHT: [cost.weight_s or 0 for cost in stages],
+    }

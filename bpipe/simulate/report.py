@@ -1,0 +1,114 @@
+"""Hold what a simulation found. In: the times of every action. Out: a `Report`: makespan, bubbles, exposed transfer time, bytes over time.
+
+Legend: busy = seconds a rank computes; span = from a rank's first computation to the end of its last.
+Knows no events and no device; draws nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.simulate.cost import Costs, Number
+
+
+class Timed(NamedTuple):
+    """An action and when it ran. Both ends of a transfer have the same times."""
+
+    action: Action
+    start_s: Number
+    end_s: Number
+
+
+class Level(NamedTuple):
+    """From `start_s` on a rank holds `held_bytes` of activations, until the next level."""
+
+    start_s: Number
+    held_bytes: int
+
+
+_TAKES = {Kind.FORWARD: "saved_bytes", Kind.LOAD: "moved_bytes", Kind.HOST: "moved_bytes"}
+_GIVES = {
+    Kind.BACKWARD: "saved_bytes",
+    Kind.BACKWARD_WEIGHT: "saved_bytes",
+    Kind.EVICT: "moved_bytes",
+    Kind.RETURN: "moved_bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`computations[rank]` in order, `transfers[rank]` by start: both ends of a transfer are there, each on its rank.
+
+    `pipeline_s` is when the last rank has computed, `makespan_s` when gradients are reduced and weights updated too. `exposed_s[rank]` is
+    how long a rank stood still for balancing transfers and for nothing else.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    computations: tuple[tuple[Timed, ...], ...]
+    transfers: tuple[tuple[Timed, ...], ...]
+    exposed_s: tuple[Number, ...]
+    pipeline_s: Number
+    makespan_s: Number
+
+    def busy_s(self, rank: int) -> Number:
+        return sum(timed.end_s - timed.start_s for timed in self.computations[rank])
+
+    def span_s(self, rank: int) -> Number:
+        row = self.computations[rank]
+        return row[-1].end_s - row[0].start_s if row else 0
+
+    @property
+    def exposed_transfer_s(self) -> Number:
+        """How long the rank that waits most for transfers waits for them."""
+        return max(self.exposed_s)
+
+    @property
+    def bubble_of_makespan(self) -> Number:
+        """1 - busy / makespan over all ranks: the share of the iteration, reduction and update included, without computation."""
+        ranks = range(self.schedule.num_ranks)
+        return _share(sum(self.busy_s(rank) for rank in ranks), self.makespan_s * len(ranks))
+
+    @property
+    def bubble_of_span(self) -> Number:
+        """1 - busy / span over all ranks: the same, not counting what a rank waits before its first computation and after its last."""
+        ranks = range(self.schedule.num_ranks)
+        return _share(sum(self.busy_s(rank) for rank in ranks), sum(self.span_s(rank) for rank in ranks))
+
+    def levels(self, rank: int) -> tuple[Level, ...]:
+        """Bytes of activations the rank holds over time, its own and hosted ones.
+
+        Memory is taken when a forward, a load or a hosting starts and given back when a backward, an eviction or a return ends; at one
+        instant giving back comes first: what starts there waited for it.
+        """
+        stages = self.costs.stages
+        changes: list[tuple[Number, int]] = []
+        for timed in (*self.computations[rank], *self.transfers[rank]):
+            kind, cost = timed.action.kind, stages[timed.action.stage]
+            if kind in _TAKES:
+                changes.append((timed.start_s, getattr(cost, _TAKES[kind])))
+            if kind in _GIVES:
+                changes.append((timed.end_s, -getattr(cost, _GIVES[kind])))
+        levels: list[Level] = []
+        held = 0
+        for time, change in sorted(changes):
+            held += change
+            if levels and levels[-1].start_s == time:
+                levels[-1] = Level(time, held)
+            else:
+                levels.append(Level(time, held))
+        return tuple(levels)
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most of `levels`."""
+        return max((level.held_bytes for level in self.levels(rank)), default=0)
+
+
+def _share(busy: Number, whole: Number) -> Number:
+    if not whole:
+        return 0
+    return 1 - (Fraction(busy, whole) if isinstance(busy, int) and isinstance(whole, int) else busy / whole)

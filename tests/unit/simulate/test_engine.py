@@ -1,0 +1,199 @@
+"""The event simulation: exact times by hand, against the unit grid, and what transfers, ports and exchanges add."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.memory import live_counts
+from bpipe.simulate.report import Report, Timed
+
+UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
+
+
+def schedules() -> Iterator[Schedule]:
+    for balance in ("none", "bpipe"):
+        yield build(ProgramConfig("1f1b", 4, 8, balance=balance))
+        yield build(ProgramConfig("1f1b", 8, 20, balance=balance))
+        yield build(ProgramConfig("interleaved-1f1b", 4, 8, 2, balance=balance))
+    yield build(ProgramConfig("gpipe", 4, 6))
+
+
+def when(report: Report, rank: int, text: str) -> Timed:
+    return next(timed for timed in (*report.computations[rank], *report.transfers[rank]) if str(timed.action) == text)
+
+
+@pytest.mark.parametrize("schedule", list(schedules()), ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}-{schedule.bounds}")
+@pytest.mark.parametrize("blocking", [False, True])
+def test_unit_costs_and_free_links_give_the_unit_grid(schedule: Schedule, blocking: bool) -> None:
+    costs = Costs((UNIT,) * schedule.num_stages, blocking=blocking)
+    report = simulate(schedule, costs)
+    for rank, row in enumerate(schedule.ranks):
+        assert [(timed.action, timed.start_s, timed.end_s) for timed in report.computations[rank]] == [
+            (cell.compute, slot, slot + 1) for slot, cell in enumerate(row) if cell.compute is not None
+        ]
+        assert all(timed.start_s == timed.end_s for timed in report.transfers[rank])
+    assert report.exposed_transfer_s == 0
+
+
+@pytest.mark.parametrize(
+    "schedule", [one for one in schedules() if one.partners], ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}"
+)
+def test_transfers_as_long_as_a_slot_hide_and_peak_as_the_schedule_says(schedule: Schedule) -> None:
+    report = simulate(schedule, uniform(schedule.num_stages, replace(UNIT, transfer_s=1)))
+    assert report.exposed_transfer_s == 0
+    assert report.makespan_s == len(schedule.ranks[0])
+    for rank in range(schedule.num_ranks):
+        assert report.peak_bytes(rank) == max(live_counts(schedule, rank))
+
+
+def test_two_ranks_by_hand() -> None:
+    """f = 3, b = 5, a message of 2 bytes takes 1 + 2/4:
+
+    rank 0  F0 0-3  F1 3-6          B0 14-19                B1 22-27
+    rank 1    F0 4.5-7.5  B0 7.5-12.5   F1 12.5-15.5  B1 15.5-20.5
+    """
+    schedule = build(ProgramConfig("1f1b", 2, 2))
+    report = simulate(schedule, uniform(2, StageCost(3, 5, sent_bytes=2), Links(Link(4, 1))))
+    half = Fraction(1, 2)
+    assert [tuple(timed[1:]) for timed in report.computations[0]] == [(0, 3), (3, 6), (14, 19), (22, 27)]
+    assert [tuple(timed[1:]) for timed in report.computations[1]] == [
+        (4 + half, 7 + half),
+        (7 + half, 12 + half),
+        (12 + half, 15 + half),
+        (15 + half, 20 + half),
+    ]
+    assert report.pipeline_s == report.makespan_s == 27
+    assert report.bubble_of_makespan == 1 - Fraction(32, 54)
+    assert report.bubble_of_span == 1 - Fraction(32, 43)
+
+
+def test_a_blocking_exchange_keeps_the_sender() -> None:
+    schedule = build(ProgramConfig("1f1b", 2, 2))
+    costs = Costs((StageCost(3, 5, sent_bytes=2),) * 2, Links(Link(2, 1)), blocking=True)
+    report = simulate(schedule, costs)
+    # Rank 0 sends F0 from 3 to 5 before it computes F1; then it is there for both, the output of F1 and the gradient of B0, at 8; rank 1
+    # is there for them at 13.
+    assert when(report, 0, "0F1").start_s == 5
+    assert when(report, 1, "1B0").end_s == 13
+    assert when(report, 0, "0B0").start_s == 15
+    assert when(report, 1, "1F1").start_s == 15
+
+
+def test_the_last_stages_output_layer_the_reduction_and_the_update_count() -> None:
+    schedule = build(ProgramConfig("1f1b", 4, 8))
+    plain = StageCost(2, 4, reduction_s=7, optimizer_s=1)
+    last = replace(plain, output_forward_s=1, output_backward_s=2, reduction_s=0, optimizer_s=3)
+    report = simulate(schedule, Costs((plain,) * 3 + (last,)))
+    # The last stage never waits between its first and its last computation: 3 forwards before it, 3 backwards after it.
+    assert report.pipeline_s == 3 * 2 + 8 * 9 + 3 * 4
+    assert report.makespan_s == report.pipeline_s + 7 + 3
+
+
+@given(p=st.integers(1, 6), m=st.integers(1, 12), forward=st.integers(1, 9), backward=st.integers(1, 9))
+@settings(max_examples=40)
+def test_equal_stages_take_the_textbook_time(p: int, m: int, forward: int, backward: int) -> None:
+    report = simulate(build(ProgramConfig("1f1b", p, m)), uniform(p, StageCost(forward, backward)))
+    assert report.makespan_s == (m + p - 1) * (forward + backward)
+    assert report.bubble_of_makespan == Fraction(p - 1, m + p - 1)
+
+
+def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
+    """With three units for each forward and backward a transfer of 3 hides; one of 5 keeps the evictor 2 more, every time."""
+    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    hidden, exposed = (simulate(schedule, uniform(4, StageCost(3, 3, transfer_s=seconds))) for seconds in (3, 5))
+    assert hidden.exposed_transfer_s == 0
+    assert exposed.exposed_s[0] > 0 == exposed.exposed_s[3]
+    assert exposed.makespan_s > hidden.makespan_s
+
+
+def test_what_shares_a_port_takes_turns() -> None:
+    """Rank 0 sends outputs to rank 1 and evictions to rank 3 through one port, unless the one is inside its node and the other is not."""
+    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    sized = StageCost(6, 6, moved_bytes=6, saved_bytes=6, sent_bytes=1)
+    shared = simulate(schedule, uniform(4, sized, Links(Link(1))))
+    apart = simulate(schedule, uniform(4, sized, Links(Link(1), Link(1), (0, 0, 1, 1))))
+    # F1's output is ready at 12, and so is the eviction beside F2: the output goes first.
+    assert (when(shared, 0, "0EVICT1").start_s, when(shared, 0, "0EVICT1").end_s) == (13, 19)
+    assert (when(apart, 0, "0EVICT1").start_s, when(apart, 0, "0EVICT1").end_s) == (12, 18)
+
+
+def test_a_slow_partner_is_waited_for() -> None:
+    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    costs = Costs((StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),))
+    report = simulate(schedule, costs)
+    evict, host = when(report, 0, "0EVICT1"), when(report, 3, "0HOST1")
+    assert (evict.start_s, evict.end_s) == (host.start_s, host.end_s)
+
+
+@given(
+    p=st.integers(4, 8),
+    m=st.integers(4, 16),
+    seconds=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 12)), min_size=8, max_size=8),
+    blocking=st.booleans(),
+    balanced=st.booleans(),
+)
+@settings(max_examples=60)
+def test_everything_happens_after_what_it_needs(
+    p: int, m: int, seconds: list[tuple[int, int, int]], blocking: bool, balanced: bool
+) -> None:
+    schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe" if balanced else "none"))
+    stages = tuple(StageCost(f, b, transfer_s=t, sent_bytes=1, moved_bytes=1, saved_bytes=1) for f, b, t in seconds[:p])
+    report = simulate(schedule, Costs(stages, Links(Link(2, 1)), blocking))
+    times = {timed.action: timed for row in report.computations for timed in row}
+    for action, timed in times.items():
+        before = _needed(action, p)
+        if before is not None:
+            assert times[before].end_s <= timed.start_s
+    for row, computed in zip(report.transfers, report.computations, strict=True):
+        assert all(first.end_s <= second.start_s for first, second in itertools.pairwise(computed))
+        for timed in row:
+            forward = times[Action(timed.action.stage, Kind.FORWARD, timed.action.microbatch)]
+            backward = times[Action(timed.action.stage, Kind.BACKWARD, timed.action.microbatch)]
+            assert forward.end_s <= timed.start_s <= timed.end_s <= backward.start_s
+    for rank in range(p):
+        assert report.levels(rank)[-1].held_bytes == 0
+    assert report.pipeline_s >= max(report.busy_s(rank) for rank in range(p))
+
+
+def _needed(action: Action, p: int) -> Action | None:
+    if action.kind is Kind.FORWARD:
+        return replace(action, stage=action.stage - 1) if action.stage else None
+    return replace(action, stage=action.stage + 1) if action.stage < p - 1 else replace(action, kind=Kind.FORWARD)
+
+
+def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
+    schedule = build(ProgramConfig("1f1b", 4, 8))
+    with pytest.raises(ValueError, match="costs of 3 stages for a schedule of 4"):
+        simulate(schedule, uniform(3, UNIT))
+    with pytest.raises(ValueError, match="nodes of 2 ranks, the schedule has 4"):
+        simulate(schedule, uniform(4, UNIT, Links(nodes=(0, 1))))
+    with pytest.raises(ValueError, match="forward_s is -1"):
+        StageCost(-1, 1)
+    with pytest.raises(ValueError, match="bytes_per_s is 0"):
+        Link(0)
+
+
+@pytest.mark.parametrize(("p", "m", "limit_s"), [(16, 256, 0.2), pytest.param(64, 1024, 3.0, marks=pytest.mark.slow)])
+def test_it_is_fast(p: int, m: int, limit_s: float) -> None:
+    """Processor time, the best of three: a shared machine takes its time."""
+    schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    costs = uniform(p, StageCost(1.0, 2.0, sent_bytes=10, moved_bytes=100, saved_bytes=100), Links(Link(1000.0, 0.01)))
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        simulate(schedule, costs)
+        times.append(time.process_time() - start)
+    assert min(times) < limit_s
