@@ -14,6 +14,7 @@ from bpipe.ir.deadlock import Waits, blocked_ranks
 from bpipe.ir.grid import window
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.host_slots import Hosting, host_slots
+from bpipe.passes.pairing import pairing
 from bpipe.simulate.memory import live_counts
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -23,15 +24,11 @@ NOWHERE = -1
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks a rule: `rule`, `rank`, `slot` and `action` say where, the message also shows the grid around it."""
+    """A schedule that breaks a rule: which, and where a place is to blame, `rank`, `slot` and `action`, with the grid around it."""
 
-    def __init__(
-        self, schedule: Schedule, rule: str, rank: int, slot: int, action: Action | None, reason: str, lanes: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, rule: str, message: str, rank: int | None = None, slot: int | None = None, action: Action | None = None) -> None:
+        super().__init__(f"{rule}: {message}")
         self.rule, self.rank, self.slot, self.action = rule, rank, slot, action
-        what = "a bubble" if action is None else str(action)
-        place = f"rank {rank}, slot {slot}, {what}"
-        super().__init__(f"{rule}: {place}: {reason}\n{window(schedule, rank, slot, lanes)}")
 
 
 @dataclass(slots=True)
@@ -54,7 +51,10 @@ class Case:
     spots: Spots = field(default_factory=lambda: Spots([], [], []))
 
     def error(self, rule: str, rank: int, slot: int, action: Action | None, reason: str, lanes: tuple[int, ...] = ()) -> ScheduleError:
-        return ScheduleError(self.schedule, rule, rank, slot, action, reason, lanes)
+        """The error at this place; `lanes` are further ranks whose part of the grid explains it."""
+        what = "a bubble" if action is None else str(action)
+        grid = window(self.schedule, rank, slot, lanes)
+        return ScheduleError(rule, f"rank {rank}, slot {slot}, {what}: {reason}\n{grid}", rank, slot, action)
 
 
 Rule = Callable[[Case], None]
@@ -68,27 +68,30 @@ def check(schedule: Schedule) -> None:
 
 
 def check_shape(case: Case) -> None:
-    """Ranks have equally many slots, stages are shared out evenly, partners and bounds are one a rank."""
-    schedule = case.schedule
+    """Ranks have equally many slots, stages are shared out evenly, and there is one bound a rank."""
+    schedule, rule = case.schedule, "shape"
     ranks = schedule.num_ranks
     if ranks == 0 or schedule.num_microbatches < 1:
-        raise ValueError(f"shape: {ranks} ranks, {schedule.num_microbatches} micro-batches: there must be at least one of each")
+        raise ScheduleError(rule, f"{ranks} ranks, {schedule.num_microbatches} micro-batches: there must be at least one of each")
     lengths = [len(row) for row in schedule.ranks]
     if len(set(lengths)) != 1:
         shorter = lengths.index(min(lengths))
-        raise ValueError(f"shape: rank {shorter} has {min(lengths)} slots, others {max(lengths)}: fill up with bubbles")
+        raise ScheduleError(rule, f"rank {shorter} has {min(lengths)} slots, others {max(lengths)}: fill up with bubbles", shorter)
     owned = [schedule.stage_to_rank.count(rank) for rank in range(ranks)]
     if len(set(owned)) != 1 or not owned[0] or sum(owned) != schedule.num_stages:
-        raise ValueError(f"shape: stage_to_rank {schedule.stage_to_rank} must give each of the {ranks} ranks equally many stages")
-    bounds, partners = schedule.bounds, schedule.partners
-    if bounds is not None and len(bounds) != ranks:
-        raise ValueError(f"shape: {len(bounds)} bounds for {ranks} ranks: give one for each")
-    if partners is not None and (len(partners) != ranks or not all(0 <= to < ranks for to in partners)):
-        raise ValueError(f"shape: partners {partners} must name a rank from 0 to {ranks - 1} for each of the {ranks} ranks")
+        raise ScheduleError(rule, f"stage_to_rank {schedule.stage_to_rank} must give each of the {ranks} ranks equally many stages")
+    if schedule.bounds is not None and len(schedule.bounds) != ranks:
+        raise ScheduleError(rule, f"{len(schedule.bounds)} bounds for {ranks} ranks: give one for each")
+
+
+def check_partners(case: Case) -> None:
+    """Every rank has one partner, if any has, and is its partner's."""
+    partners = case.schedule.partners
     if partners is not None:
-        for rank, partner in enumerate(partners):
-            if partners[partner] != rank:
-                raise ValueError(f"shape: rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}")
+        try:
+            pairing(case.schedule.num_ranks, partners)
+        except ValueError as error:
+            raise ScheduleError("partners", f"{error}") from None
 
 
 def check_once(case: Case) -> None:
@@ -174,36 +177,41 @@ def check_other_ends(case: Case) -> None:
 
 def check_residency(case: Case) -> None:
     """What is evicted was finished and present, what is loaded was away, and nobody computes on what is away or under way."""
-    schedule, rule, spots = case.schedule, "activations present", case.spots
+    schedule, spots = case.schedule, case.spots
     away: dict[int, int] = {}
     returned: dict[int, int] = {}
     for rank, slot, transfer in _transfers(schedule):
-        kind = transfer.kind
-        if kind is not _EVICT and kind is not _LOAD:
-            continue
         key = transfer.stage * schedule.num_microbatches + transfer.microbatch
-        if kind is _EVICT:
-            if key in away:
-                raise case.error(rule, rank, slot, transfer, f"already sent away in slot {away[key]}")
-            if slot <= spots.forward[key]:
-                raise case.error(rule, rank, slot, transfer, f"its forward ends with slot {spots.forward[key]}, evict later")
-            if slot <= returned.get(key, NOWHERE):
-                raise case.error(rule, rank, slot, transfer, f"it is still coming back in slot {returned[key]}")
-            if slot >= spots.need[key]:
-                raise case.error(rule, rank, slot, transfer, f"its backward is in slot {spots.need[key]}, evict before")
+        reason = None
+        if transfer.kind is _EVICT:
+            reason = _cannot_leave(slot, spots.forward[key], spots.need[key], away.get(key), returned.get(key, NOWHERE))
             away[key] = slot
-        else:
-            if key not in away or away[key] >= slot:
-                raise case.error(rule, rank, slot, transfer, "it is not away")
-            if slot >= spots.need[key]:
-                raise case.error(rule, rank, slot, transfer, f"its backward is in slot {spots.need[key]}, load before")
+        elif transfer.kind is _LOAD:
+            reason = _cannot_return(slot, spots.need[key], away.pop(key, slot))
             returned[key] = slot
-            del away[key]
+        if reason is not None:
+            raise case.error("activations present", rank, slot, transfer, reason)
     for key, slot in away.items():
         stage, microbatch = divmod(key, schedule.num_microbatches)
-        rank = schedule.stage_to_rank[stage]
-        need = schedule.ranks[rank][spots.need[key]].compute
-        raise case.error(rule, rank, spots.need[key], need, f"micro-batch {microbatch} left in slot {slot} and is not loaded before this")
+        rank, need = schedule.stage_to_rank[stage], spots.need[key]
+        reason = f"micro-batch {microbatch} left in slot {slot} and is not loaded before this"
+        raise case.error("activations present", rank, need, schedule.ranks[rank][need].compute, reason)
+
+
+def _cannot_leave(slot: int, forward: int, need: int, left: int | None, returned: int) -> str | None:
+    if left is not None:
+        return f"already sent away in slot {left}"
+    if slot <= forward:
+        return f"its forward ends with slot {forward}, evict later"
+    if slot <= returned:
+        return f"it is still coming back in slot {returned}"
+    return f"its backward is in slot {need}, evict before" if slot >= need else None
+
+
+def _cannot_return(slot: int, need: int, left: int) -> str | None:
+    if left >= slot:
+        return "it is not away"
+    return f"its backward is in slot {need}, load before" if slot >= need else None
 
 
 def check_host_slots(case: Case, assigned: Mapping[int, Mapping[Hosting, int]] | None = None) -> None:
@@ -262,6 +270,7 @@ def check_no_deadlock(case: Case) -> None:
 
 RULES: tuple[Rule, ...] = (
     check_shape,
+    check_partners,
     check_once,
     check_forward_first,
     check_stage_order,

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NUMBER, TextError, assemble, header, read_header, slot_of
 
 BUBBLE = "."
@@ -77,65 +77,77 @@ def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]
 
 def read_grid(text: str) -> Schedule:
     """A schedule from its grid. Raises TextError with line and cell for whatever is not exactly one."""
-    lines = text.split("\n")
-    fields = read_header(lines[0])
-    computed: dict[int, list[tuple[str, int]]] = {}
-    moved: dict[int, dict[int, tuple[str, int]]] = {}
-    start, columns, rank = 0, 0, -1
-    for number, line in enumerate(lines[1:], 2):
+    first, *lines = text.split("\n")
+    fields = read_header(first)
+    reader = _Reader()
+    for number, line in enumerate(lines, 2):
+        if line.split() and not line.startswith("#"):
+            reader.take(line, number)
+    return reader.schedule(fields)
+
+
+class _Reader:
+    """The cells read so far, with the lines they stand on, and the block that is being read."""
+
+    def __init__(self) -> None:
+        self.computed: dict[int, list[tuple[str, int]]] = {}
+        self.moved: dict[int, dict[int, tuple[str, int]]] = {}
+        self.start = self.columns = 0
+        self.rank = -1
+
+    def take(self, line: str, number: int) -> None:
+        """One line: the slots of a block, what a rank computes in it, or what it moves."""
         words = line.split()
-        if not words or line.startswith("#"):
-            continue
         lane = _LANE.fullmatch(re.sub(" +", " ", line))
         if words[0] == "slot":
-            start += columns
-            columns = len(words) - 1
-            if words[1:] != [str(slot) for slot in range(start, start + columns)]:
-                raise TextError(f"line {number}: a block's slots are numbered on from {start}")
-            continue
-        if lane is not None:
-            rank, cells = int(lane[1]), words[3:]
-            computed.setdefault(rank, []).extend((cell, number) for cell in cells)
-            if len(computed[rank]) != start + columns:
-                raise TextError(f"line {number}: {len(cells)} cells under {columns} slots, or rank {rank} stands in this block twice")
-        elif words[0] == "T" and rank >= 0 and len(words) == columns + 1:
-            before = moved.setdefault(rank, {})
-            if start in before:
-                raise TextError(f"line {number}: rank {rank} has a second line of transfers")
-            before.update({start + index: (cell, number) for index, cell in enumerate(words[1:])})
+            self._open_block(words[1:], number)
+        elif lane is not None:
+            self.rank = int(lane[1])
+            cells = self.computed.setdefault(self.rank, [])
+            cells.extend((cell, number) for cell in words[3:])
+            if len(cells) != self.start + self.columns:
+                raise TextError(f"line {number}: {len(words) - 3} cells under {self.columns} slots, or rank {self.rank} twice in a block")
+        elif words[0] == "T" and self.rank >= 0 and len(words) == self.columns + 1:
+            before = self.moved.setdefault(self.rank, {})
+            if self.start in before:
+                raise TextError(f"line {number}: rank {self.rank} has a second line of transfers")
+            before.update({self.start + index: (cell, number) for index, cell in enumerate(words[1:])})
         else:
-            raise TextError(f"line {number}: expected 'rank N C' or, under it, 'T', each with {columns} cells")
-    return _read_lanes(computed, moved, fields)
+            raise TextError(f"line {number}: expected 'rank N C' or, under it, 'T', each with {self.columns} cells")
 
+    def _open_block(self, slots: list[str], number: int) -> None:
+        self.start += self.columns
+        self.columns = len(slots)
+        self.rank = -1
+        if slots != [str(slot) for slot in range(self.start, self.start + self.columns)]:
+            raise TextError(f"line {number}: a block's slots are numbered on from {self.start}")
 
-def _read_lanes(
-    computed: dict[int, list[tuple[str, int]]], moved: dict[int, dict[int, tuple[str, int]]], fields: dict[str, str]
-) -> Schedule:
-    if sorted(computed) != list(range(len(computed))) or len({len(cells) for cells in computed.values()}) != 1:
-        raise TextError("every rank needs a lane, and all of them equally many slots")
-    # What the header says decides which stage a lane implies, so it is read first, with rows that say nothing.
-    empty = assemble([[] for _ in computed], fields, "")
-    partners = empty.partners
-    if partners is not None and (len(partners) != len(computed) or max(partners) >= len(computed)):
-        raise TextError(f"line 1: partners={fields['partners'][:40]} do not fit {len(computed)} ranks")
-    own, hosted = _implied(empty.stage_to_rank, len(computed), partners)
-    rows = []
-    for rank in range(len(computed)):
-        row = []
-        for slot, (cell, number) in enumerate(computed[rank]):
-            actions = [] if cell == BUBBLE else [_long(cell, own[rank], hosted[rank], number, slot)]
-            transfers, below = moved.get(rank, {}).get(slot, (BUBBLE, number))
+    def schedule(self, fields: dict[str, str]) -> Schedule:
+        """What was read, once the header says which stages the lanes imply."""
+        computed = self.computed
+        if sorted(computed) != list(range(len(computed))) or len({len(cells) for cells in computed.values()}) != 1:
+            raise TextError("every rank needs a lane, and all of them equally many slots")
+        head = assemble([[] for _ in computed], fields, "")
+        if head.partners is not None and (len(head.partners) != len(computed) or max(head.partners) >= len(computed)):
+            raise TextError(f"line 1: partners={fields['partners'][:40]} do not fit {len(computed)} ranks")
+        own, hosted = _implied(head.stage_to_rank, len(computed), head.partners)
+        return assemble([self._lane(rank, own[rank], hosted[rank]) for rank in range(len(computed))], fields, "")
+
+    def _lane(self, rank: int, own: int, hosted: int) -> list[Slot]:
+        lane = []
+        for slot, (cell, number) in enumerate(self.computed[rank]):
+            transfers, below = self.moved.get(rank, {}).get(slot, (BUBBLE, number))
+            actions = [] if cell == BUBBLE else [_long(cell, own, hosted, number, slot)]
             if transfers != BUBBLE:
-                actions += [_long(one, own[rank], hosted[rank], below, slot) for one in transfers.split(JOIN)]
+                actions += [_long(one, own, hosted, below, slot) for one in transfers.split(JOIN)]
             try:
                 found = slot_of(actions)
             except TextError as error:
                 raise TextError(f"line {number}, slot {slot}: {error}") from None
             if (found.compute is None) != (cell == BUBBLE):
-                raise TextError(f"line {number}, slot {slot}: {cell} is a transfer, write it on line T")
-            row.append(found)
-        rows.append(row)
-    return assemble(rows, fields, "")
+                raise TextError(f"line {number}, slot {slot}: what is computed stands on line C, what is moved on line T")
+            lane.append(found)
+        return lane
 
 
 def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), radius: int = 4) -> str:
@@ -144,17 +156,16 @@ def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), 
     lanes = sorted({rank, *ranks, *partner})
     last = max(len(schedule.ranks[lane]) for lane in lanes) - 1
     columns = range(max(0, slot - radius), max(slot, min(last, slot + radius)) + 1)
-    table = [["slot", "", *(str(column) for column in columns)]]
+    table = [(-1, ["slot", "", *(str(column) for column in columns)])]
     for lane in lanes:
-        table.append([f"rank {lane}", "C", *(_window_cell(schedule, lane, column, "C") for column in columns)])
-        table.append(["", "T", *(_window_cell(schedule, lane, column, "T") for column in columns)])
+        table.append((lane, [f"rank {lane}", "C", *(_window_cell(schedule, lane, column, "C") for column in columns)]))
+        table.append((lane, ["", "T", *(_window_cell(schedule, lane, column, "T") for column in columns)]))
+    widths = [max(map(len, cells)) for cells in zip(*(row for _, row in table), strict=True)]
     marked = 2 + slot - columns[0]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
-    for index, row in enumerate(table):
+    for lane, row in table:
         cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        is_spot = index > 0 and lanes[(index - 1) // 2] == rank
-        cells[marked] = f"[{cells[marked]}]" if is_spot else f" {cells[marked]} "
+        cells[marked] = f"[{cells[marked]}]" if lane == rank else f" {cells[marked]} "
         lines.append(" ".join(cells).rstrip())
     return "\n".join(lines)
 

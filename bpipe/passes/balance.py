@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bpipe.ir.action import OTHER_END, TRANSFER, Action
+from bpipe.ir.action import OTHER_END, Action
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
 from bpipe.passes.pairing import pairing
@@ -156,11 +156,9 @@ def _check_input(schedule: Schedule, bounds: Sequence[int], sizes: Sizes) -> Non
     for rank, bound in enumerate(bounds):
         if bound < 1:
             raise ValueError(f"rank {rank}: bound {bound} is below 1, and what is computed on must be held")
-    for row in schedule.ranks:
-        for slot in row:
-            for action in slot.transfers:
-                if action.kind in TRANSFER:
-                    raise ValueError(f"the schedule already has transfers ({action}): balance it as it was before")
+    moving = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
+    if moving is not None:
+        raise ValueError(f"the schedule already has transfers ({moving}): balance it as it was before")
     for name, values in (("saved", sizes.saved), ("moved", sizes.moved)):
         if len(values) != schedule.num_stages:
             raise ValueError(f"{name}_bytes has {len(values)} entries, the schedule {schedule.num_stages} stages: give one for each stage")

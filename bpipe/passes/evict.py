@@ -66,25 +66,25 @@ class _Walk:
     def step(self, slot: int) -> None:
         """Account for one slot and evict beside it what the next has no room for."""
         compute = self.computes[slot]
-        if slot in self.loads:
-            self.held += self.moved[self.loads[slot]]
-        if compute is not None and compute.kind is _FORWARD:
-            self.held += self.saved[compute.stage]
+        self.held += self._starting(slot)
         self.curve.append(self.held)
         if self.held > self.bound:
             raise OverBound(slot, self.held)
         if compute is not None and (compute.kind is _BACKWARD or compute.kind is _WEIGHT):
             self.held -= self.saved[compute.stage]
-        following = self.computes[slot + 1]
-        starting = self.saved[following.stage] if following is not None and following.kind is _FORWARD else 0
-        if slot + 1 in self.loads:
-            starting += self.moved[self.loads[slot + 1]]
+        starting = self._starting(slot + 1)
         while self.held + starting > self.bound:
             self._evict(slot, starting)
         # A forward is finished only now: it cannot leave beside itself.
         if compute is not None and compute.kind is _FORWARD and self.moved[compute.stage]:
             key = (compute.stage, compute.microbatch)
             heapq.heappush(self.finished, (-self.needed_at[key], *key))
+
+    def _starting(self, slot: int) -> int:
+        """What a slot adds at its start."""
+        compute = self.computes[slot]
+        added = self.saved[compute.stage] if compute is not None and compute.kind is _FORWARD else 0
+        return added + self.moved[self.loads[slot]] if slot in self.loads else added
 
     def _evict(self, slot: int, starting: int) -> None:
         # What is needed two slots on would have to come back in the very next one.

@@ -38,30 +38,39 @@ def level_bytes(
     transfer may move any whole number of a stage's layers, taken to be of equal size.
     """
     chosen = pairing(schedule.num_ranks, partners)
+    _check_input(schedule, fixed_bytes, saved_bytes, num_layers)
+    bounds, levels, moved = [0] * schedule.num_ranks, [0] * schedule.num_ranks, list(saved_bytes)
+    for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
+        stages = [stage for stage, owner in enumerate(schedule.stage_to_rank) if owner in pair]
+        moving, peaks = _best(schedule, pair, fixed_bytes, saved_bytes, _shares(saved_bytes, num_layers, stages))
+        for rank, peak in zip(pair, peaks, strict=True):
+            bounds[rank], levels[rank] = peak, fixed_bytes[rank] + peak
+        for stage in stages:
+            moved[stage] = moving[stage]
+    return Levels(tuple(bounds), tuple(moved), tuple(levels))
+
+
+def _best(
+    schedule: Schedule, pair: tuple[int, int], fixed_bytes: Sequence[int], saved_bytes: Sequence[int], shares: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes of a transfer, and the peaks with them, that give the lowest level; of equal ones those that move least at a time."""
+    best: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None = None
+    for moving in shares:
+        peaks = _level_pair(schedule, pair, fixed_bytes, Sizes(tuple(saved_bytes), moving, "bytes"))
+        level = max(fixed_bytes[rank] + peak for rank, peak in zip(pair, peaks, strict=True))
+        rating = (level, sum(moving))
+        if best is None or rating < best[0]:
+            best = (rating, moving, peaks)
+    assert best is not None, "there is at least one share to try"
+    return best[1:]
+
+
+def _check_input(schedule: Schedule, fixed_bytes: Sequence[int], saved_bytes: Sequence[int], num_layers: Sequence[int] | None) -> None:
     for name, values, expected in (("fixed_bytes", fixed_bytes, schedule.num_ranks), ("saved_bytes", saved_bytes, schedule.num_stages)):
         if len(values) != expected:
             raise ValueError(f"{name} has {len(values)} entries, the schedule needs {expected}")
     if num_layers is not None and (len(num_layers) != schedule.num_stages or min(num_layers) < 1):
         raise ValueError(f"num_layers {tuple(num_layers)} must give each of the {schedule.num_stages} stages at least one layer")
-    bounds = [0] * schedule.num_ranks
-    moved = list(saved_bytes)
-    levels = [0] * schedule.num_ranks
-    for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
-        stages = [stage for stage, owner in enumerate(schedule.stage_to_rank) if owner in pair]
-        best: tuple[int, int] | None = None
-        for moving in _shares(saved_bytes, num_layers, stages):
-            sizes = Sizes(tuple(saved_bytes), moving, "bytes")
-            peaks = _level_pair(schedule, pair, fixed_bytes, sizes)
-            totals = [fixed_bytes[rank] + peak for rank, peak in zip(pair, peaks, strict=True)]
-            # The lowest level; of equal ones the one that moves fewer bytes at a time.
-            rating = (max(totals), sum(moving[stage] for stage in stages))
-            if best is None or rating < best:
-                best = rating
-                for rank, peak, total in zip(pair, peaks, totals, strict=True):
-                    bounds[rank], levels[rank] = peak, total
-                for stage in stages:
-                    moved[stage] = moving[stage]
-    return Levels(tuple(bounds), tuple(moved), tuple(levels))
 
 
 def _shares(saved_bytes: Sequence[int], num_layers: Sequence[int] | None, stages: Sequence[int]) -> list[tuple[int, ...]]:

@@ -154,7 +154,8 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "ragged": (lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])), "rank 0 has 21 slots, others 22"),
     "uneven": (lambda one: replace(one, stage_to_rank=(0, 1, 2, 2)), "equally many stages"),
     "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
-    "partner": (lambda one: replace(one, partners=(4, 2, 1, 0)), "must name a rank from 0 to 3"),
+    "partner": (lambda one: replace(one, partners=(4, 2, 1, 0)), "partner 4 is not a rank, ranks are 0 to 3"),
+    "too few partners": (lambda one: replace(one, partners=(3, 2, 1)), "3 partners for 4 ranks"),
     "one-sided": (lambda one: replace(one, partners=(3, 0, 1, 2)), "rank 0 has partner 3, but rank 3 has partner 2"),
 }
 
@@ -162,7 +163,7 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
 @pytest.mark.parametrize("case", SHAPES)
 def test_a_broken_shape_is_refused(case: str) -> None:
     change, reason = SHAPES[case]
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ScheduleError, match=reason):
         check(change(BALANCED))
 
 
