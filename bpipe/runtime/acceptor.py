@@ -7,7 +7,7 @@ hosted again, or returned, waits for its own last transfer [8].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,11 +22,16 @@ class Acceptor:
     """The acceptor's half of every transfer of one rank."""
 
     def __init__(
-        self, transport: Transport, streams: Streams, num_slots: int, device: torch.device, wait: Callable[[Pending, Action, str], None]
+        self,
+        stages_in_slots: Sequence[frozenset[int]],
+        transport: Transport,
+        streams: Streams,
+        device: torch.device,
+        wait: Callable[[Pending, Action, str], None],
     ) -> None:
+        self._stages_in_slots = stages_in_slots
         self._transport = transport
         self._streams = streams
-        self._num_slots = num_slots
         self._device = device
         self._wait = wait
         self._slots: HostSlots | None = None
@@ -48,7 +53,7 @@ class Acceptor:
                 sizes = self._transport.learn()
             except Exception as error:
                 raise TransferError(f"{action}: the partner never said how large its activations are: {error}") from error
-            self._slots = HostSlots(self._num_slots, sizes, self._device)
+            self._slots = HostSlots(self._stages_in_slots, sizes, self._device)
         return self._slots.slots[index]
 
     def host(self, action: Action, index: int) -> None:
@@ -57,7 +62,7 @@ class Acceptor:
         self._settle(slot)  # [8]
         slot.move(State.FILLING, action)
         with self._streams.homeward():
-            self._pending[index] = self._transport.host(index, slot.buffers)
+            self._pending[index] = self._transport.host(index, slot.buffers(action.stage))
 
     def give_back(self, action: Action, index: int) -> None:
         """Send a slot's content home."""
@@ -65,7 +70,7 @@ class Acceptor:
         self._settle(slot)
         slot.move(State.EMPTYING, action)
         with self._streams.outward():
-            self._pending[index] = self._transport.give_back(index, slot.buffers)
+            self._pending[index] = self._transport.give_back(index, slot.buffers(action.stage))
 
     def _settle(self, slot: HostSlot) -> None:
         """Wait for the slot's transfer under way, if there is one."""

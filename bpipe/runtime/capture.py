@@ -131,7 +131,7 @@ def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None]) -> Found:
 
 
 def _storage_uses(storage: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _python_holders(tensor: torch.Tensor) -> int:

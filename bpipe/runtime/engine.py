@@ -50,14 +50,20 @@ class Engine:
         self._position = 0
         self._stays: Counter[tuple[int, int]] = Counter()
         self._partner = schedule.partners[rank] if schedule.partners else rank
-        self._slot_of = {**host_slots(schedule, rank), **host_slots(schedule, self._partner)}
+        hosted = host_slots(schedule, rank)
+        self._slot_of = {**hosted, **host_slots(schedule, self._partner)}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
+        self._unmeasured: Action | None = None
         self._evictor: Evictor | None = None
         self._acceptor: Acceptor | None = None
         if transport is not None:
             streams = Streams(config.device)
-            self._evictor = Evictor(transport, streams, config.minimum_bytes, config.poison, self._wait)
-            self._acceptor = Acceptor(transport, streams, num_host_slots(schedule, rank), config.device, self._wait)
+            leaving_stages = frozenset(stage for stage, _ in self._leaving)
+            stages_in_slots = [
+                frozenset(stay.stage for stay, slot in hosted.items() if slot == index) for index in range(num_host_slots(schedule, rank))
+            ]
+            self._evictor = Evictor(leaving_stages, transport, streams, config.minimum_bytes, config.poison, self._wait)
+            self._acceptor = Acceptor(stages_in_slots, transport, streams, config.device, self._wait)
         elif any(True for _ in self._all_transfers()):
             raise ValueError(f"{config.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
         # Dispatch by table, and the table is complete or the program does not start.
@@ -77,9 +83,9 @@ class Engine:
             yield from step.after
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes of one micro-batch that leave with it; 0 before the first was measured, or where none leaves."""
-        return sum(self._evictor.sizes or ()) if self._evictor else 0
+    def moved_bytes(self) -> dict[int, int]:
+        """By stage, the bytes of one micro-batch that leave with it; only stages that leave, once they were measured."""
+        return {stage: sum(sizes) for stage, sizes in self._evictor.sizes.items()} if self._evictor else {}
 
     @property
     def host_bytes(self) -> int:
@@ -111,16 +117,13 @@ class Engine:
         if self._evictor:
             # An eviction in a bubble slot ends with it, and so before the computation after it.
             self._evictor.finish_evictions()
-            if self._leaving and self._evictor.sizes is None and self._position > 1:
-                self._announce()
+            self._measure()
         self._transfers(step.before)
         if op.kind is not Kind.FORWARD and self._evictor:
             self._evictor.finish_load(op)
         self._sample()
 
-    def after(
-        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
-    ) -> None:
+    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """`op` has run. For a forward, `outputs` are the stage's and `inputs` what the loop received for it."""
         step = self._steps[self._position]
         assert step.compute == op, f"after({op}) follows before({step.compute})"
@@ -135,7 +138,9 @@ class Engine:
     def end(self) -> None:
         """The pipelined loop is over."""
         if self._position != len(self._steps):
-            raise RuntimeFault(f"{self._config.name}: the pipeline loop is over {self._where()}, next is {self._steps[self._position].compute}")
+            raise RuntimeFault(
+                f"{self._config.name}: the pipeline loop is over {self._where()}, next is {self._steps[self._position].compute}"
+            )
         if self._acceptor:
             self._acceptor.end()
         self._position = 0
@@ -159,19 +164,21 @@ class Engine:
 
     def _saved(self, op: Action, roots: Sequence[object], inputs: Sequence[torch.Tensor | None]) -> None:
         if self._meter:
-            self._meter.saved(op.microbatch, find(roots, inputs))
-        if self._evictor is None or not self._leaving:
+            self._meter.saved(op, find(roots, inputs))
+        if self._evictor is None:
             return
-        if (op.stage, op.microbatch) in self._leaving or self._evictor.sizes is None:
+        if self._evictor.unmeasured(op.stage):
+            self._unmeasured = op
+        if self._unmeasured is op or (op.stage, op.microbatch) in self._leaving:
             self._evictor.remember(op, roots, inputs)
 
-    def _announce(self) -> None:
-        """Measure the first forward once the loop has sent its output on, and so holds only what its backward will need."""
-        first = self._steps[1].compute
-        assert self._evictor and first and self._position == 2
-        self._evictor.announce(first)
-        if (first.stage, first.microbatch) not in self._leaving:
-            self._evictor.forget(first)
+    def _measure(self) -> None:
+        """Measure a stage's first forward once the loop has sent its output on, and so holds only what its backward will need."""
+        forward, self._unmeasured = self._unmeasured, None
+        if forward is not None and self._evictor is not None:
+            self._evictor.measure(forward)
+            if (forward.stage, forward.microbatch) not in self._leaving:
+                self._evictor.forget(forward)
 
     def _transfers(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -77,7 +77,10 @@ class Activations:
 class Evictor:
     """The evictor's half of every transfer of one rank."""
 
-    def __init__(self, transport: Transport, streams: Streams, minimum_bytes: int, poison: bool, wait: Wait) -> None:
+    def __init__(
+        self, stages: frozenset[int], transport: Transport, streams: Streams, minimum_bytes: int, poison: bool, wait: Wait
+    ) -> None:
+        self._stages = stages
         self._transport = transport
         self._streams = streams
         self._minimum_bytes = minimum_bytes
@@ -86,7 +89,7 @@ class Evictor:
         self._shared = Shared()
         self._known: dict[Key, Activations] = {}
         self._announcement: Pending | None = None
-        self.sizes: tuple[int, ...] | None = None
+        self.sizes: dict[int, tuple[int, ...]] = {}
 
     def begin(self) -> None:
         """A new iteration: nothing may be left of the last one."""
@@ -103,18 +106,24 @@ class Evictor:
         """Activations that never leave: hold nothing of them, or their backward could not free as it goes."""
         del self._known[_key(forward)]
 
-    def announce(self, forward: Action) -> None:
-        """Tell the partner, once, how long a micro-batch's storages are: those of a remembered forward.
+    def unmeasured(self, stage: int) -> bool:
+        """Whether activations of this stage will leave and nobody knows yet how large they are."""
+        return stage in self._stages and stage not in self.sizes
+
+    def measure(self, forward: Action) -> None:
+        """Learn from a remembered forward how long its stage's storages are; tell the partner once all stages that leave are known.
 
         The partner listens no earlier than at its first HOST, so this does not wait for it.
         """
-        self.sizes = tuple(found.nbytes for found in self._movable(self._known[_key(forward)]))
-        if not self.sizes:
+        sizes = tuple(found.nbytes for found in self._movable(self._known[_key(forward)]))
+        if not sizes:
             raise RuntimeFault(
                 f"nothing that {forward} saved can be moved: no storage of at least {self._minimum_bytes} bytes belongs to it alone. "
                 f"Use a larger micro-batch or model, lower --bpipe-min-bytes, or train without --bpipe"
             )
-        self._announcement = self._transport.announce(self.sizes)
+        self.sizes[forward.stage] = sizes
+        if self._stages <= self.sizes.keys():
+            self._announcement = self._transport.announce(self.sizes)
 
     def _movable(self, activations: Activations) -> tuple[Found, ...]:
         found = find(activations.roots, activations.inputs)
@@ -128,10 +137,11 @@ class Evictor:
         activations.storages = [found.storage for found in self._movable(activations)]
         activations.roots, activations.inputs = (), ()
         sizes = tuple(storage.nbytes() for storage in activations.storages)
-        if sizes != self.sizes:
+        announced = self.sizes.get(action.stage, ())
+        if sizes != announced:
             raise RuntimeFault(
                 f"{action}: this micro-batch saved {len(sizes)} movable storages of {sum(sizes)} bytes, but the partner's "
-                f"slots were sized for {len(self.sizes or ())} of {sum(self.sizes or ())}. Micro-batches of differing size are not "
+                f"slots were sized for {len(announced)} of {sum(announced)}. Micro-batches of differing size are not "
                 f"supported: pad to one length, or train without --bpipe"
             )
         with self._streams.outward():  # [1]
@@ -144,17 +154,17 @@ class Evictor:
                 self._finish(activations, State.AWAY)  # [3]
                 for storage in activations.storages:
                     if self._poison:
-                        storage.fill_(POISON)
+                        _poison(storage)
                     storage.resize_(0)
 
     def load(self, action: Action, slot: int) -> None:
         """Start bringing a micro-batch's storages back. Its backward calls `finish_load`."""
         activations = self._known[_key(action)]
         activations.move(State.COMING, action)
-        for storage, nbytes in zip(activations.storages, self.sizes or (), strict=True):
+        for storage, nbytes in zip(activations.storages, self.sizes[action.stage], strict=True):
             storage.resize_(nbytes)  # [4]
             if self._poison:
-                storage.fill_(POISON)
+                _poison(storage)
         with self._streams.homeward():  # [5]
             activations.pending = self._transport.get(slot, _bytes_of(activations.storages))  # [6]
 
@@ -166,12 +176,15 @@ class Evictor:
         if activations.state is State.COMING:
             self._finish(activations, State.HERE)  # [7]
         elif activations.state is not State.HERE:
-            raise RuntimeFault(f"{backward} is about to run but its activations are {activations.state.value}: the program has no LOAD for it")
+            raise RuntimeFault(
+                f"{backward} is about to run but its activations are {activations.state.value}: the program has no LOAD for it"
+            )
         del self._known[_key(backward)]
 
     def _finish(self, activations: Activations, state: State) -> None:
         """Wait for what is pending. A micro-batch that may leave again keeps its storages; its LOAD's backward drops them."""
-        assert activations.pending is not None and activations.action is not None
+        assert activations.pending is not None
+        assert activations.action is not None
         self._wait(activations.pending, activations.action, activations.state.value)
         activations.pending = None
         activations.move(state, activations.action)
@@ -185,6 +198,10 @@ class Evictor:
         self._known.clear()
 
 
+def _poison(storage: torch.UntypedStorage) -> None:
+    cast(Any, storage).fill_(POISON)
+
+
 def _bytes_of(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
     """Each storage as one flat uint8 tensor over all of it: strided views share storages, so nothing is made contiguous or copied."""
-    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]  # type: ignore[call-overload]
+    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]

@@ -9,19 +9,21 @@ micro-batch's activations and do not count.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bpipe.ir.action import Action
 from bpipe.runtime.capture import Found
 
 
 @dataclass
 class _Seen:
     reference: StorageWeakRef
-    microbatch: int
+    owner: tuple[int, int] | None
     nbytes: int
 
     def nbytes_now(self) -> int:
@@ -32,50 +34,51 @@ class _Seen:
 
 
 class Meter:
-    """Peaks of one rank. `saved_bytes` is what one micro-batch saves, counted once its forward has finished."""
+    """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
         self._common: dict[int, StorageWeakRef] = {}
         self.peak_microbatches = 0
         self.peak_bytes = 0
-        self.saved_bytes = 0
+        self.saved_bytes: dict[int, int] = {}
 
     def begin(self) -> None:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
-        self.peak_microbatches = self.peak_bytes = self.saved_bytes = 0
+        self.peak_microbatches = self.peak_bytes = 0
+        self.saved_bytes = {}
         # While it is referred to weakly, a storage's address serves no other; what died is let go of here, once an iteration.
         self._seen = {key: seen for key, seen in self._seen.items() if not seen.reference.expired()}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
         for seen in self._seen.values():
             # Still alive although its micro-batch is long over: somebody else holds it, so it is nobody's activation.
-            seen.microbatch = -1
+            seen.owner = None
 
-    def saved(self, microbatch: int, found: Sequence[Found]) -> None:
+    def saved(self, forward: Action, found: Sequence[Found]) -> None:
         """A forward has finished and saved these storages."""
+        owner = (forward.stage, forward.microbatch)
+        mine = 0
         for item in found:
-            if not item.alone:
-                continue
             key = item.storage._cdata
-            if key in self._common:
+            if not item.alone or key in self._common:
                 continue
             seen = self._seen.get(key)
-            if seen is not None and seen.microbatch != microbatch:
+            if seen is not None and seen.owner != owner:
                 self._common[key] = self._seen.pop(key).reference
                 continue
-            self._seen[key] = _Seen(StorageWeakRef(item.storage), microbatch, item.nbytes)
-        mine = sum(seen.nbytes for seen in self._seen.values() if seen.microbatch == microbatch)
-        self.saved_bytes = max(self.saved_bytes, mine)
+            self._seen[key] = _Seen(StorageWeakRef(item.storage), owner, item.nbytes)
+            mine += item.nbytes
+        self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), mine)
 
     def sample(self, host_slots: int, host_bytes: int) -> None:
         """Look at what is held now: own storages, and `host_slots` slots of `host_bytes` in all for the partner."""
-        now: dict[int, int] = {}
-        full: dict[int, int] = {}
+        now: Counter[tuple[int, int]] = Counter()
+        full: Counter[tuple[int, int]] = Counter()
         for seen in self._seen.values():
-            now[seen.microbatch] = now.get(seen.microbatch, 0) + seen.nbytes_now()
-            full[seen.microbatch] = full.get(seen.microbatch, 0) + seen.nbytes
+            if seen.owner is not None:
+                now[seen.owner] += seen.nbytes_now()
+                full[seen.owner] += seen.nbytes
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away.
-        here = sum(1 for microbatch, nbytes in now.items() if microbatch >= 0 and 2 * nbytes > full[microbatch])
-        own_bytes = sum(nbytes for microbatch, nbytes in now.items() if microbatch >= 0)
+        here = sum(1 for owner, nbytes in now.items() if 2 * nbytes > full[owner])
         self.peak_microbatches = max(self.peak_microbatches, here + host_slots)
-        self.peak_bytes = max(self.peak_bytes, own_bytes + host_bytes)
+        self.peak_bytes = max(self.peak_bytes, now.total() + host_bytes)

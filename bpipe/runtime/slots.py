@@ -1,6 +1,7 @@
 """Hold the acceptor's preallocated buffers, each a small state machine.
 
-In: the sizes of a micro-batch's storages and a number of slots. Out: buffers to receive into and to send from. Knows no transport.
+In: the sizes of a micro-batch's storages, by stage, and which stages each slot will host. Out: buffers to receive into and to send
+from. Knows no transport.
 
     FREE --HOST posted--> FILLING --received--> FULL --RETURN posted--> EMPTYING --sent--> FREE
 """
@@ -8,7 +9,8 @@ In: the sizes of a micro-batch's storages and a number of slots. Out: buffers to
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -35,17 +37,17 @@ def aligned(nbytes: int) -> int:
 
 
 class HostSlot:
-    """One preallocated place for one hosted micro-batch: `buffers[i]` is a uint8 tensor as long as the i-th storage."""
+    """One preallocated place for one hosted micro-batch of any of some stages. `sizes[stage]` are the lengths of its storages."""
 
-    def __init__(self, index: int, memory: torch.Tensor, sizes: Sequence[int]) -> None:
+    def __init__(self, index: int, memory: torch.Tensor, sizes: Mapping[int, Sequence[int]]) -> None:
         self.index = index
         self.state = State.FREE
         self.holds: Action | None = None
-        self.buffers = []
-        offset = 0
-        for nbytes in sizes:
-            self.buffers.append(memory.narrow(0, offset, nbytes))
-            offset += aligned(nbytes)
+        self._buffers = {stage: _cut(memory, lengths) for stage, lengths in sizes.items()}
+
+    def buffers(self, stage: int) -> list[torch.Tensor]:
+        """uint8 tensors over the slot's memory, the i-th as long as the stage's i-th storage."""
+        return self._buffers[stage]
 
     def move(self, state: State, action: Action) -> None:
         """Go to `state` because of `action`; refuses every other step than the next one of the diagram."""
@@ -58,22 +60,25 @@ class HostSlot:
         self.holds = None if state is State.FREE else action
 
 
-class HostSlots:
-    """All host slots of a rank, allocated together, once."""
+def _cut(memory: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    starts = itertools.accumulate((aligned(nbytes) for nbytes in lengths), initial=0)
+    return [memory.narrow(0, start, nbytes) for start, nbytes in zip(starts, lengths, strict=False)]
 
-    def __init__(self, num_slots: int, sizes: Sequence[int], device: torch.device) -> None:
-        per_slot = sum(aligned(nbytes) for nbytes in sizes)
-        self.sizes = tuple(sizes)
-        self.memory = torch.empty(num_slots * per_slot, dtype=torch.uint8, device=device)
+
+class HostSlots:
+    """All host slots of a rank, allocated together, once; each as large as the largest of the stages it will host."""
+
+    def __init__(self, stages_in_slots: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]], device: torch.device) -> None:
+        layouts = [{stage: sizes[stage] for stage in stages} for stages in stages_in_slots]
+        lengths = [max(sum(map(aligned, lengths)) for lengths in layout.values()) for layout in layouts]
+        self.memory = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        starts = itertools.accumulate(lengths, initial=0)
         self.slots = tuple(
-            HostSlot(index, self.memory.narrow(0, index * per_slot, per_slot), sizes) for index in range(num_slots)
+            HostSlot(index, self.memory.narrow(0, start, length), layout)
+            for index, (start, length, layout) in enumerate(zip(starts, lengths, layouts, strict=False))
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes really allocated, used or not."""
         return self.memory.untyped_storage().nbytes()
-
-    @property
-    def num_used(self) -> int:
-        return sum(slot.state is not State.FREE for slot in self.slots)

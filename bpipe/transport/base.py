@@ -6,7 +6,7 @@ back. A one-sided transport has nothing to do as acceptor: the evictor reaches i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,10 +25,10 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Bytes to and from one partner. Buffers are contiguous uint8 tensors; slots are numbered as on the acceptor."""
 
-    def announce(self, sizes: Sequence[int]) -> Pending:
-        """Evictor, once before the first put: how long the buffers of a micro-batch are, in bytes."""
+    def announce(self, sizes: Mapping[int, Sequence[int]]) -> Pending:
+        """Evictor, once before the first put: how long the buffers of a micro-batch of each stage are, in bytes."""
 
-    def learn(self) -> tuple[int, ...]:
+    def learn(self) -> dict[int, tuple[int, ...]]:
         """Acceptor, once before its first slot is allocated: the evictor's sizes. Blocks until they are there."""
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:

@@ -9,10 +9,11 @@ order alone; there are no tags, which would hide an order that differs. Two dire
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,7 @@ def connect(pairs: Sequence[tuple[int, int]], backend: str, timeout_s: float, de
     mine: PairGroups | None = None
     for low, high in pairs:
         upward, downward = (
-            dist.new_group([low, high], timeout=timedelta(seconds=timeout_s), backend=backend, group_desc=f"BPIPE_{name}_{low}_{high}")
-            for name in ("UP", "DOWN")
+            _new_group([low, high], timedelta(seconds=timeout_s), backend, f"BPIPE_{name}_{low}_{high}") for name in ("UP", "DOWN")
         )
         if rank == low:
             mine = PairGroups(high, upward, downward)
@@ -66,6 +66,11 @@ def connect(pairs: Sequence[tuple[int, int]], backend: str, timeout_s: float, de
     if mine is not None:
         _warm_up(mine, rank < mine.partner, device)
     return mine
+
+
+def _new_group(ranks: list[int], timeout: timedelta, backend: str, name: str) -> dist.ProcessGroup:
+    # Ranks outside a group get a constant that says so; they never use it.
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=name))
 
 
 def _warm_up(groups: PairGroups, low: bool, device: torch.device) -> None:
@@ -98,17 +103,19 @@ class Distributed:
     def _receive(self, buffers: Sequence[torch.Tensor]) -> Works:
         return _batched(dist.irecv, buffers, self._groups.partner, self._groups.receiving)
 
-    def announce(self, sizes: Sequence[int]) -> Works:
+    def announce(self, sizes: Mapping[int, Sequence[int]]) -> Works:
+        message = torch.tensor([n for stage, lengths in sizes.items() for n in (stage, len(lengths), *lengths)], dtype=torch.int64)
         # Two calls, as the other end receives them: NCCL hangs where one end groups what the other does not.
-        count = self._send([torch.tensor([len(sizes)], dtype=torch.int64, device=self._device)])
-        return count + self._send([torch.tensor(list(sizes), dtype=torch.int64, device=self._device)])
+        count = self._send([torch.tensor([len(message)], dtype=torch.int64, device=self._device)])
+        return count + self._send([message.to(self._device)])
 
-    def learn(self) -> tuple[int, ...]:
+    def learn(self) -> dict[int, tuple[int, ...]]:
         count = torch.empty(1, dtype=torch.int64, device=self._device)
         self._receive([count]).wait()
-        sizes = torch.empty(int(count.item()), dtype=torch.int64, device=self._device)
-        self._receive([sizes]).wait()
-        return tuple(int(size) for size in sizes.tolist())
+        message = torch.empty(int(count.item()), dtype=torch.int64, device=self._device)
+        self._receive([message]).wait()
+        numbers = iter(message.tolist())
+        return {stage: tuple(itertools.islice(numbers, next(numbers))) for stage in numbers}
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Works:
         return self._send(buffers)

@@ -15,7 +15,7 @@ TRANSPORTS = ("auto", "nccl", "gloo")
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """What the hooks need to know, validated. `report` is a folder or None; times in seconds."""
+    """What the hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks."""
 
     balance: bool
     transport: str
@@ -23,7 +23,8 @@ class SchedulingConfig:
     minimum_bytes: int
     poison: bool
     report: str | None
-    num_stages: int
+    num_ranks: int
+    num_chunks: int
 
     @property
     def active(self) -> bool:
@@ -79,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 Refusal = tuple[Callable[[Any], bool], str, str]
 REFUSALS: tuple[Refusal, ...] = (
     (
-        lambda a: a.virtual_pipeline_model_parallel_size is not None,
-        "interleaved 1F1B is not supported yet",
-        "drop --num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
+        lambda a: a.virtual_pipeline_model_parallel_size is not None and _other_group(a),
+        "interleaved 1F1B is balanced for groups of as many micro-batches as there are stages",
+        "drop --microbatch-group-size-per-virtual-pipeline-stage",
     ),
     (lambda a: a.cuda_graph_impl != "none", "CUDA graphs fix the addresses of activations, which move", "use --cuda-graph-impl none"),
     (lambda a: a.fp8 is not None or a.fp4 is not None, "FP8 and FP4 keep state beside activations", "drop --fp8-format / --fp4-format"),
@@ -117,6 +118,10 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+def _other_group(args: Any) -> bool:
+    return args.microbatch_group_size_per_vp_stage not in (None, args.pipeline_model_parallel_size)
+
+
 def _partial_recompute(args: Any) -> bool:
     return getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None
 
@@ -140,5 +145,6 @@ def config_from_args(args: Any) -> SchedulingConfig:
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
         report=args.bpipe_report,
-        num_stages=args.pipeline_model_parallel_size,
+        num_ranks=args.pipeline_model_parallel_size,
+        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
     )

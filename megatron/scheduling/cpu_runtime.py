@@ -43,7 +43,7 @@ def install() -> None:
     _replace_factories()
     _replace_moves()
     _fence_data_loader()
-    torch.cuda._bpipe_stand_in = True  # type: ignore[attr-defined]
+    _replace(torch.cuda, _bpipe_stand_in=True)
 
 
 class _Inert:
@@ -88,6 +88,11 @@ class _Generators:
 
     def __len__(self) -> int:
         return 1
+
+
+def _replace(owner: object, **replacements: Any) -> None:
+    for name, value in replacements.items():
+        setattr(owner, name, value)
 
 
 def _answer(value: Any) -> Callable[..., Any]:
@@ -140,13 +145,9 @@ def _replace_runtime() -> None:
         "stream": _context(),
         "device": _context(),
     }
-    for name, value in cuda.items():
-        setattr(torch.cuda, name, value)
-    torch.cuda.nvtx.range_push = _answer(None)  # type: ignore[assignment]
-    torch.cuda.nvtx.range_pop = _answer(None)  # type: ignore[assignment]
-    torch.accelerator.is_available = _answer(True)  # type: ignore[assignment]
-    torch.accelerator.current_device_index = _answer(0)  # type: ignore[assignment]
-    torch.accelerator.current_stream = _answer(stream)  # type: ignore[assignment]
+    _replace(torch.cuda, **cuda)
+    _replace(torch.cuda.nvtx, range_push=_answer(None), range_pop=_answer(None))
+    _replace(torch.accelerator, is_available=_answer(True), current_device_index=_answer(0), current_stream=_answer(stream))
 
 
 class _ZeroStatistics(dict[str, int]):
@@ -161,12 +162,15 @@ def _replace_rng() -> None:
     get_state: Callable[[], torch.Tensor] = torch.get_rng_state
     set_state: Callable[[torch.Tensor], None] = torch.set_rng_state
     for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = lambda device="cuda": get_state()  # type: ignore[attr-defined]
-        module.set_rng_state = lambda new_state, device="cuda": set_state(new_state)  # type: ignore[attr-defined]
-        module.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None  # type: ignore[attr-defined]
-        module.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed) and None  # type: ignore[attr-defined]
-        module.initial_seed = torch.initial_seed  # type: ignore[attr-defined]
-    torch.cuda.default_generators = _Generators()  # type: ignore[assignment]
+        _replace(
+            module,
+            get_rng_state=lambda device="cuda": get_state(),
+            set_rng_state=lambda new_state, device="cuda": set_state(new_state),
+            manual_seed=lambda seed: torch.default_generator.manual_seed(seed) and None,
+            manual_seed_all=lambda seed: torch.default_generator.manual_seed(seed) and None,
+            initial_seed=lambda: torch.default_generator.initial_seed(),
+        )
+    _replace(torch.cuda, default_generators=_Generators())
 
 
 def _is_cuda(device: object) -> bool:
@@ -181,9 +185,9 @@ def _to_cpu(value: Any) -> Any:
 
 
 _FACTORIES = (
-    "empty zeros ones full rand randn randint randperm arange linspace tensor as_tensor eye empty_strided "
-    "empty_like zeros_like ones_like full_like rand_like randn_like"
-).split()
+    *("empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "tensor", "as_tensor", "eye"),
+    *("empty_strided", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
 
 
 def _replace_factories() -> None:
@@ -232,12 +236,10 @@ def _replace_moves() -> None:
         return plain_type(self, dtype, **kwargs)
 
     for owner in (torch.Tensor, torch.nn.Module):
-        owner.to = on_cpu(owner.to)  # type: ignore[method-assign]
-        owner.cuda = stay  # type: ignore[method-assign, assignment]
+        _replace(owner, to=on_cpu(owner.to), cuda=stay)
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
         setattr(torch.Tensor, name, on_cpu(getattr(torch.Tensor, name)))
-    torch.Tensor.pin_memory = stay  # type: ignore[method-assign, assignment]
-    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    _replace(torch.Tensor, pin_memory=stay, type=type_name)
 
 
 def _fence_data_loader() -> None:
@@ -265,5 +267,4 @@ def _fence_data_loader() -> None:
         finally:
             torch.set_rng_state(state)
 
-    loader.__init__ = init  # type: ignore[method-assign, assignment]
-    loader.__iter__ = iterate  # type: ignore[method-assign]
+    _replace(loader, __init__=init, __iter__=iterate)

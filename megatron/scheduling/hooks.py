@@ -41,15 +41,16 @@ class Hooks:
         self._meter = Meter() if config.report is not None else None
         self._groups: PairGroups | None = None
         self._connected = False
-        self._microbatch_of: dict[int, int] = {}
+        self._forward_of: dict[int, Action] = {}
         self._last_num_microbatches = 0
         self._input_bytes = 0
-        self._peaks: list[tuple[int, int, int, int]] = []
+        self._peaks: list[tuple[int, int, dict[int, int]]] = []
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what."""
         return {
             patches.ONE_F_ONE_B: self._wrap_loop,
+            patches.INTERLEAVED: self._wrap_loop,
             patches.FORWARD_STEP: self._wrap_forward,
             patches.BACKWARD_STEP: self._wrap_backward,
         }
@@ -61,8 +62,7 @@ class Hooks:
         def run(**kwargs: Any) -> Any:
             if kwargs.get("forward_only"):
                 return loop(**kwargs)
-            model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
-            engine = self._engine(kwargs["num_microbatches"], model)
+            engine = self._engine(kwargs["num_microbatches"], _as_list(kwargs["model"])[0])
             self._active = engine
             try:
                 engine.begin()
@@ -74,8 +74,8 @@ class Hooks:
                 raise
             finally:
                 self._active = None
-                self._microbatch_of.clear()
-            self._measured(engine)
+                self._forward_of.clear()
+            self._measured()
             return result
 
         return run
@@ -89,12 +89,13 @@ class Hooks:
             if engine is None:
                 return forward_step(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
-            op = Action(self._stage, Kind.FORWARD, given["current_microbatch"])
+            stage = (given.get("vp_stage") or 0) * self._config.num_ranks + self._rank
+            op = Action(stage, Kind.FORWARD, given["current_microbatch"])
             engine.before(op)
             outputs, num_tokens = forward_step(*args, **kwargs)
             tensors, inputs = _as_list(outputs), _as_list(given["input_tensor"])
             self._input_bytes = sum(tensor.untyped_storage().nbytes() for tensor in inputs if tensor is not None)
-            self._microbatch_of[id(tensors[0])] = op.microbatch
+            self._forward_of[id(tensors[0])] = op
             engine.after(op, tensors, inputs)
             return outputs, num_tokens
 
@@ -107,7 +108,8 @@ class Hooks:
             if engine is None:
                 return backward_step(input_tensor, output_tensor, output_tensor_grad, config)
             # Megatron does not say which micro-batch this is; the loop holds the very output its forward returned.
-            op = Action(self._stage, Kind.BACKWARD, self._microbatch_of.pop(id(_as_list(output_tensor)[0])))
+            forward = self._forward_of.pop(id(_as_list(output_tensor)[0]))
+            op = Action(forward.stage, Kind.BACKWARD, forward.microbatch)
             engine.before(op)
             gradient = backward_step(input_tensor, output_tensor, output_tensor_grad, config)
             engine.after(op)
@@ -118,7 +120,8 @@ class Hooks:
     # -- set-up --------------------------------------------------------------------------------------------------------------------
 
     @property
-    def _stage(self) -> int:
+    def _rank(self) -> int:
+        """This rank's place in its pipeline."""
         return int(parallel_state.get_pipeline_model_parallel_rank())
 
     def _engine(self, num_microbatches: int, model: torch.nn.Module) -> Engine:
@@ -134,14 +137,20 @@ class Hooks:
                 timeout_s=self._config.timeout_s,
                 poison=self._config.poison,
             )
-            engine = Engine(schedule, self._stage, self._transport(schedule, config.device, model), config, self._meter)
+            engine = Engine(schedule, self._rank, self._transport(schedule, config.device, model), config, self._meter)
             self._engines[num_microbatches] = engine
         return engine
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         balance = "bpipe" if self._config.balance else "none"
         schedule = build(
-            ProgramConfig(schedule="1f1b", num_stages=self._config.num_stages, num_microbatches=num_microbatches, balance=balance)
+            ProgramConfig(
+                schedule="1f1b" if self._config.num_chunks == 1 else "interleaved-1f1b",
+                num_stages=self._config.num_ranks,
+                num_microbatches=num_microbatches,
+                num_chunks=self._config.num_chunks,
+                balance=balance,
+            )
         )
         self._schedules[num_microbatches] = schedule
         if self._config.balance:
@@ -161,9 +170,9 @@ class Hooks:
 
     # -- measuring -----------------------------------------------------------------------------------------------------------------
 
-    def _measured(self, engine: Engine) -> None:
+    def _measured(self) -> None:
         if self._meter is not None:
-            self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes, self._meter.saved_bytes, engine.moved_bytes))
+            self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes, self._meter.saved_bytes))
 
     def stage_report(self) -> StageReport | None:
         """What this rank measured, beside the prediction; None where no iteration was trained.
@@ -177,10 +186,10 @@ class Hooks:
         peaks = self._peaks[1:] or self._peaks
         return StageReport.of(
             schedule,
-            self._stage,
+            self._rank,
             peak_microbatches=max(peak[0] for peak in peaks),
             peak_bytes=max(peak[1] for peak in peaks),
-            saved_bytes=max(peak[2] for peak in peaks),
+            saved_bytes=peaks[-1][2],
             moved_bytes=engine.moved_bytes,
             input_bytes=self._input_bytes,
             host_bytes=engine.host_bytes,

@@ -37,15 +37,13 @@ FORWARD_STEP = Patch(
     ),
 )
 BACKWARD_STEP = Patch(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
-ONE_F_ONE_B = Patch(
-    _SCHEDULES,
-    "forward_backward_pipelining_without_interleaving",
-    (
-        *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length"),
-        *("forward_only", "collect_non_loss_data", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator"),
-        *("pg_collection", "force_all_reduce"),
-    ),
+_LOOP = (
+    *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length"),
+    *("forward_only", "collect_non_loss_data", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator"),
+    *("pg_collection", "force_all_reduce"),
 )
+ONE_F_ONE_B = Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _LOOP)
+INTERLEAVED = Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _LOOP)
 TRAIN_STEP = Patch(
     "megatron.training.training",
     "train_step",
@@ -54,7 +52,7 @@ TRAIN_STEP = Patch(
         *("iteration", "pg_collection", "p2p_communicator"),
     ),
 )
-PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, TRAIN_STEP)
+PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, TRAIN_STEP)
 
 # A wrapper is made from the function it stands for.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

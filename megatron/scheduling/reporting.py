@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class StageReport:
         *,
         peak_microbatches: int,
         peak_bytes: int,
-        saved_bytes: int,
-        moved_bytes: int,
+        saved_bytes: Mapping[int, int],
+        moved_bytes: Mapping[int, int],
         input_bytes: int,
         host_bytes: int,
         balanced: bool,
@@ -77,27 +77,29 @@ class StageReport:
             num_microbatches=schedule.num_microbatches,
             peak_microbatches=peak_microbatches,
             peak_bytes=peak_bytes,
-            predicted_microbatches=_own_peak(schedule, stage, 1, 1, 0) + num_host_slots(schedule, stage),
+            predicted_microbatches=_own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0)
+            + num_host_slots(schedule, stage),
             predicted_bytes=_own_peak(schedule, stage, saved_bytes, moved_bytes, input_bytes) + host_bytes,
             evictions=transfers.evictions,
             loads=transfers.loads,
         )
 
 
-def _own_peak(schedule: Schedule, stage: int, saved: int, moved: int, received: int) -> int:
-    """The most a stage's own micro-batches occupy, when each saves `saved` and a transfer moves `moved` of it.
+def _own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Mapping[int, int], received: int) -> int:
+    """The most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer moves `moved[stage]` of it.
 
-    Megatron's loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until the
-    next forward has returned: a forward right after a backward finds it still there.
+    Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until
+    the next forward has returned: a forward right after a backward finds it still there. Its interleaved loop does so at times that
+    depend on how its communication overlaps; there an input more or less is not predicted.
     """
-    only_own = tuple(int(s == stage) for s in range(schedule.num_stages))
-    curve = live_bytes(schedule, stage, [saved * own for own in only_own], [moved * own for own in only_own])
+    stages = range(schedule.num_stages)
+    curve = live_bytes(schedule, rank, [saved.get(stage, 0) for stage in stages], [moved.get(stage, 0) for stage in stages])
     peak = 0
     after_backward = False
-    for slot, held in zip(schedule.ranks[stage], curve, strict=True):
+    for slot, held in zip(schedule.ranks[rank], curve, strict=True):
         if slot.compute is not None:
             forward = slot.compute.kind is Kind.FORWARD
-            held += received * (forward and after_backward)
+            held += received * (forward and after_backward and schedule.num_chunks == 1)
             after_backward = not forward
         peak = max(peak, held)
     return peak

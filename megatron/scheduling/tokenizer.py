@@ -41,7 +41,7 @@ def install_byte_level_tokenizer() -> None:
             builder._set_padded_vocab_size(args, tokenizer)
         return tokenizer
 
-    builder.build_tokenizer = build_tokenizer
+    builder.build_tokenizer = build_tokenizer  # type: ignore[attr-defined]
     global_vars.build_tokenizer = build_tokenizer
 
 

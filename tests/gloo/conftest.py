@@ -74,15 +74,24 @@ def _free_ports(number: int) -> list[int]:
             each.close()
 
 
-def start(world: int, script: Sequence[str], folder: Path, port: int, environment: dict[str, str] | None = None) -> list[subprocess.Popen[bytes]]:
+def start(
+    world: int, script: Sequence[str], folder: Path, port: int, environment: dict[str, str] | None = None
+) -> list[subprocess.Popen[bytes]]:
     """One process a rank, each in a session of its own, logging to `<folder>/rank<r>.log`."""
     processes = []
     for rank in range(world):
         env = {
             **os.environ,
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            **{"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONUNBUFFERED": "1",
             **(environment or {}),
         }
         with (folder / f"rank{rank}.log").open("wb") as log:

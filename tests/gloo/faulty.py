@@ -13,7 +13,9 @@ import sys
 import traceback
 from typing import Any
 
-import pretrain_gpt
+import pretrain_gpt  # before Megatron: it readies the process
+
+# isort: split
 from megatron.training import training
 
 from bpipe.runtime.engine import Engine

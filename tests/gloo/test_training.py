@@ -89,9 +89,7 @@ def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("saved", "resumed"), [("saved_balanced", "stock_from_balanced"), ("saved_stock", "balanced_from_stock")]
-)
+@pytest.mark.parametrize(("saved", "resumed"), [("saved_balanced", "stock_from_balanced"), ("saved_stock", "balanced_from_stock")])
 def test_a_checkpoint_does_not_know_of_balancing(four: Outcome, saved: str, resumed: str) -> None:
     same(four, "saved_stock", saved, 4)
     same(four, saved, resumed, 4, last=2)

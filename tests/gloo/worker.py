@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pretrain_gpt
+import pretrain_gpt  # before Megatron: it readies the process
+
+# isort: split
 import torch
 from megatron.training import training
 
