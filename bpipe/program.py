@@ -15,6 +15,9 @@ from bpipe.passes.balance import balance, smallest_bounds
 
 BALANCES = ("none", "bpipe")
 
+# About a gigabyte and a half of schedule, and a minute and a half to build it.
+MAX_COMPUTATIONS = 10_000_000
+
 Pass = Callable[[Schedule], Schedule]
 
 
@@ -40,6 +43,9 @@ class ProgramConfig:
         for name in ("num_stages", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
+        computations = 2 * self.num_stages * self.num_microbatches * self.num_chunks
+        if computations > MAX_COMPUTATIONS:
+            raise ValueError(f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
         _check_balance(self.balance, self.bounds, self.partners)
         self._check_chunks(GENERATORS[self.schedule])
 

@@ -77,6 +77,11 @@ def check_shape(case: Case) -> None:
     if len(set(lengths)) != 1:
         shorter = lengths.index(min(lengths))
         raise ScheduleError(rule, f"rank {shorter} has {min(lengths)} slots, others {max(lengths)}: fill up with bubbles", shorter)
+    # Tables of this size follow: a file must not make them larger than itself.
+    if schedule.num_stages * schedule.num_microbatches > ranks * lengths[0]:
+        raise ScheduleError(
+            rule, f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches cannot be in {ranks} x {lengths[0]} slots"
+        )
     owned = [schedule.stage_to_rank.count(rank) for rank in range(ranks)]
     if len(set(owned)) != 1 or not owned[0] or sum(owned) != schedule.num_stages:
         raise ScheduleError(rule, f"stage_to_rank {schedule.stage_to_rank} must give each of the {ranks} ranks equally many stages")

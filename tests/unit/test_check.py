@@ -152,6 +152,7 @@ def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
 SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "nothing": (lambda one: replace(one, ranks=()), "0 ranks"),
     "ragged": (lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])), "rank 0 has 21 slots, others 22"),
+    "more than its slots": (lambda one: replace(one, num_microbatches=999_999_999), "999999999 micro-batches cannot be in 4 x 22 slots"),
     "uneven": (lambda one: replace(one, stage_to_rank=(0, 1, 2, 2)), "equally many stages"),
     "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
     "partner": (lambda one: replace(one, partners=(4, 2, 1, 0)), "partner 4 is not a rank, ranks are 0 to 3"),

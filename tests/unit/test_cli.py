@@ -91,6 +91,7 @@ REFUSED = {
         ["schedule", "--schedule", "1f1b", "--stages", "0", "--microbatches", "1"],
         "num_stages is 0, but there must be at least 1",
     ),
+    "too many": (["schedule", "--schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"], "are more than 10000000: ask for fewer"),
     "chunks for 1f1b": ([*EXAMPLE, "--chunks", "2"], r"takes at most 1 chunk a rank"),
     "no chunks for interleaved": (
         ["schedule", "--schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "2"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import random
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from bpipe.cli import read
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.check import ScheduleError, check
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.schedule import Schedule, Slot
@@ -154,12 +156,14 @@ TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_cs
 
 
 def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
-    """What a reader takes must come out as a text that it reads as the same schedule; everything else is a TextError."""
+    """What a reader takes must come out as a text that it reads as the same schedule, and be judged; everything else is a TextError."""
     try:
         schedule = reader(text)
     except TextError:
         return
     assert reader(writer(schedule)) == replace(schedule, name=reader(writer(schedule)).name)
+    with contextlib.suppress(ScheduleError):
+        check(schedule)
 
 
 @pytest.mark.parametrize(("reader", "writer"), [(read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)])
@@ -189,7 +193,7 @@ def test_damaged_files_are_read_or_refused(
     survives(reader, writer, text)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.binary(max_size=60))
 def test_any_document_is_read_or_refused(data: bytes) -> None:
     survives(read_json, write_json, data.decode("latin-1"))
@@ -209,7 +213,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(value=VALUES, number=st.integers(0, 10**6))
 def test_any_value_anywhere_in_a_document_is_read_or_refused(value: object, number: int) -> None:
     document = json.loads(JSON)
