@@ -27,6 +27,7 @@ def write_png(schedule: Schedule) -> bytes:
 
 def _render(picture: Picture) -> bytes:
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Polygon
@@ -54,5 +55,7 @@ def _render(picture: Picture) -> bytes:
         # Sizes are pixels, matplotlib's are points of 1/72 inch.
         axes.text(word.x, word.y, word.text, size=word.size * 72 / DOTS_PER_INCH, ha=_ANCHORS[word.anchor], va="center")
     image = io.BytesIO()
-    figure.savefig(image, format="png")
+    # Words stand on the hatching: it must stay thinner than they are.
+    with rc_context({"hatch.linewidth": 0.35}):
+        figure.savefig(image, format="png")
     return image.getvalue()

@@ -107,7 +107,10 @@ def smallest_bounds(schedule: Schedule, partners: Sequence[int] | None = None) -
 
 
 def smallest_bound(schedule: Schedule, pair: tuple[int, int], sizes: Sizes) -> int:
-    """The smallest bound that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one."""
+    """The smallest bound that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one.
+
+    The search halves: a higher bound takes no more evictions, so it asks no more of the partner either.
+    """
     low, high = 0, max(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
     while high - low > 1:
         middle = (low + high) // 2

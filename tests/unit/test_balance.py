@@ -82,6 +82,19 @@ def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int) -> None:
         assert sum(action.kind is Kind.EVICT for actions in plan.values() for action in actions) == expected
 
 
+# (p, m) -> evictions of each rank that sends.
+FEWEST = {(4, 4): [1], (4, 5): [2], (4, 8): [3], (5, 8): [2], (6, 6): [2, 1], (6, 10): [4, 3], (8, 8): [3, 2, 1], (8, 10): [3, 3, 2]}
+
+
+@pytest.mark.parametrize(("p", "m"), FEWEST)
+def test_1f1b_takes_as_few_evictions_as_trying_all(p: int, m: int) -> None:
+    plain = generate("1f1b", p, m)
+    bound = -(-(p + 2) // 2)
+    assert [fewest_evictions(plain, rank, bound) for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
+    balanced = balance(plain, [bound] * p)
+    assert [num_transfers(balanced, rank).evictions for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
+
+
 def test_interleaved_evicts_the_furthest_needed() -> None:
     """Evicting the latest finished instead costs 3 evictions here, because backwards are not first in, first out."""
     balanced = build(ProgramConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance="bpipe"))
