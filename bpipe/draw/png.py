@@ -28,11 +28,18 @@ def write_png(schedule: Schedule) -> bytes:
 def _render(picture: Picture) -> bytes:
     try:
         from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Polygon
     except ImportError:
         raise ValueError("png needs matplotlib, which is not installed: pip install matplotlib, or write svg") from None
+    # Words stand on the hatching: it must stay thinner than they are.
+    with rc_context({"hatch.linewidth": 0.3}):
+        return _draw(picture)
+
+
+def _draw(picture: Picture) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Polygon
+
     figure = Figure((picture.width / DOTS_PER_INCH, picture.height / DOTS_PER_INCH), DOTS_PER_INCH)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -55,7 +62,5 @@ def _render(picture: Picture) -> bytes:
         # Sizes are pixels, matplotlib's are points of 1/72 inch.
         axes.text(word.x, word.y, word.text, size=word.size * 72 / DOTS_PER_INCH, ha=_ANCHORS[word.anchor], va="center")
     image = io.BytesIO()
-    # Words stand on the hatching: it must stay thinner than they are.
-    with rc_context({"hatch.linewidth": 0.35}):
-        figure.savefig(image, format="png")
+    figure.savefig(image, format="png")
     return image.getvalue()
