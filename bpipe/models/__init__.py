@@ -1,0 +1,1 @@
+"""Models, clusters and what they imply: bytes, FLOPs and seconds, by formula."""

@@ -1,0 +1,166 @@
+"""Predict seconds of every stage from sizes. In: a Setup. Out: `Costs` for the simulator. A roofline: products at a share of the peak, all
+else at a share of the memory's bandwidth, tensor-parallel collectives at a share of the links'. Knows no schedule.
+
+The shares are the same for every model and device; how far the result is from measurements is in docs/validation.md. Where a measured
+profile is given, it replaces what it measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpipe.models.layout import Setup
+from bpipe.models.memory import element_bytes, rank_parameters, sent_bytes, stage_bytes
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+
+# What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
+MATMUL_EFFICIENCY = 0.70
+# FlashAttention-2 reaches 50 to 73 % of an A100's peak forward and less backward (Dao 2023, section 4.1), most at large batches.
+FLASH_EFFICIENCY = 0.50
+FLASH_BACKWARD = 2.5
+# Streaming kernels reach 80 to 90 % of the memory's bandwidth; short ones less.
+MEMORY_EFFICIENCY = 0.80
+# NCCL's bus bandwidth on large messages: about 230 of 300 GB/s on NVLink of an A100, the same share between nodes.
+LINK_EFFICIENCY = 0.77
+LINK_LATENCY_S = 20e-6
+KERNEL_S = 4e-6
+FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35
+
+# Bytes read and written for every attention score: by the fused kernel, and by separate ones in 32 bit (convert, scale, mask, softmax,
+# convert back). Megatron fuses only where micro-batch * heads / t is a multiple of 4 and the sequence is at most 4096
+# (`FusedScaleMaskSoftmax.is_kernel_available`): for GPT-3 96B at t=4, micro-batch 1 is not fused and 2 is, which is most of what Kim et
+# al. 2023 gained, and what Huang et al. 2024 could not repeat with flash attention.
+FUSED_FORWARD, FUSED_BACKWARD = 4, 6
+SEPARATE_FORWARD, SEPARATE_BACKWARD = 33, 40
+DROPOUT_FORWARD, DROPOUT_BACKWARD = 5, 5
+PRODUCT_BYTES = 4
+# Bytes for every logit: the loss in 32 bit and its gradient.
+LOSS_FORWARD, LOSS_BACKWARD = 38, 14
+# Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
+UPDATE_BYTES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What the device does in a second, for this setup."""
+
+    products: float
+    flash: float
+    memory: float
+    link: float
+
+    @staticmethod
+    def of(setup: Setup) -> _Rates:
+        device = setup.cluster.device
+        peak = device.peak_flops_per_s / (2 if setup.precision == "fp32" else 1)
+        return _Rates(
+            peak * MATMUL_EFFICIENCY,
+            peak * FLASH_EFFICIENCY,
+            device.memory_bytes_per_s * MEMORY_EFFICIENCY,
+            device.inside_bytes_per_s * LINK_EFFICIENCY,
+        )
+
+
+def is_softmax_fused(setup: Setup) -> bool:
+    """Whether Megatron's fused softmax takes these sizes."""
+    return setup.micro_batch * setup.model.num_attention_heads // setup.tensor % 4 == 0 and setup.sequence <= 4096
+
+
+def core_seconds(setup: Setup, rates: _Rates) -> tuple[float, float]:
+    """The attention core of one layer, forward and backward."""
+    model, s = setup.model, setup.sequence
+    product_flops = 4 * setup.micro_batch * s * s * model.query_size / setup.tensor
+    if setup.attention == "flash":
+        forward = product_flops / 2 / rates.flash
+        return forward, FLASH_BACKWARD * forward
+    scores = setup.micro_batch * s * s * model.num_attention_heads / setup.tensor
+    softmax = (FUSED_FORWARD, FUSED_BACKWARD) if is_softmax_fused(setup) else (SEPARATE_FORWARD, SEPARATE_BACKWARD)
+    dropout = (DROPOUT_FORWARD, DROPOUT_BACKWARD) if model.dropout else (0, 0)
+    forward_bytes = (softmax[0] + dropout[0] + PRODUCT_BYTES) * scores
+    backward_bytes = (softmax[1] + dropout[1] + 2 * PRODUCT_BYTES) * scores
+    return (
+        product_flops / rates.products + forward_bytes / rates.memory,
+        2 * product_flops / rates.products + backward_bytes / rates.memory,
+    )
+
+
+def layer_seconds(setup: Setup) -> tuple[float, float]:
+    """One layer and micro-batch, forward and backward with its recomputation."""
+    rates, model, tokens = _Rates.of(setup), setup.model, setup.sequence * setup.micro_batch
+    h, element = model.hidden_size, element_bytes(setup)
+    products = 2 * tokens * model.sharded_layer_parameters / setup.tensor / rates.products
+    between = element * tokens * h / setup.sequence_shards
+    inside = element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
+    # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
+    forward = products + (10.5 * between + inside) / rates.memory + FORWARD_KERNELS * KERNEL_S
+    # Every weight's gradient is read and written once a micro-batch.
+    accumulated = 2 * (2 if setup.precision == "fp16" else 4) * model.sharded_layer_parameters / setup.tensor
+    backward = 2 * products + (14 * between + 1.5 * inside + accumulated) / rates.memory + BACKWARD_KERNELS * KERNEL_S
+    # With sequence parallelism two gathers and two scatters each way, without it two reductions of twice the bytes.
+    collectives = 4 * (element * tokens * h * (setup.tensor - 1) / setup.tensor / rates.link + LINK_LATENCY_S) if setup.tensor > 1 else 0.0
+    core_forward, core_backward = core_seconds(setup, rates)
+    forward += core_forward + collectives
+    backward += core_backward + collectives
+    if setup.recompute == "full":
+        backward += forward
+    elif setup.recompute == "selective":
+        backward += core_forward
+    return forward, backward
+
+
+def output_seconds(setup: Setup) -> tuple[float, float]:
+    """The output layer and the loss."""
+    rates, tokens = _Rates.of(setup), setup.sequence * setup.micro_batch
+    logits = tokens * setup.vocabulary / setup.tensor
+    product = 2 * logits * setup.model.hidden_size / rates.products
+    return product + LOSS_FORWARD * logits / rates.memory, 2 * product + LOSS_BACKWARD * logits / rates.memory
+
+
+def links(setup: Setup) -> Links:
+    device = setup.cluster.device
+    inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S)
+    return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S), setup.nodes())
+
+
+def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
+    """For every rank, reducing its gradients over replicas with gathering its weights again, and updating them. Nothing is overlapped."""
+    device, d = setup.cluster.device, setup.data
+    weight, gradient = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}[setup.precision]
+    # A pipeline's replicas follow each other over the cluster: together they fill a node only where t*p*d of them fit in it.
+    inside = setup.cluster.num_nodes == 1
+    bandwidth = (device.inside_bytes_per_s if inside else device.between_bytes_per_s) * LINK_EFFICIENCY
+    rows = []
+    for count in rank_parameters(setup):
+        moved = (weight + gradient if setup.distributed_optimizer else 2 * gradient) * count * (d - 1) / d
+        mine = count / (d if setup.distributed_optimizer else 1)
+        rows.append((moved / bandwidth, UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)))
+    return tuple(rows)
+
+
+def predict_costs(setup: Setup) -> Costs:
+    """Costs of all stages. A rank's reduction and update stand at its first stage."""
+    forward, backward = layer_seconds(setup)
+    output = output_seconds(setup)
+    saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
+    rates, tokens = _Rates.of(setup), setup.sequence * setup.micro_batch
+    embedding = 3 * element_bytes(setup) * tokens * setup.model.hidden_size / rates.memory
+    stages = []
+    for stage, num_layers in enumerate(setup.layers):
+        first, last = stage == 0, stage == setup.num_stages - 1
+        reduction, update = updates[stage] if stage < setup.pipeline else (0.0, 0.0)
+        stages.append(
+            StageCost(
+                forward_s=num_layers * forward,
+                backward_s=num_layers * backward,
+                output_forward_s=output[0] if last else 0.0,
+                output_backward_s=output[1] if last else 0.0,
+                embedding_forward_s=embedding if first else 0.0,
+                embedding_backward_s=embedding if first else 0.0,
+                reduction_s=reduction,
+                optimizer_s=update,
+                sent_bytes=sent,
+                moved_bytes=saved[stage],
+                saved_bytes=saved[stage],
+            )
+        )
+    return Costs(tuple(stages), links(setup), blocking=True)

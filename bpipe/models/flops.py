@@ -1,0 +1,33 @@
+"""Count the FLOPs of training. In: a Model, a batch, a sequence. Out: FLOPs of one iteration, and MFU. Knows no device but its peak.
+
+Two formulas are in use and differ, so every figure says which it is:
+  megatron  `num_floating_point_operations` of Megatron 0.19: every matrix product three times, attention's two products over the causal
+            half, the output layer over the whole vocabulary.
+  papers    Narayanan et al. 2021 as Kim et al. 2023 and Huang et al. 2024 use it, without recomputation: attention over the full square,
+            and the output layer's term as printed, V / (16 L h). For models with GQA or SwiGLU it is no longer right and is refused.
+"""
+
+from __future__ import annotations
+
+from bpipe.models.model import Model
+
+FORMULAS = ("megatron", "papers")
+
+
+def training_flops(model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None) -> int:
+    """FLOPs of one iteration over `batch` sequences; recomputation is not counted. `vocabulary`: the padded one, default the model's."""
+    vocabulary = model.vocabulary if vocabulary is None else vocabulary
+    if formula == "megatron":
+        matrices = model.num_layers * model.sharded_layer_parameters + model.hidden_size * vocabulary
+        return 6 * batch * sequence * (matrices + model.num_layers * model.query_size * sequence)
+    if formula != "papers":
+        raise ValueError(f"unknown formula {formula!r}: choose from {', '.join(FORMULAS)}")
+    hidden, layers = model.hidden_size, model.num_layers
+    if model.sharded_layer_parameters != 12 * hidden**2:
+        raise ValueError(f"the papers' formula is for layers of 12 h^2 parameters; {model.name} has others: use the formula megatron")
+    return batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence) + 9 * batch * sequence * vocabulary * hidden // 2
+
+
+def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_s: float) -> float:
+    """Model FLOPs utilization, from 0 to 1."""
+    return flops / (seconds * num_devices * peak_flops_per_s)

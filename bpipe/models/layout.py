@@ -1,0 +1,129 @@
+"""Say how a model is trained: how it is cut over devices, and what is recomputed and balanced. In: numbers. Out: a checked `Setup`.
+
+Knows bytes and seconds of nothing. Legend of the messages: t tensor parallel, p pipeline, d data parallel, G devices, B global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpipe.models.cluster import Cluster
+from bpipe.models.model import Model
+from bpipe.program import ProgramConfig
+
+RECOMPUTE = ("none", "selective", "full")
+ATTENTION = ("unfused", "flash")
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One configuration. `layers[stage]` for every stage, chunks included; stage s is on rank s % p.
+
+    `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1.
+    """
+
+    model: Model
+    cluster: Cluster
+    tensor: int
+    pipeline: int
+    micro_batch: int
+    global_batch: int
+    sequence: int
+    layers: tuple[int, ...]
+    recompute: str = "selective"
+    attention: str = "flash"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    balance: str = "none"
+    precision: str = "bf16"
+    distributed_optimizer: bool = True
+    sequence_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_division()
+
+    def _check_choices(self) -> None:
+        for name, choices in (("recompute", RECOMPUTE), ("attention", ATTENTION), ("precision", PRECISIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
+        for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if len(self.layers) != self.pipeline * self.chunks or sum(self.layers) != self.model.num_layers or min(self.layers) < 1:
+            raise ValueError(f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers in all")
+
+    def _check_division(self) -> None:
+        t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
+        if devices % (t * p):
+            raise ValueError(f"t*p = {t}*{p} = {t * p} does not divide the {devices} devices of the cluster")
+        for name, value in (("attention heads", self.model.num_attention_heads), ("sequence", self.sequence)):
+            if value % t:
+                raise ValueError(f"tensor parallel {t} does not divide {value} ({name})")
+        groups = self.model.num_query_groups
+        if groups % t and t % groups:
+            raise ValueError(f"tensor parallel {t} and {groups} query groups: one must divide the other")
+        if self.cluster.devices_per_node % t:
+            raise ValueError(f"tensor parallel {t} does not divide the {self.cluster.devices_per_node} devices of a node")
+        if self.global_batch % (self.micro_batch * self.data):
+            raise ValueError(
+                f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
+                f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
+            )
+        if self.chunks > 1 and self.num_microbatches % p:
+            raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
+
+    @property
+    def data(self) -> int:
+        return self.cluster.num_devices // (self.tensor * self.pipeline)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def vocabulary(self) -> int:
+        """Padded as Megatron does, to a multiple of 128 on every tensor-parallel rank."""
+        multiple = 128 * self.tensor
+        return -(-self.model.vocabulary // multiple) * multiple
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    @property
+    def sequence_shards(self) -> int:
+        """Over how many devices the parts of a layer between its matrices are divided."""
+        return self.tensor if self.sequence_parallel else 1
+
+    def program(self, num_microbatches: int | None = None) -> ProgramConfig:
+        """What the one door builds for this setup."""
+        return ProgramConfig(self.schedule, self.pipeline, num_microbatches or self.num_microbatches, self.chunks, self.balance)
+
+    def nodes(self) -> tuple[int, ...]:
+        """The node of every pipeline rank of the first replica. Tensor parallelism is innermost, then the pipeline, then data.
+
+        A balanced pipeline lies with its pairs adjacent (0, p-1, 1, p-2, ...), as in the paper, so that a pair shares a node.
+        """
+        order = list(range(self.pipeline))
+        if self.balance != "none":
+            order = [rank for low in range((self.pipeline + 1) // 2) for rank in dict.fromkeys((low, self.pipeline - 1 - low))]
+        node_of = {rank: place * self.tensor // self.cluster.devices_per_node for place, rank in enumerate(order)}
+        return tuple(node_of[rank] for rank in range(self.pipeline))
+
+
+def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:
+    """Layers of each stage, or None where it does not divide. Uneven: equal in the middle, the first and the last stage have fewer.
+
+    Those are the stages that also have the embedding and the output layer, and the splits that Megatron can be told with two flags.
+    """
+    if num_layers % num_stages == 0:
+        return (num_layers // num_stages,) * num_stages
+    if not allow_uneven or num_stages < 3:
+        return None
+    middle = -(-num_layers // num_stages)
+    rest = num_layers - (num_stages - 2) * middle
+    if rest < 2:
+        return None
+    return (-(-rest // 2), *(middle,) * (num_stages - 2), rest // 2)

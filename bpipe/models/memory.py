@@ -1,0 +1,208 @@
+"""Predict what every pipeline rank holds in memory. In: a Setup. Out: one `RankMemory` a rank, by parts, in bytes of one device.
+
+Weights, gradients and optimizer state by Megatron's byte counts; a layer's activations by Korthikanti et al. 2022 ("Reducing Activation
+Recomputation in Large Transformer Models", table 2), taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism
+come out too; how many micro-batches are held, own and hosted, from the very schedule that runs. Knows no tensors and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bpipe.ir.schedule import Schedule
+from bpipe.models.layout import Setup
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.memory import live_bytes
+
+MIB = 2**20
+
+# What a process takes before the first tensor: context, kernels, library workspaces. About 0.5 GiB on data-centre GPUs.
+CONTEXT_BYTES = 512 * MIB
+# Buffers of one NCCL communicator on A100s with NVLink, measured by a user in NVIDIA/nccl issue 964: 544 MB between two devices, 688 MB
+# among more.
+COMMUNICATOR_OF_TWO_BYTES = 544 * MIB
+COMMUNICATOR_BYTES = 688 * MIB
+# What the caching allocator has reserved and cannot use, as a share of what comes and goes (activations and working memory): weights are
+# allocated once and do not fragment. Runs that failed report up to 20 % of all memory (Vad-R1 issue 11 on GitHub: 14.15 of 70.85 GiB).
+FRAGMENTATION = 0.15
+
+# Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while weights are updated: a
+# copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the distributed optimizer), which divides the
+# last two by the data-parallel size.
+PARAMETER_BYTES = {"bf16": (2, 4, 12, 0), "fp16": (2, 2, 12, 4), "fp32": (4, 4, 8, 0)}
+
+# The loss keeps the softmax in 32 bit for its backward; besides, logits in 16 bit and their gradient in 32 bit come and go.
+LOSS_SAVED_BYTES = 4
+LOSS_WORKING_BYTES = 6
+TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One device of one pipeline rank at its fullest. `peak_bytes` is the most of the pipeline's and of the update's."""
+
+    rank: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    update_bytes: int
+    activations_bytes: int
+    hosted_bytes: int
+    working_bytes: int
+    fragmentation_bytes: int
+    overhead_bytes: int
+    limit_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """What is there all the time: weights, gradients, optimizer state."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        pipeline = self.activations_bytes + self.hosted_bytes + self.working_bytes + self.fragmentation_bytes
+        return self.state_bytes + self.overhead_bytes + max(pipeline, self.update_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+
+def shared(value: int, shards: int) -> int:
+    """One shard, rounded up."""
+    return -(-value // shards)
+
+
+def element_bytes(setup: Setup) -> int:
+    return 4 if setup.precision == "fp32" else 2
+
+
+def core_bytes(setup: Setup) -> int:
+    """What the attention core of one layer saves: scores after softmax and after dropout, and its mask; flash: one number a row."""
+    element, tokens, heads = element_bytes(setup), setup.sequence * setup.micro_batch, setup.model.num_attention_heads
+    if setup.attention == "flash":
+        return shared(4 * tokens * heads, setup.tensor)
+    score = 2 * element + 1 if setup.model.dropout else element
+    return shared(score * tokens * heads * setup.sequence, setup.tensor)
+
+
+def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
+    """What one layer saves for one micro-batch on one device, under the setup's recomputation or another one."""
+    recompute = setup.recompute if recompute is None else recompute
+    model, element, tokens = setup.model, element_bytes(setup), setup.sequence * setup.micro_batch
+    layer_input = shared(element * tokens * model.hidden_size, setup.sequence_shards)
+    if recompute == "full":
+        return layer_input
+    # Inputs of both norms and of both matrices behind them; two dropout masks of one byte.
+    between = 4 * layer_input + shared(2 * tokens * model.hidden_size * model.dropout, setup.sequence_shards)
+    # Q, K, V, what the output projection reads; what the activation function and the second matrix read.
+    widths = 2 * model.query_size + model.key_value_size + model.first_mlp_size + model.ffn_hidden_size
+    inside = shared(element * tokens * widths, setup.tensor)
+    return between + inside + (core_bytes(setup) if recompute == "none" else 0)
+
+
+def stage_bytes(setup: Setup) -> tuple[int, ...]:
+    """What a forward of one micro-batch saves, for every stage."""
+    model, element, tokens = setup.model, element_bytes(setup), setup.sequence * setup.micro_batch
+    saved = [num_layers * layer_bytes(setup) for num_layers in setup.layers]
+    saved[0] += TOKEN_BYTES * tokens + shared(tokens * model.hidden_size * model.dropout, setup.sequence_shards)
+    # The final norm's input, the output layer's input, the loss.
+    saved[-1] += 2 * shared(element * tokens * model.hidden_size, setup.sequence_shards)
+    saved[-1] += shared(LOSS_SAVED_BYTES * tokens * setup.vocabulary, setup.tensor)
+    return tuple(saved)
+
+
+def sent_bytes(setup: Setup) -> int:
+    """What a stage hands to the next one for a micro-batch, per device."""
+    return shared(element_bytes(setup) * setup.sequence * setup.micro_batch * setup.model.hidden_size, setup.sequence_shards)
+
+
+def rank_parameters(setup: Setup) -> tuple[int, ...]:
+    """Parameters one device of every rank holds."""
+    model, t = setup.model, setup.tensor
+    embedding = shared(setup.vocabulary * model.hidden_size, t)
+    layer = shared(model.sharded_layer_parameters + model.sharded_layer_biases, t) + model.replicated_layer_parameters
+    counts = [0] * setup.pipeline
+    for stage, num_layers in enumerate(setup.layers):
+        counts[stage % setup.pipeline] += num_layers * layer
+    counts[0] += embedding + setup.sequence * model.hidden_size * model.learned_positions
+    # A tied output layer on another rank than the embedding is a copy of it.
+    if not model.tied_embedding or setup.pipeline > 1:
+        counts[-1] += embedding
+    counts[-1] += model.norm_parameters
+    return tuple(counts)
+
+
+def working_bytes(setup: Setup) -> tuple[int, ...]:
+    """What comes and goes while one micro-batch is computed, at its fullest, for every rank."""
+    model, element, tokens = setup.model, element_bytes(setup), setup.sequence * setup.micro_batch
+    # A layer's backward: gradients of a matrix's input and output over the whole sequence, and of the MLP's inside.
+    layer = 2 * element * tokens * model.hidden_size
+    layer += shared(element * tokens * (model.first_mlp_size + model.ffn_hidden_size), setup.tensor)
+    if setup.attention == "unfused":
+        layer += shared(2 * element * tokens * model.num_attention_heads * setup.sequence, setup.tensor)
+    # What recomputation makes anew for one layer at a time.
+    layer += layer_bytes(setup, "none") - layer_bytes(setup) if setup.recompute == "full" else 0
+    layer += core_bytes(setup) if setup.recompute == "selective" else 0
+    loss = shared(LOSS_WORKING_BYTES * tokens * setup.vocabulary, setup.tensor)
+    buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
+    return (*(layer + buffers,) * (setup.pipeline - 1), max(layer, loss) + buffers)
+
+
+def overhead_bytes(setup: Setup) -> int:
+    """Context and communicators: tensor, pipeline and data parallel, model parallel (the gradients' norm), and a pair's."""
+    t, p, d = setup.tensor, setup.pipeline, setup.data
+    groups = [t, p, d]
+    if t > 1 and p > 1:
+        groups.append(t * p)
+    if setup.balance != "none":
+        # One communicator for each direction.
+        groups += [2, 2]
+    sizes = [COMMUNICATOR_BYTES if size > 2 else COMMUNICATOR_OF_TWO_BYTES for size in groups if size > 1]
+    return CONTEXT_BYTES + sum(sizes)
+
+
+@lru_cache(maxsize=1024)
+def held(schedule: str, pipeline: int, num_microbatches: int, chunks: int, balance: str) -> Schedule:
+    """A schedule that holds as much as with any more micro-batches: 1F1B is full after p, interleaved after 2p, transfers soon after."""
+    enough = num_microbatches if schedule == "gpipe" else min(num_microbatches, 4 * pipeline)
+    return build(ProgramConfig(schedule, pipeline, enough, chunks, balance))
+
+
+def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """The most a rank's own micro-batches occupy, and its slots for the partner's, which are allocated throughout."""
+    owner = schedule.stage_to_rank
+    own = [size if of == rank else 0 for size, of in zip(saved, owner, strict=True)]
+    partner = schedule.partners[rank] if schedule.partners else rank
+    slot = max(size for size, of in zip(saved, owner, strict=True) if of == partner)
+    return max(live_bytes(schedule, rank, own, own)), num_host_slots(schedule, rank) * slot
+
+
+def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
+    """One a rank. What a transfer moves is taken to be all that a micro-batch saves."""
+    schedule = held(setup.schedule, setup.pipeline, setup.num_microbatches, setup.chunks, setup.balance)
+    saved = stage_bytes(setup)
+    weight, gradient, state, update = PARAMETER_BYTES[setup.precision]
+    replicas = setup.data if setup.distributed_optimizer else 1
+    working, overhead = working_bytes(setup), overhead_bytes(setup)
+    rows = []
+    for rank, count in enumerate(rank_parameters(setup)):
+        own, hosted = held_bytes(schedule, saved, rank)
+        rows.append(
+            RankMemory(
+                rank=rank,
+                weights_bytes=weight * count,
+                gradients_bytes=gradient * count,
+                optimizer_bytes=shared(state * count, replicas),
+                update_bytes=shared(update * count, replicas),
+                activations_bytes=own,
+                hosted_bytes=hosted,
+                working_bytes=working[rank],
+                fragmentation_bytes=int(FRAGMENTATION * (own + hosted + working[rank])),
+                overhead_bytes=overhead,
+                limit_bytes=setup.cluster.device.memory_bytes,
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,94 @@
+"""Load two functions of the installed Megatron without the rest of it, which takes seconds. In: nothing. Out: the functions.
+
+They are oracles: what Megatron itself says a model weighs and computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+def _training_folder() -> Path:
+    spec = importlib.util.find_spec("megatron.training")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@pytest.fixture(scope="session")
+def megatron_memory() -> ModuleType:
+    """theoretical_memory_usage.py beside stand-ins for the two helpers it imports."""
+    package, utils = ModuleType("theoretical"), ModuleType("theoretical.utils")
+    package.__path__ = []
+    utils.is_hybrid_model = lambda args: False  # type: ignore[attr-defined]
+    utils.print_rank_0 = print  # type: ignore[attr-defined]
+    sys.modules |= {"theoretical": package, "theoretical.utils": utils}
+    spec = importlib.util.spec_from_file_location("theoretical.memory", _training_folder() / "theoretical_memory_usage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def megatron_flops() -> Callable[..., float]:
+    """`num_floating_point_operations` of training.py, compiled by itself."""
+    tree = ast.parse((_training_folder() / "training.py").read_text())
+    wanted = "num_floating_point_operations"
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == wanted)
+    namespace: dict[str, Any] = {"is_hybrid_model": lambda args: False, "is_linear_attention_variant": lambda variant: False}
+    exec(compile(ast.Module([function], []), "training.py", "exec"), namespace)
+    return namespace[wanted]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def megatron_args() -> Callable[[Any], SimpleNamespace]:
+    """Megatron's arguments for a Setup."""
+
+    def args(setup: Any) -> SimpleNamespace:
+        model = setup.model
+        return SimpleNamespace(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            group_query_attention=model.num_query_groups != model.num_attention_heads,
+            kv_channels=model.kv_channels,
+            ffn_hidden_size=model.ffn_hidden_size,
+            swiglu=model.gated,
+            normalization="RMSNorm" if model.rms_norm else "LayerNorm",
+            padded_vocab_size=setup.vocabulary,
+            untie_embeddings_and_output_weights=not model.tied_embedding,
+            seq_length=setup.sequence,
+            micro_batch_size=setup.micro_batch,
+            tensor_model_parallel_size=setup.tensor,
+            pipeline_model_parallel_size=setup.pipeline,
+            virtual_pipeline_model_parallel_size=setup.chunks if setup.chunks > 1 else None,
+            data_parallel_size=setup.data,
+            world_size=setup.cluster.num_devices,
+            use_distributed_optimizer=setup.distributed_optimizer,
+            expert_tensor_parallel_size=setup.tensor,
+            expert_model_parallel_size=1,
+            add_bias_linear=model.linear_bias,
+            multi_latent_attention=False,
+            attention_output_gate=False,
+            experimental_attention_variant=None,
+            num_experts=None,
+            moe_layer_freq=1,
+            moe_ffn_hidden_size=None,
+            moe_router_topk=0,
+            moe_latent_size=None,
+            moe_shared_expert_intermediate_size=None,
+            mtp_num_layers=None,
+        )
+
+    return args
