@@ -10,9 +10,9 @@ import time
 
 _PROGRAM_START = time.time()
 
-from megatron.scheduling import startup  # noqa: E402
+from megatron.scheduling import launch  # noqa: E402
 
-startup.prepare()  # before anything of megatron.core is imported
+launch.prepare()  # before anything of megatron.core is imported
 
 from collections.abc import Callable, Iterator  # noqa: E402
 from functools import partial  # noqa: E402
@@ -29,8 +29,6 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.utils.common_utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
-
-from megatron.scheduling import launch  # noqa: E402
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -130,11 +128,9 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
-    startup.complete_arguments()
-    args = parse_and_validate_args(extra_args_provider=launch.add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    with launch.scheduling(args):
-        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,25 @@
-"""Hooks from the installed Megatron into `bpipe`: the only code of this project that imports Megatron."""
+"""Hooks from the installed Megatron into `bpipe`: the only code of this project that imports Megatron.
+
+`install(config)` puts the hooks into a process from code; `python -m megatron.scheduling.launch` does it for an unmodified script.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.scheduling.arguments import SchedulingConfig
+    from megatron.scheduling.patches import Installed
+
+
+def install(config: SchedulingConfig) -> Installed:
+    """Balance, or measure, every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back.
+
+    Call it before `pretrain`, which looks the pipelined loop up once. Raises RuntimeError where the installed Megatron differs from
+    the one that was tried, naming what differs.
+    """
+    # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
+    from megatron.scheduling.hooks import Hooks
+    from megatron.scheduling.patches import install as install_patches
+
+    return install_patches(Hooks(config).wraps())

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.scheduling.placement import PLACEMENTS
+
 TRANSPORTS = ("auto", "nccl", "gloo")
 
 
@@ -46,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=TRANSPORTS,
         default="auto",
         help="How activations travel between the two ranks of a pair. auto: nccl between GPUs, gloo between CPUs.",
+    )
+    group.add_argument(
+        "--bpipe-placement",
+        choices=PLACEMENTS,
+        default="adjacent",
+        help="adjacent: the two stages of a pair take GPUs of one node where they can. none: Megatron's own rank order.",
     )
     group.add_argument(
         "--bpipe-timeout",

@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,8 +101,12 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+class _Device(contextlib.nullcontext[None]):
+    """`torch.cuda.device(index)`: a class, because torch asks whether something is an instance of it."""
+
+
 def _context() -> Callable[..., Any]:
-    """A context manager that changes nothing, for `torch.cuda.stream` and `torch.cuda.device`."""
+    """A context manager that changes nothing, for `torch.cuda.stream`."""
 
     @contextlib.contextmanager
     def unchanged(*args: Any) -> Iterator[None]:
@@ -126,6 +131,7 @@ def _replace_runtime() -> None:
         "set_device": _answer(None),
         "get_device_capability": _answer((8, 0)),
         "get_device_name": _answer("CPU"),
+        "get_device_properties": _answer(SimpleNamespace(name="CPU", major=8, minor=0, multi_processor_count=1, total_memory=0)),
         "synchronize": _answer(None),
         "empty_cache": _answer(None),
         "ipc_collect": _answer(None),
@@ -143,7 +149,7 @@ def _replace_runtime() -> None:
         "default_stream": _answer(stream),
         "set_stream": _answer(None),
         "stream": _context(),
-        "device": _context(),
+        "device": _Device,
     }
     _replace(torch.cuda, **cuda)
     _replace(torch.cuda.nvtx, range_push=_answer(None), range_pop=_answer(None))

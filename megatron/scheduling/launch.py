@@ -1,22 +1,67 @@
-"""Put the hooks in around a training run and take them out again.
+"""Run any training script of Megatron's with the hooks in.
 
-In: Megatron's parsed arguments. Out: a context in which Megatron's pipelined loop is balanced, measured, or left as it is.
+    torchrun ... -m megatron.scheduling.launch pretrain_gpt.py <its flags> --bpipe ...
+
+In: an unmodified script and its arguments. Out: the same script, whose argument parser knows our flags and whose `pretrain` is balanced
+as they say. A script may also call `prepare()` itself, before it imports Megatron, and is then launched as usual.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from megatron.scheduling.arguments import add_arguments, config_from_args
+from megatron.scheduling import startup
 
-__all__ = ["add_arguments", "scheduling"]
+
+def prepare() -> None:
+    """Ready this process: the CPU stand-in where there is no GPU, repairs, our flags, `pretrain` hooked. Call before importing Megatron."""
+    startup.prepare()
+    from megatron.scheduling import patches
+
+    patches.install({patches.PARSE_ARGS: _wrap_parse_args, patches.PRETRAIN: _wrap_pretrain})
+
+
+def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse_args)
+    def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
+        from megatron.scheduling import placement
+        from megatron.scheduling.arguments import add_arguments
+
+        def provider(parser: Any) -> Any:
+            return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+
+        startup.complete_arguments()
+        args = parse_args(provider, ignore_unknown_args)
+        # Megatron parses again, leniently, to look single values up; this process has its rank by then.
+        if not ignore_unknown_args:
+            placement.apply(args)
+        return args
+
+    return parse
+
+
+def _wrap_pretrain(pretrain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(pretrain)
+    def run(*positional: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        with scheduling(get_args()):
+            return pretrain(*positional, **keywords)
+
+    return run
 
 
 @contextlib.contextmanager
 def scheduling(args: Any) -> Iterator[None]:
-    """Install what the arguments ask for. Without `--bpipe` and `--bpipe-report` nothing of Megatron is touched."""
+    """Install what the arguments ask for. Without `--bpipe` and `--bpipe-report` Megatron's scheduler is not touched."""
+    from megatron.scheduling.arguments import config_from_args
+
     config = config_from_args(args)
     if not config.active:
         yield
@@ -38,3 +83,22 @@ def scheduling(args: Any) -> Iterator[None]:
             reporter.finish(hooks.stage_report())
     finally:
         installed.remove()
+
+
+def main() -> None:
+    """`python -m megatron.scheduling.launch SCRIPT [ARGUMENTS]`."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    script = Path(sys.argv[1]).resolve()
+    if not script.is_file():
+        sys.exit(f"bpipe: no training script at {script}")
+    prepare()
+    sys.argv = [str(script), *sys.argv[2:]]
+    # As `python SCRIPT` does: what lies beside the script can be imported.
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,11 +20,12 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of Megatron: where it is, and the parameters it had in the version that was tried."""
+    """One function of Megatron: where it is, the parameters it had in the version that was tried, and the modules that import its name."""
 
     module: str
     name: str
     parameters: tuple[str, ...]
+    bound_in: tuple[str, ...] = ()
 
 
 FORWARD_STEP = Patch(
@@ -52,7 +53,18 @@ TRAIN_STEP = Patch(
         *("iteration", "pg_collection", "p2p_communicator"),
     ),
 )
-PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, TRAIN_STEP)
+PARSE_ARGS = Patch("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args"))
+PRETRAIN = Patch(
+    "megatron.training.training",
+    "pretrain",
+    (
+        *("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func", "model_provider"),
+        *("process_non_loss_data_func", "get_embedding_ranks", "get_position_embedding_ranks", "non_loss_data_func", "store"),
+        *("inprocess_call_wrapper", "p2p_communicator", "pg_collection", "skip_model_parallel_init"),
+    ),
+    bound_in=("megatron.training",),
+)
+PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, TRAIN_STEP, PARSE_ARGS, PRETRAIN)
 
 # A wrapper is made from the function it stands for.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -65,10 +77,12 @@ class Installed:
         self._originals: list[tuple[ModuleType, str, Callable[..., Any]]] = []
 
     def add(self, patch: Patch, wrap: Wrap) -> None:
-        module = importlib.import_module(patch.module)
-        original = getattr(module, patch.name)
-        self._originals.append((module, patch.name, original))
-        setattr(module, patch.name, wrap(original))
+        original = getattr(importlib.import_module(patch.module), patch.name)
+        replacement = wrap(original)
+        for name in (patch.module, *patch.bound_in):
+            module = importlib.import_module(name)
+            self._originals.append((module, patch.name, original))
+            setattr(module, patch.name, replacement)
 
     def remove(self) -> None:
         while self._originals:

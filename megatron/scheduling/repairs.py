@@ -5,8 +5,12 @@ In: an imported Megatron. Out: the same, mended, and the list of what was done. 
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 
 def apply() -> tuple[str, ...]:
@@ -24,4 +28,39 @@ def _skip_compiling_helpers() -> str | None:
     return "dataset helpers: shipped compiled, not built again"
 
 
-_REPAIRS: tuple[Callable[[], str | None], ...] = (_skip_compiling_helpers,)
+def _torch_norm_with_sequence_parallelism() -> str | None:
+    """Without Apex and Transformer Engine, Megatron's norm is torch's, and refuses sequence parallelism.
+
+    All that is missing is a mark on its weights, which tells Megatron to sum their gradients over the tensor-parallel ranks.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    sample = SimpleNamespace(
+        **dict.fromkeys(("layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm"), False),
+        sequence_parallel=True,
+        normalization="LayerNorm",
+    )
+    try:
+        WrappedTorchNorm(sample, 1)
+    except AssertionError:
+        pass
+    else:
+        return None
+    plain = WrappedTorchNorm.__new__
+
+    @functools.wraps(plain)
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return plain(cls, config, *args, **kwargs)
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        norm = plain(cls, without, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
+    return "torch's norm: marked for sequence parallelism"
+
+
+_REPAIRS: tuple[Callable[[], str | None], ...] = (_skip_compiling_helpers, _torch_norm_with_sequence_parallelism)

@@ -29,7 +29,7 @@ def prepare() -> None:
 def complete_arguments() -> None:
     """Add to the command line what a machine without a GPU needs; what the user gives wins."""
     cpu_runtime = sys.modules.get("megatron.scheduling.cpu_runtime")
-    if cpu_runtime is not None:
+    if cpu_runtime is not None and tuple(sys.argv[1 : len(cpu_runtime.ARGUMENTS) + 1]) != cpu_runtime.ARGUMENTS:
         # In front: argparse lets the last value win, and that is the user's.
         sys.argv[1:1] = cpu_runtime.ARGUMENTS
         _say(f"no CUDA device: running on the CPU with {' '.join(cpu_runtime.ARGUMENTS)}")

@@ -42,6 +42,17 @@ ROWS = {
 }
 
 
+# Two ranks in another dimension, eight in all.
+WIDE_ROWS = {
+    "tensor": ("--tensor-model-parallel-size", "2"),
+    "sequence": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "data": (),
+    "data_other_order": ("--use-tp-pp-dp-mapping",),
+    "distributed_optimizer": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    "interleaved_overlaps": (*INTERLEAVED, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+}
+
+
 @pytest.fixture(scope="module")
 def rows(run_cases: Callable[..., Outcome]) -> Outcome:
     cases = []
@@ -62,3 +73,18 @@ def test_a_balanced_run_equals_stock(rows: Outcome, row: str) -> None:
         # Megatron's interleaved loop holds up to two received inputs longer than their micro-batches, depending on how it overlaps.
         slack = 2 * INPUT_BYTES if row.startswith("interleaved") else 0
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= slack, f"stage {report['stage']}"
+
+
+@pytest.fixture(scope="module")
+def wide_rows(run_cases: Callable[..., Outcome]) -> Outcome:
+    common = ("--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "32")
+    cases = []
+    for name, arguments in WIDE_ROWS.items():
+        cases += [Case(name, [*common, *arguments]), Case(f"{name}_balanced", [*common, *BPIPE, *arguments])]
+    return run_cases(8, cases, timeout_s=420)
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("row", WIDE_ROWS)
+def test_another_dimension_changes_nothing(wide_rows: Outcome, row: str) -> None:
+    same(wide_rows, row, f"{row}_balanced", 8)

@@ -22,6 +22,8 @@ import pretrain_gpt  # before Megatron: it readies the process
 import torch
 from megatron.training import training
 
+LAUNCH_RANK = os.environ["RANK"]
+
 
 class Recorder:
     """Observes one run: exact losses and gradient norms, and the weights at its end."""
@@ -71,13 +73,15 @@ class Recorder:
 
 def run(case: dict[str, Any], folder: Path) -> None:
     """Train once and write what happened."""
-    rank = int(os.environ["RANK"])
+    # A placement gives this process another rank for one run; the next starts from the launcher's again.
+    os.environ["RANK"] = LAUNCH_RANK
     os.environ["MASTER_PORT"] = str(case["port"])
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
     print(f"=== {case['name']}", flush=True)
     recorder = Recorder()
     try:
         pretrain_gpt.main()
+        rank = torch.distributed.get_rank()
         record = {"iterations": recorder.iterations, "weights": recorder.weights()}
         (folder / f"{case['name']}.rank{rank}.json").write_text(json.dumps(record))
     finally:

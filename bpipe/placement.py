@@ -1,0 +1,102 @@
+"""Lay pipeline stages out so that the two stages of a pair share a node. Integers only: no processes, no links.
+
+In: the sizes of a run's parallel dimensions and the GPUs of a node. Out: for every place (GPU, counted over the nodes), which part of
+the model it holds. Tensor and context parallelism stay innermost, then the pipeline, then data parallelism; within a pipeline, stages
+come as pairs: 0, p-1, 1, p-2, ... Source: Kim et al. 2023, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What is to be placed on what: `num_nodes` nodes of `gpus_per_node` GPUs hold a world of tensor * context * pipeline * data ranks."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "context", "pipeline", "data", "gpus_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
+
+    @property
+    def world(self) -> int:
+        return self.block * self.pipeline * self.data
+
+    @property
+    def block(self) -> int:
+        """GPUs that hold one stage of one replica; they stay together."""
+        return self.tensor * self.context
+
+
+class Part(NamedTuple):
+    """What one GPU holds."""
+
+    stage: int
+    replica: int
+    context: int
+    tensor: int
+
+
+class _Block(NamedTuple):
+    stage: int
+    replica: int
+
+
+def pair_adjacent(topology: Topology) -> tuple[Part, ...]:
+    """`parts[place]` for every GPU. Every pair is on one node wherever twice a stage's GPUs divide a node's.
+
+    A node is filled with whole pairs, then with middle stages (an odd pipeline has one without a partner), and only then with halves of
+    pairs, whose other halves follow on the next node.
+    """
+    parts: list[Part] = []
+    for block in _order(topology):
+        for inner in range(topology.block):
+            context, tensor = divmod(inner, topology.tensor)
+            parts.append(Part(block.stage, block.replica, context, tensor))
+    return tuple(parts)
+
+
+def _order(topology: Topology) -> list[_Block]:
+    last = topology.pipeline - 1
+    pairs = deque((_Block(s, r), _Block(last - s, r)) for r in range(topology.data) for s in range(topology.pipeline // 2))
+    middles = deque(_Block(last // 2, r) for r in range(topology.data) if topology.pipeline % 2)
+    order: list[_Block] = []
+    while pairs or middles:
+        used = len(order) * topology.block % topology.gpus_per_node
+        room = topology.gpus_per_node - used
+        # Where no node has room for a pair, a middle stage has nothing to wait for.
+        if pairs and (room >= 2 * topology.block or not middles or 2 * topology.block > topology.gpus_per_node):
+            order.extend(pairs.popleft())
+        elif middles:
+            order.append(middles.popleft())
+    return order
+
+
+class Pair(NamedTuple):
+    """Where the GPUs of a pair are: the nodes of its two stages for one replica and one position within the block."""
+
+    stages: tuple[int, int]
+    places: tuple[int, int]
+    nodes: tuple[int, int]
+
+
+def pairs(topology: Topology, parts: tuple[Part, ...]) -> tuple[Pair, ...]:
+    """Every pair of GPUs that would transfer to each other, by place of the earlier stage."""
+    place_of = {part: place for place, part in enumerate(parts)}
+    found = []
+    for place, part in enumerate(parts):
+        partner = topology.pipeline - 1 - part.stage
+        if part.stage < partner:
+            other = place_of[part._replace(stage=partner)]
+            nodes = (place // topology.gpus_per_node, other // topology.gpus_per_node)
+            found.append(Pair((part.stage, partner), (place, other), nodes))
+    return tuple(found)

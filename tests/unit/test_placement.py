@@ -1,0 +1,63 @@
+"""Pair-adjacent placement: the paper's layouts, and what must hold for any sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpipe.placement import Topology, pair_adjacent, pairs
+
+
+def stages(topology: Topology) -> list[int]:
+    return [part.stage for part in pair_adjacent(topology)]
+
+
+def test_sixteen_stages_on_two_nodes() -> None:
+    topology = Topology(tensor=1, context=1, pipeline=16, data=1, gpus_per_node=8)
+    assert stages(topology) == [0, 15, 1, 14, 2, 13, 3, 12, 4, 11, 5, 10, 6, 9, 7, 8]
+
+
+def test_tensor_2_pipeline_4_data_2_on_two_nodes() -> None:
+    topology = Topology(tensor=2, context=1, pipeline=4, data=2, gpus_per_node=8)
+    assert stages(topology) == [0, 0, 3, 3, 1, 1, 2, 2] * 2
+    assert [part.replica for part in pair_adjacent(topology)] == [0] * 8 + [1] * 8
+
+
+def test_middle_stages_do_not_push_pairs_apart() -> None:
+    """Five stages on nodes of four: laid out replica by replica, the second replica's pair (1, 3) would stand on two nodes."""
+    topology = Topology(tensor=1, context=1, pipeline=5, data=4, gpus_per_node=4)
+    assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, pair_adjacent(topology)))
+
+
+def test_tensor_parallelism_that_fills_a_node_parts_the_pairs() -> None:
+    topology = Topology(tensor=8, context=1, pipeline=4, data=1, gpus_per_node=8)
+    assert [pair.nodes for pair in pairs(topology, pair_adjacent(topology))] == [(0, 1)] * 8 + [(2, 3)] * 8
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="gpus_per_node is 0, but there must be at least 1"):
+        Topology(tensor=1, context=1, pipeline=4, data=1, gpus_per_node=0)
+
+
+SIZES = st.builds(
+    Topology,
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    context=st.sampled_from([1, 2]),
+    pipeline=st.integers(1, 17),
+    data=st.integers(1, 5),
+    gpus_per_node=st.sampled_from([1, 2, 4, 8, 16]),
+)
+
+
+@given(SIZES)
+def test_any_placement(topology: Topology) -> None:
+    parts = pair_adjacent(topology)
+    assert len(set(parts)) == len(parts) == topology.world, "every part has one place"
+    for place, part in enumerate(parts):
+        assert (part.tensor, part.context) == (place % topology.tensor, place // topology.tensor % topology.context), (
+            "blocks are contiguous"
+        )
+    assert parts[0] == (0, 0, 0, 0), "rank 0 stays where its store is"
+    if 2 * topology.block <= topology.gpus_per_node:
+        assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, parts))
