@@ -77,8 +77,8 @@ class Shared:
 def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], sizes: Sizes) -> Shared:
     """Balance one pair; a rank paired with itself can only be within its bound as it is."""
     rows = [schedule.ranks[rank] for rank in pair]
-    for index, (rank, bound) in enumerate(zip(pair, bounds, strict=True)):
-        peak = max(live_bytes(schedule, rank, sizes.saved, sizes.moved))
+    peaks = tuple(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
+    for index, (rank, bound, peak) in enumerate(zip(pair, bounds, peaks, strict=True)):
         if peak <= bound:
             continue
         if pair[0] == pair[1]:
@@ -89,7 +89,8 @@ def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], size
             reason = f"rank {rank} cannot keep to {bound} {sizes.unit}: in slot {over.slot} it needs {over.needed} at once"
             return Shared(refusal=f"{reason}, {_least(schedule, rank, over.needed, sizes)} over all slots")
         rows = [_with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
-    peaks = tuple(_peak(schedule, rank, row, sizes) for rank, row in zip(pair, rows, strict=True))
+    if rows != [schedule.ranks[rank] for rank in pair]:
+        peaks = tuple(_peak(schedule, rank, row, sizes) for rank, row in zip(pair, rows, strict=True))
     for rank, bound, peak in zip(pair, bounds, peaks, strict=True):
         if peak > bound:
             other = pair[0] if rank == pair[1] else pair[1]

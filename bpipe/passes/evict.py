@@ -61,20 +61,22 @@ class _Walk:
         self.finished: list[tuple[int, int, int]] = []  # (-slot needed, stage, micro-batch): a heap, furthest first
         self.stays: list[tuple[int, tuple[int, int, int]]] = []
         self.held = 0
+        self.starting = self._starting(0)
         self.curve: list[int] = []
 
     def step(self, slot: int) -> None:
         """Account for one slot and evict beside it what the next has no room for."""
         compute = self.computes[slot]
-        self.held += self._starting(slot)
+        self.held += self.starting
         self.curve.append(self.held)
         if self.held > self.bound:
             raise OverBound(slot, self.held)
         if compute is not None and (compute.kind is _BACKWARD or compute.kind is _WEIGHT):
             self.held -= self.saved[compute.stage]
-        starting = self._starting(slot + 1)
-        while self.held + starting > self.bound:
-            self._evict(slot, starting)
+        # No eviction from here on adds to it: what leaves now returns in the slot after the next at the earliest.
+        self.starting = self._starting(slot + 1)
+        while self.held + self.starting > self.bound:
+            self._evict(slot)
         # A forward is finished only now: it cannot leave beside itself.
         if compute is not None and compute.kind is _FORWARD and self.moved[compute.stage]:
             key = (compute.stage, compute.microbatch)
@@ -86,10 +88,10 @@ class _Walk:
         added = self.saved[compute.stage] if compute is not None and compute.kind is _FORWARD else 0
         return added + self.moved[self.loads[slot]] if slot in self.loads else added
 
-    def _evict(self, slot: int, starting: int) -> None:
+    def _evict(self, slot: int) -> None:
         # What is needed two slots on would have to come back in the very next one.
         if not self.finished or -self.finished[0][0] <= slot + 2:
-            raise OverBound(slot + 1, self.held + starting)
+            raise OverBound(slot + 1, self.held + self.starting)
         needed, stage, microbatch = heapq.heappop(self.finished)
         self.stays.append((slot, (-needed - 1, stage, microbatch)))
         self.loads[-needed - 1] = stage
