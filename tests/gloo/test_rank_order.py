@@ -1,0 +1,75 @@
+"""Our arithmetic of ranks says what Megatron's own RankGenerator says. Not among the unit tests: importing Megatron takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.placement import Part, Topology
+from megatron.scheduling.placement import rank_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
+# tensor, context, pipeline, data; among them the sizes of the paper's runs and odd ones.
+SIZES = [(1, 1, 4, 1), (1, 1, 16, 1), (2, 1, 4, 2), (4, 1, 8, 1), (4, 1, 12, 1), (2, 2, 4, 3), (1, 3, 5, 2), (8, 1, 4, 2), (2, 1, 1, 4)]
+
+# Megatron puts the axis of sharded weights into the order itself; at its size of 1 it must change nothing.
+ASK_MEGATRON = """
+import json, sys
+from megatron.core.parallel_state import RankGenerator, _inject_gtp_remat_axis
+answers = []
+for (tp, cp, pp, dp), order in json.loads(sys.argv[1]):
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=_inject_gtp_remat_axis(order, after="tp"))
+    answers.append({token: dense.get_ranks(token) for token in ("tp", "cp", "dp", "pp")})
+    # Expert parallelism takes its ranks from what is data parallel for the rest; the pipelines must stay what they are. Where the
+    # pipeline comes before the data, Megatron refuses it.
+    if cp == 1 and dp % 2 == 0 and order.endswith("pp"):
+        expert = RankGenerator(tp=tp, ep=2, dp=dp // 2, pp=pp, cp=1, order=_inject_gtp_remat_axis(order, after="ep"))
+        answers[-1]["expert pp"] = expert.get_ranks("pp")
+print("ANSWERS", json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def megatron_groups() -> dict[tuple[tuple[int, ...], bool], dict[str, list[list[int]]]]:
+    asked = list(product(SIZES, ORDERS))
+    question = json.dumps([(sizes, ORDERS[order]) for sizes, order in asked])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "NO_VCS_VERSION": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", ASK_MEGATRON, question], capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("ANSWERS ")]
+    answers: list[Any] = json.loads(line.removeprefix("ANSWERS "))
+    return dict(zip(asked, answers, strict=True))
+
+
+def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[list[int]]:
+    """The ranks that differ in one dimension only, in that dimension's order."""
+    sizes = {"stage": topology.pipeline, "replica": topology.data, "context": topology.context, "tensor": topology.tensor}
+    fixed = [name for name in sizes if name != along]
+    found = []
+    for values in product(*(range(sizes[name]) for name in fixed)):
+        parts = (Part(**dict(zip(fixed, values, strict=True)), **{along: index}) for index in range(sizes[along]))
+        found.append([rank_of(part, topology, pipeline_before_data) for part in parts])
+    return sorted(found)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("pipeline_before_data", ORDERS, ids=ORDERS.values())
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
+def test_groups_are_those_of_megatron(megatron_groups: dict[Any, Any], sizes: tuple[int, ...], pipeline_before_data: bool) -> None:
+    tensor, context, pipeline, data = sizes
+    topology = Topology(tensor, context, pipeline, data, gpus_per_node=8)
+    theirs = megatron_groups[sizes, pipeline_before_data]
+    for token, along in (("tp", "tensor"), ("cp", "context"), ("dp", "replica"), ("pp", "stage")):
+        assert groups(topology, pipeline_before_data, along) == sorted(theirs[token]), token
+    if "expert pp" in theirs:
+        assert groups(topology, pipeline_before_data, "stage") == sorted(theirs["expert pp"])
