@@ -126,9 +126,7 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     """For every rank, reducing its gradients over replicas with gathering its weights again, and updating them. Nothing is overlapped."""
     device, d = setup.cluster.device, setup.data
     weight, gradient = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}[setup.precision]
-    # A pipeline's replicas follow each other over the cluster: together they fill a node only where t*p*d of them fit in it.
-    inside = setup.cluster.num_nodes == 1
-    bandwidth = (device.inside_bytes_per_s if inside else device.between_bytes_per_s) * LINK_EFFICIENCY
+    bandwidth = (device.inside_bytes_per_s if setup.replicas_share_nodes() else device.between_bytes_per_s) * LINK_EFFICIENCY
     rows = []
     for count in rank_parameters(setup):
         moved = (weight + gradient if setup.distributed_optimizer else 2 * gradient) * count * (d - 1) / d

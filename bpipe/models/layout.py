@@ -6,9 +6,11 @@ Knows bytes and seconds of nothing. Legend of the messages: t tensor parallel, p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
+from bpipe.placement import Topology, pair_adjacent
 from bpipe.program import ProgramConfig
 
 RECOMPUTE = ("none", "selective", "full")
@@ -102,15 +104,28 @@ class Setup:
         return ProgramConfig(self.schedule, self.pipeline, num_microbatches or self.num_microbatches, self.chunks, self.balance)
 
     def nodes(self) -> tuple[int, ...]:
-        """The node of every pipeline rank of the first replica. Tensor parallelism is innermost, then the pipeline, then data.
+        """The node of every pipeline rank of the first replica."""
+        return _places(self.tensor, self.pipeline, self.data, self.cluster.devices_per_node, self.balance != "none")[0]
 
-        A balanced pipeline lies with its pairs adjacent (0, p-1, 1, p-2, ...), as in the paper, so that a pair shares a node.
-        """
-        order = list(range(self.pipeline))
-        if self.balance != "none":
-            order = [rank for low in range((self.pipeline + 1) // 2) for rank in dict.fromkeys((low, self.pipeline - 1 - low))]
-        node_of = {rank: place * self.tensor // self.cluster.devices_per_node for place, rank in enumerate(order)}
-        return tuple(node_of[rank] for rank in range(self.pipeline))
+    def replicas_share_nodes(self) -> bool:
+        """Whether gradients are reduced without leaving a node."""
+        return _places(self.tensor, self.pipeline, self.data, self.cluster.devices_per_node, self.balance != "none")[1]
+
+
+@lru_cache(maxsize=1024)
+def _places(tensor: int, pipeline: int, data: int, devices_per_node: int, adjacent: bool) -> tuple[tuple[int, ...], bool]:
+    """Nodes of the first replica's ranks, and whether all replicas of every rank are on one node.
+
+    A balanced run lies with its pairs adjacent. Any other has Megatron's own order: tensor parallelism innermost, then data, then pipeline.
+    """
+    if adjacent:
+        parts = pair_adjacent(Topology(tensor, 1, pipeline, data, devices_per_node))
+        place_of = {(part.stage, part.replica): place for place, part in enumerate(parts) if part.tensor == 0}
+    else:
+        place_of = {(rank, replica): (rank * data + replica) * tensor for rank in range(pipeline) for replica in range(data)}
+    nodes = {key: place // devices_per_node for key, place in place_of.items()}
+    shared = all(len({nodes[rank, replica] for replica in range(data)}) == 1 for rank in range(pipeline))
+    return tuple(nodes[rank, 0] for rank in range(pipeline)), shared
 
 
 def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:

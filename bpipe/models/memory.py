@@ -166,9 +166,12 @@ def overhead_bytes(setup: Setup) -> int:
 
 @lru_cache(maxsize=1024)
 def held(schedule: str, pipeline: int, num_microbatches: int, chunks: int, balance: str) -> Schedule:
-    """A schedule that holds as much as with any more micro-batches: 1F1B is full after p, interleaved after 2p, transfers soon after."""
-    enough = num_microbatches if schedule == "gpipe" else min(num_microbatches, 4 * pipeline)
-    return build(ProgramConfig(schedule, pipeline, enough, chunks, balance))
+    """A schedule that holds at least as much as with any more micro-batches: full after 2p, interleaved after 3p.
+
+    Balanced interleaved schedules sometimes need one slot fewer with other numbers of micro-batches; 3p is the fuller kind.
+    """
+    enough = {"1f1b": 2 * pipeline, "interleaved-1f1b": 3 * pipeline}.get(schedule, num_microbatches)
+    return build(ProgramConfig(schedule, pipeline, min(num_microbatches, enough), chunks, balance))
 
 
 def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:
@@ -178,6 +181,14 @@ def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[i
     partner = schedule.partners[rank] if schedule.partners else rank
     slot = max(size for size, of in zip(saved, owner, strict=True) if of == partner)
     return max(live_bytes(schedule, rank, own, own)), num_host_slots(schedule, rank) * slot
+
+
+def state_bytes(setup: Setup) -> int:
+    """Weights, gradients, optimizer state and overhead of the rank with most parameters: it holds no less than this."""
+    weight, gradient, state, _ = PARAMETER_BYTES[setup.precision]
+    count = max(rank_parameters(setup))
+    replicas = setup.data if setup.distributed_optimizer else 1
+    return (weight + gradient) * count + shared(state * count, replicas) + overhead_bytes(setup)
 
 
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:

@@ -1,0 +1,121 @@
+"""Read measured or given seconds. In: a JSON file. Out: the entries for one micro-batch size, laid over predicted `Costs`.
+
+    {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
+
+One entry for all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds several
+sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number. Anything left out comes
+from the cost model. Knows no device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bpipe.models.layout import Setup
+from bpipe.simulate.cost import Costs, StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of a stage. None: not given. `output_s` is the output layer and the loss, forward and backward together."""
+
+    forward_s: float | None = None
+    backward_s: float | None = None
+    transfer_s: float | None = None
+    output_s: float | None = None
+    embedding_s: float | None = None
+    reduction_s: float | None = None
+    optimizer_s: float | None = None
+    saved_bytes: int | None = None
+    micro_batch: int | None = None
+    layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All entries of a file, in its order."""
+
+    source: str
+    entries: tuple[Entry, ...]
+
+    def entries_for(self, setup: Setup) -> tuple[Entry, ...]:
+        """One for each stage of the setup."""
+        mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
+        if not mine:
+            sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
+            raise ValueError(f"{self.source}: no stage of micro-batch size {setup.micro_batch}, only of {sizes}: profile that size, too")
+        if len(mine) not in (1, setup.num_stages):
+            raise ValueError(
+                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, the setup has {setup.num_stages}: "
+                "give one for all alike, or one for each"
+            )
+        return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
+
+    def apply(self, setup: Setup, costs: Costs) -> Costs:
+        """The costs with what was measured in place of what was predicted."""
+        entries = self.entries_for(setup)
+        last = setup.num_stages - 1
+        return replace(
+            costs,
+            stages=tuple(
+                _with_entry(cost, entry, num_layers, stage == 0, stage == last)
+                for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
+            ),
+        )
+
+
+def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, last: bool) -> StageCost:
+    changes: dict[str, Any] = {}
+    scale = 1 if entry.layers is None else num_layers / entry.layers
+    for name in ("forward_s", "backward_s", "transfer_s"):
+        value = getattr(entry, name)
+        if value is not None:
+            changes[name] = value * scale
+    for name in ("reduction_s", "optimizer_s"):
+        if getattr(entry, name) is not None:
+            changes[name] = getattr(entry, name)
+    # Two of three products are backward ones.
+    for name, here in (("output", last), ("embedding", first)):
+        value = getattr(entry, f"{name}_s")
+        if value is not None and here:
+            changes |= {f"{name}_forward_s": value / 3, f"{name}_backward_s": value * 2 / 3}
+    if entry.saved_bytes is not None:
+        changes["saved_bytes"] = changes["moved_bytes"] = round(entry.saved_bytes * scale)
+    return replace(cost, **changes)
+
+
+def read_profile(path: str) -> Profile:
+    """Raises ValueError naming the entry and the key that is wrong."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
+    stages = document.get("stages") if isinstance(document, dict) else None
+    if not isinstance(stages, list) or not stages:
+        raise ValueError(f'{path}: a profile is {{"stages": [{{"forward_s": ...}}]}}, with at least one stage')
+    return Profile(path, tuple(_entry(path, index, stage) for index, stage in enumerate(stages)))
+
+
+_KEYS = {field.name for field in fields(Entry)}
+_WHOLE = ("saved_bytes", "micro_batch", "layers")
+
+
+def _entry(path: str, index: int, stage: object) -> Entry:
+    if not isinstance(stage, dict):
+        raise ValueError(f"{path}: stage {index} is {stage!r}, but must be an object")
+    unknown = sorted(set(stage) - _KEYS)
+    if unknown:
+        raise ValueError(f"{path}: stage {index} has unknown {', '.join(unknown)}: known are {', '.join(sorted(_KEYS))}")
+    for key, value in stage.items():
+        whole = key in _WHOLE
+        if type(value) not in ((int,) if whole else (int, float)) or not (
+            value >= (key in ("micro_batch", "layers")) and math.isfinite(value)
+        ):
+            raise ValueError(
+                f"{path}: stage {index}: {key} is {value!r}, but must be a {'whole ' if whole else ''}number that is not negative"
+            )
+    return Entry(**stage)

@@ -1,0 +1,1 @@
+"""What a configuration would cost, which configurations there are, and whether balancing helps."""

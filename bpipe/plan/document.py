@@ -1,0 +1,75 @@
+"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/planning.md). In: a Prediction. Out: plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpipe.models.layout import Setup
+from bpipe.models.memory import RankMemory
+from bpipe.plan.predict import Prediction
+
+
+def configuration(setup: Setup) -> dict[str, Any]:
+    """The configuration, named as the command's flags are."""
+    return {
+        "model": setup.model.name,
+        "cluster": f"{setup.cluster.device.name}:{setup.cluster.num_nodes}x{setup.cluster.devices_per_node}",
+        "tensor": setup.tensor,
+        "pipeline": setup.pipeline,
+        "data": setup.data,
+        "micro_batch": setup.micro_batch,
+        "global_batch": setup.global_batch,
+        "num_microbatches": setup.num_microbatches,
+        "sequence": setup.sequence,
+        "vocabulary": setup.vocabulary,
+        "layers": list(setup.layers),
+        "recompute": setup.recompute,
+        "attention": setup.attention,
+        "schedule": setup.schedule,
+        "chunks": setup.chunks,
+        "balance": setup.balance,
+        "precision": setup.precision,
+        "distributed_optimizer": setup.distributed_optimizer,
+        "sequence_parallel": setup.sequence_parallel,
+    }
+
+
+def document(prediction: Prediction) -> dict[str, Any]:
+    """One prediction. `stages` has one entry for each pipeline rank."""
+    setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
+    return {
+        "iteration_time_s": timing.iteration_s,
+        "mfu_percent": 100 * prediction.mfu,
+        "mfu_formula": prediction.formula,
+        "peak_flops_per_s": setup.cluster.device.peak_flops_per_s,
+        "bubble_percent": 100 * timing.bubble_of_makespan,
+        "bubble_of_span_percent": 100 * timing.bubble_of_span,
+        "exposed_transfer_s": max(timing.exposed_s),
+        "transfer_bytes": bandwidth.transfer_bytes if bandwidth else 0,
+        "required_bytes_per_s": bandwidth.required_bytes_per_s if bandwidth else 0,
+        "required_steady_bytes_per_s": bandwidth.steady_bytes_per_s if bandwidth else 0,
+        "available_bytes_per_s": bandwidth.available_bytes_per_s if bandwidth else None,
+        "fits": prediction.fits,
+        "balanced": setup.balance != "none",
+        "stages": [_stage(prediction, rank) for rank in prediction.memory],
+        "configuration": configuration(setup),
+    }
+
+
+def _stage(prediction: Prediction, memory: RankMemory) -> dict[str, Any]:
+    return {
+        "stage": memory.rank,
+        "weights_bytes": memory.weights_bytes,
+        "gradients_bytes": memory.gradients_bytes,
+        "optimizer_bytes": memory.optimizer_bytes,
+        "activations_bytes": memory.activations_bytes,
+        "hosted_bytes": memory.hosted_bytes,
+        "working_bytes": memory.working_bytes,
+        "fragmentation_bytes": memory.fragmentation_bytes,
+        "overhead_bytes": memory.overhead_bytes,
+        "peak_bytes": memory.peak_bytes,
+        "limit_bytes": memory.limit_bytes,
+        "fits": memory.fits,
+        "evictions": prediction.transfers[memory.rank],
+        "exposed_transfer_s": prediction.timing.exposed_s[memory.rank],
+    }

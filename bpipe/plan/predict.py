@@ -1,0 +1,156 @@
+"""Predict one configuration: time, MFU, bubble, memory, transfers. In: a Setup and, if there is one, a Profile. Out: a `Prediction`.
+
+The schedule is the very one that would run. Knows no command line and compares nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from bpipe.ir.schedule import Schedule
+from bpipe.models.compute import predict_costs
+from bpipe.models.flops import mfu, training_flops
+from bpipe.models.layout import Setup
+from bpipe.models.memory import RankMemory, predict_memory
+from bpipe.models.profile import Profile
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.cost import Costs
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.memory import num_transfers
+from bpipe.simulate.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What the transfers of the rank that needs most must reach to end within one forward, within the steady phase's share, and have.
+
+    In the steady phase an eviction and a load share a forward and a backward, about three forwards: two thirds are enough (Kim et al.).
+    """
+
+    transfer_bytes: int
+    required_bytes_per_s: float
+    steady_bytes_per_s: float
+    available_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one iteration. `exposed_s[rank]` is what the rank stands still for transfers."""
+
+    iteration_s: float
+    pipeline_s: float
+    exposed_s: tuple[float, ...]
+    bubble_of_makespan: float
+    bubble_of_span: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    setup: Setup
+    formula: str
+    mfu: float
+    timing: Timing
+    memory: tuple[RankMemory, ...]
+    transfers: tuple[int, ...]
+    bandwidth: Bandwidth | None
+
+    @property
+    def fits(self) -> bool:
+        return all(rank.fits for rank in self.memory)
+
+
+@lru_cache(maxsize=64)
+def program(config: ProgramConfig) -> Schedule:
+    """Built once: thousands of configurations share few schedules."""
+    return build(config)
+
+
+def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
+    costs = predict_costs(setup)
+    return costs if profile is None else profile.apply(setup, costs)
+
+
+def report_of(setup: Setup, profile: Profile | None = None) -> Report:
+    """The simulation of every micro-batch."""
+    return simulate(program(setup.program()), costs_of(setup, profile))
+
+
+def whole_timing(report: Report) -> Timing:
+    return Timing(
+        float(report.makespan_s),
+        float(report.pipeline_s),
+        tuple(float(seconds) for seconds in report.exposed_s),
+        float(report.bubble_of_makespan),
+        float(report.bubble_of_span),
+    )
+
+
+def steady_timing(setup: Setup, costs: Costs) -> Timing:
+    """The same from the first micro-batches only: in the steady phase every p further ones take as long as the p before them."""
+    p, m = setup.pipeline, setup.num_microbatches
+    short = 4 * p + m % p
+    if setup.schedule == "gpipe" or m <= short + p:
+        return whole_timing(simulate(program(setup.program()), costs))
+    less, more = (simulate(program(setup.program(count)), costs) for count in (short, short + p))
+    times = (m - short) // p
+
+    def grown(first: Any, second: Any) -> float:
+        return float(first) + times * float(second - first)
+
+    iteration, pipeline = grown(less.makespan_s, more.makespan_s), grown(less.pipeline_s, more.pipeline_s)
+    busy = sum(grown(less.busy_s(rank), more.busy_s(rank)) for rank in range(p))
+    span = sum(grown(less.span_s(rank), more.span_s(rank)) for rank in range(p))
+    exposed = tuple(grown(one, other) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
+    return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span)
+
+
+def predict(setup: Setup, profile: Profile | None = None, report: Report | None = None, formula: str = "megatron") -> Prediction:
+    """Everything about one setup. With a `report` of it the times are the report's, without they are those of the steady phase."""
+    costs = costs_of(setup, profile) if report is None else report.costs
+    timing = steady_timing(setup, costs) if report is None else whole_timing(report)
+    flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.vocabulary)
+    device, count = setup.cluster.device, setup.cluster.num_devices
+    moves = _num_evictions(setup)
+    return Prediction(
+        setup=setup,
+        formula=formula,
+        mfu=mfu(flops, timing.iteration_s, count, device.peak_flops_per_s),
+        timing=timing,
+        memory=predict_memory(setup),
+        transfers=moves,
+        bandwidth=_bandwidth(setup, costs, moves),
+    )
+
+
+def _num_evictions(setup: Setup) -> tuple[int, ...]:
+    """Evictions a rank makes per iteration; grown from the steady phase as times are."""
+    if setup.balance == "none":
+        return (0,) * setup.pipeline
+    p, m = setup.pipeline, setup.num_microbatches
+    short = 4 * p + m % p
+
+    def count(microbatches: int) -> list[int]:
+        schedule = program(setup.program(microbatches))
+        return [num_transfers(schedule, rank).evictions for rank in range(p)]
+
+    if m <= short + p:
+        return tuple(count(m))
+    return tuple(less + (m - short) // p * (more - less) for less, more in zip(count(short), count(short + p), strict=True))
+
+
+def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
+    """None where nothing moves."""
+    needs = []
+    for rank, evictions in enumerate(moves):
+        if not evictions:
+            continue
+        partner = setup.pipeline - 1 - rank
+        available = costs.links.link(rank, partner).bytes_per_s
+        for stage in range(rank, setup.num_stages, setup.pipeline):
+            cost = costs.stages[stage]
+            if cost.whole_forward_s and available is not None:
+                required = cost.moved_bytes / float(cost.whole_forward_s)
+                needs.append(Bandwidth(cost.moved_bytes, required, required * 2 / 3, float(available)))
+    return max(needs, key=lambda need: need.required_bytes_per_s / need.available_bytes_per_s, default=None)

@@ -1,0 +1,225 @@
+"""Find the fastest configurations of a model on a cluster. In: what to search. Out: counts, and the best `Prediction`s, fastest first.
+
+Every configuration is enumerated and its memory predicted; what does not fit is dropped. The rest is ordered by a lower bound of its
+time (no pipeline is faster than its slowest rank's work between the first arrival and the last departure), and simulated in that order
+until no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bpipe.models.cluster import Cluster
+from bpipe.models.compute import predict_costs
+from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
+from bpipe.models.memory import predict_memory, state_bytes
+from bpipe.models.model import Model
+from bpipe.plan.predict import Prediction, predict
+from bpipe.program import BALANCES
+from bpipe.simulate.cost import StageCost
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `allow_uneven` admits uneven layers."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    sequence: int
+    attention: str = "flash"
+    recompute: tuple[str, ...] = RECOMPUTE
+    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
+    balances: tuple[str, ...] = BALANCES
+    max_micro_batch: int = 64
+    max_chunks: int = 8
+    allow_uneven: bool = False
+    precision: str = "bf16"
+    distributed_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
+            for value in values:
+                if value not in choices:
+                    raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
+        if self.global_batch < 1:
+            raise ValueError(f"global batch is {self.global_batch}, but must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`needs_bytes` is what a balanced setup's fullest rank would need without balancing, None where the setup is not balanced."""
+
+    prediction: Prediction
+    needs_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`rows`: the fastest. `plain` and `balanced`: the fastest of either kind, where one fits. `closest`, where nothing fits, is the setup
+    that needs fewest bytes on its fullest rank, and how many. `num_only_balanced` fit only balanced."""
+
+    num_configurations: int
+    num_fitting: int
+    num_only_balanced: int
+    num_simulated: int
+    rows: tuple[Found, ...]
+    plain: Found | None
+    balanced: Found | None
+    closest: tuple[Setup, int] | None
+
+
+def divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def enumerate_setups(space: Space) -> Iterator[Setup]:
+    """Every configuration under the papers' constraints, each unbalanced first and then balanced."""
+    for tensor, pipeline, data in _grids(space):
+        if space.global_batch % data:
+            continue
+        for micro_batch in divisors(space.global_batch // data):
+            if micro_batch > space.max_micro_batch:
+                break
+            num_microbatches = space.global_batch // data // micro_batch
+            for schedule, chunks, layers in _schedules(space, pipeline, num_microbatches):
+                for recompute in _scopes(space):
+                    for balance in space.balances:
+                        if balance != "none" and pipeline < 4:
+                            continue
+                        yield Setup(
+                            model=space.model,
+                            cluster=space.cluster,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            micro_batch=micro_batch,
+                            global_batch=space.global_batch,
+                            sequence=space.sequence,
+                            layers=layers,
+                            recompute=recompute,
+                            attention=space.attention,
+                            schedule=schedule,
+                            chunks=chunks,
+                            balance=balance,
+                            precision=space.precision,
+                            distributed_optimizer=space.distributed_optimizer,
+                        )
+
+
+def _grids(space: Space) -> Iterator[tuple[int, int, int]]:
+    devices, groups = space.cluster.num_devices, space.model.num_query_groups
+    for tensor in divisors(space.cluster.devices_per_node):
+        if space.model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
+            continue
+        for pipeline in divisors(devices // tensor) if devices % tensor == 0 else ():
+            if pipeline <= space.model.num_layers:
+                yield tensor, pipeline, devices // (tensor * pipeline)
+
+
+def _schedules(space: Space, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    for schedule in space.schedules:
+        if schedule != "interleaved-1f1b":
+            layers = split_layers(space.model.num_layers, pipeline, space.allow_uneven)
+            if layers is not None:
+                yield schedule, 1, layers
+            continue
+        if pipeline == 1 or num_microbatches % pipeline:
+            continue
+        for chunks in range(2, space.max_chunks + 1):
+            layers = split_layers(space.model.num_layers, pipeline * chunks)
+            if layers is not None:
+                yield schedule, chunks, layers
+
+
+def _scopes(space: Space) -> tuple[str, ...]:
+    """Flash attention saves nothing that selective recomputation could leave out."""
+    return tuple(scope for scope in space.recompute if not (scope == "selective" and space.attention == "flash"))
+
+
+def _peak_bytes(setup: Setup, limit_bytes: int) -> int:
+    """What the fullest rank needs. Where weights and optimizer alone are too much, that much: no schedule has to be built for it."""
+    state = state_bytes(setup)
+    return state if state > limit_bytes else max(rank.peak_bytes for rank in predict_memory(setup))
+
+
+def lower_bound_s(setup: Setup) -> float:
+    """No iteration is shorter: a rank's own work, what comes before its first computation and after its last, then the update."""
+    stages = predict_costs(setup).stages
+    p, m = setup.pipeline, setup.num_microbatches
+    forwards = [float(cost.whole_forward_s) for cost in stages]
+    backwards = [float(cost.whole_backward_s) for cost in stages]
+    bound = 0.0
+    for rank in range(p):
+        own = sum(forwards[rank::p]) + sum(backwards[rank::p])
+        bound = max(bound, sum(forwards[:rank]) + m * own + sum(backwards[:rank]))
+    return bound + _update_s(stages, p)
+
+
+def _update_s(stages: tuple[StageCost, ...], p: int) -> float:
+    return float(max(sum(cost.optimizer_s for cost in stages[rank::p]) for rank in range(p)))
+
+
+def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, done, total: None) -> Outcome:
+    """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one."""
+    setups = list(enumerate_setups(space))
+    fitting: list[tuple[float, int, Setup, int | None]] = []
+    closest: tuple[Setup, int] | None = None
+    plain: tuple[Setup, int] | None = None
+    limit = space.cluster.device.memory_bytes
+    for number, setup in enumerate(setups):
+        progress("memory", number, len(setups))
+        unbalanced = setup if setup.balance == "none" else replace(setup, balance="none")
+        if plain is None or plain[0] != unbalanced:
+            plain = unbalanced, _peak_bytes(unbalanced, limit)
+        needs = None if setup is unbalanced else plain[1]
+        # What fits without balancing gains nothing from it.
+        if needs is not None and needs <= limit:
+            continue
+        peak = plain[1] if needs is None else _peak_bytes(setup, limit)
+        if closest is None or peak < closest[1]:
+            closest = setup, peak
+        if peak <= limit:
+            fitting.append((lower_bound_s(setup), number, setup, needs))
+    progress("memory", len(setups), len(setups))
+    fitting.sort(key=lambda one: one[:2])
+    rows, fastest_plain, fastest_balanced, simulated = _fastest(fitting, num_rows, progress)
+    return Outcome(
+        num_configurations=len(setups),
+        num_fitting=len(fitting),
+        num_only_balanced=sum(needs is not None for *_, needs in fitting),
+        num_simulated=simulated,
+        rows=rows,
+        plain=fastest_plain,
+        balanced=fastest_balanced,
+        closest=None if fitting else closest,
+    )
+
+
+def _fastest(
+    fitting: list[tuple[float, int, Setup, int | None]], num_rows: int, progress: Progress
+) -> tuple[tuple[Found, ...], Found | None, Found | None, int]:
+    # Of each kind the slowest of the fastest stands first: (-time, -number, row).
+    kept: dict[str, list[tuple[float, int, Found]]] = {"all": [], "plain": [], "balanced": []}
+    sizes = {"all": num_rows, "plain": 1, "balanced": 1}
+    simulated = 0
+    for done, (bound, number, setup, needs) in enumerate(fitting):
+        progress("time", done, len(fitting))
+        mine = ("all", "plain" if needs is None else "balanced")
+        if all(len(kept[kind]) == sizes[kind] and bound >= -kept[kind][0][0] for kind in mine if sizes[kind]):
+            continue
+        simulated += 1
+        found = Found(predict(setup), needs)
+        for kind in mine:
+            heapq.heappush(kept[kind], (-found.prediction.timing.iteration_s, -number, found))
+            if len(kept[kind]) > sizes[kind]:
+                heapq.heappop(kept[kind])
+    progress("time", len(fitting), len(fitting))
+    ordered = {kind: [found for *_, found in sorted(heap, key=lambda one: (-one[0], -one[1]))] for kind, heap in kept.items()}
+    first = {kind: found[0] if found else None for kind, found in ordered.items()}
+    return tuple(ordered["all"]), first["plain"], first["balanced"], simulated
