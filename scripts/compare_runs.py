@@ -11,44 +11,20 @@ import argparse
 import json
 import math
 import os
-import struct
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOSS = "lm loss"
+from iterations import FILE, LOSS, Difference, Iterations, ReportError, differences, read_iterations, read_json, read_text
+
 PEAKS = ("peak_microbatches", "peak_bytes", "predicted_microbatches", "predicted_bytes")
 TRANSFERS = ("evictions", "loads")
 MIB = 2**20
 
 Stages = dict[int, dict[str, int]]
-Iterations = dict[int, dict[str, float | None]]
-
-
-class ReportError(ValueError):
-    """A report cannot be used; the message names the file."""
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path, text: str, line: int | None = None) -> dict[str, Any]:
-    where = f"{path}, line {line}" if line is not None else str(path)
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ReportError(f"{where}: not JSON, so the run was perhaps cut off: {error}") from error
-    if not isinstance(value, dict):
-        raise ReportError(f"{where}: not a JSON object")
-    return value
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"{path}: {error.strerror}; did the run end well? Its log says more") from error
 
 
 def read_stages(folder: Path, num_stages: int, balanced: bool) -> Stages:
@@ -71,25 +47,9 @@ def read_stages(folder: Path, num_stages: int, balanced: bool) -> Stages:
     return stages
 
 
-def exact(value: Any) -> float | None:
-    """A number as `float.hex` wrote it, every bit kept; None where the run had none."""
-    return None if value is None else float.fromhex(value)
-
-
-def read_iterations(folder: Path, num_iterations: int) -> Iterations:
-    path = folder / "iterations.jsonl"
-    iterations: Iterations = {}
-    for number, text in enumerate(read_text(path).splitlines(), start=1):
-        record = read_json(path, text, number)
-        try:
-            iteration = int(record.pop("iteration"))
-            skipped = float(record.pop("skipped"))
-            values = {name: exact(value) for name, value in record.items()}
-            if values[LOSS] is None or "grad_norm" not in values:
-                raise KeyError(f"{LOSS} or grad_norm")
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReportError(f"{path}, line {number}: no usable {error}") from error
-        iterations[iteration] = {**values, "skipped": skipped}
+def read_all_iterations(folder: Path, num_iterations: int) -> Iterations:
+    path = folder / FILE
+    iterations = read_iterations(path)
     missing = sorted(set(range(1, num_iterations + 1)) - set(iterations))
     if missing or len(iterations) != num_iterations:
         detail = f"iterations {missing[:5]}{' and more' if len(missing) > 5 else ''} are missing" if missing else "there are more"
@@ -98,39 +58,6 @@ def read_iterations(folder: Path, num_iterations: int) -> Iterations:
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------------------------
-
-
-def bits(value: float | None) -> bytes:
-    """Bits, not `==`: that calls 0.0 and -0.0 equal, and a NaN unequal to itself."""
-    return b"" if value is None else struct.pack("<d", value)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    iteration: int
-    name: str
-    plain: float | None
-    balanced: float | None
-
-    def __str__(self) -> str:
-        return f"{self.name} of iteration {self.iteration}: {shown(self.plain)} without, {shown(self.balanced)} with balancing"
-
-
-def shown(value: float | None) -> str:
-    return "none" if value is None else f"{value!r} ({value.hex()})"
-
-
-def differences(plain: Iterations, balanced: Iterations) -> list[Difference]:
-    """Every number of every iteration that is not the same to the last bit."""
-    found = []
-    for iteration in sorted(plain):
-        one, other = plain[iteration], balanced[iteration]
-        found += [
-            Difference(iteration, name, one.get(name), other.get(name))
-            for name in sorted(one.keys() | other.keys())
-            if (name in one) != (name in other) or bits(one.get(name)) != bits(other.get(name))
-        ]
-    return found
 
 
 def mispredicted(stages: Stages) -> list[int]:
@@ -187,12 +114,13 @@ def write_summary(path: Path, content: dict[str, Any]) -> None:
 def verdict(found: list[Difference], num_iterations: int) -> str:
     if not found:
         return f"identical: losses and gradient norms of all {num_iterations} iterations agree to the last bit"
-    return f"NOT identical: {len(found)} values of {len({d.iteration for d in found})} iterations differ; first {found[0]}"
+    first = found[0].between("without", "with balancing")
+    return f"NOT identical: {len(found)} values of {len({d.iteration for d in found})} iterations differ; first {first}"
 
 
 def compare(plain: Path, balanced: Path, num_stages: int, num_iterations: int, summary_path: Path | None) -> int:
     stages = {False: read_stages(plain, num_stages, False), True: read_stages(balanced, num_stages, True)}
-    one, other = read_iterations(plain, num_iterations), read_iterations(balanced, num_iterations)
+    one, other = read_all_iterations(plain, num_iterations), read_all_iterations(balanced, num_iterations)
     found = differences(one, other)
     print(table(stages[False], stages[True]))
     for is_balanced, name in ((False, "without balancing"), (True, "with --bpipe")):

@@ -20,6 +20,10 @@ def scripts() -> Path:
 
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[str], ModuleType]:
+    # Scripts import their neighbours as Python lets them when they are run: from the folder they lie in.
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))
+
     def load(name: str) -> ModuleType:
         key = f"scripts_{name}"
         if key not in sys.modules:
