@@ -25,7 +25,8 @@ class ReportError(ValueError):
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        # A log may hold anything; where it matters, what was replaced is no number any more.
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}; did the run end well? Its log says more") from error
 
