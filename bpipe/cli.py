@@ -1,12 +1,13 @@
 """The `bpipe` command. In: command line arguments, a schedule file. Out: a schedule as grid, CSV, JSON or picture, or one line of error.
 
 Knows no schedule and no format itself: `program` builds, `ir` writes, `draw` draws. Imports nothing heavy, and what draws only to
-draw.
+draw. The other sub-commands are files of `bpipe.commands`, imported when they are called.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shutil
@@ -26,6 +27,14 @@ from bpipe.simulate.memory import num_transfers, peak_counts
 
 FORMATS = ("grid", "csv", "json", "svg", "png")
 
+# Each is a module of that name in bpipe.commands.
+COMMANDS = {
+    "simulate": "predict one configuration's time, bubble and memory per stage",
+    "plan": "search a model's configurations on a cluster, and say whether balancing helps",
+    "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
+    "profile": "time one stage of a model on this machine's device",
+}
+
 _COLOURS = {
     Kind.FORWARD: "34",
     Kind.BACKWARD: "32",
@@ -40,10 +49,11 @@ _COLOURS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 2 with one message on stderr."""
-    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(arguments[0] if arguments else None)
     options = parser.parse_args(arguments)
     try:
-        _schedule(options)
+        options.run(options)
     except BrokenPipeError:
         # The reader has seen enough. Python would complain once more while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,15 +63,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bpipe", description="Look at pipeline schedules before they run.", allow_abbrev=False)
+def _parser(called: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bpipe", description="Look at pipeline schedules and what they cost before they run.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = commands.add_parser(
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name == called:
+            module = importlib.import_module(f"bpipe.commands.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    schedule = commands.add_parser(
         "schedule",
         allow_abbrev=False,
         help="generate or read a schedule, balance it, check it, and print or draw it",
         description="Generate or read a schedule, balance it, check it, and print or draw it.",
-    ).add_argument
+    )
+    schedule.set_defaults(run=_schedule)
+    add = schedule.add_argument
     add("--schedule", choices=tuple(GENERATORS), help="what to generate")
     add("--stages", type=int, metavar="P", help="pipeline ranks")
     add("--microbatches", type=int, metavar="M", help="micro-batches an iteration")

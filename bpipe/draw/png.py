@@ -16,7 +16,11 @@ _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 def write_png(schedule: Schedule) -> bytes:
     """One image, a pixel for a pixel of the picture. Raises ValueError where that is too large, or matplotlib is missing."""
-    picture = lay_out(schedule)
+    return render_png(lay_out(schedule))
+
+
+def render_png(picture: Picture) -> bytes:
+    """Any picture, such as a simulation's."""
     if max(picture.width, picture.height) > MAX_PIXELS:
         raise ValueError(
             f"the picture is {picture.width} x {picture.height} pixels, a png takes at most {MAX_PIXELS}: "

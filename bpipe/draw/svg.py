@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from html import escape
 
-from bpipe.draw.picture import STYLES, Shape, Style, Word, lay_out
+from bpipe.draw.picture import STYLES, Picture, Shape, Style, Word, lay_out
 from bpipe.ir.schedule import Schedule
 
 
 def write_svg(schedule: Schedule) -> str:
     """One self-contained document."""
-    picture = lay_out(schedule)
+    return render_svg(lay_out(schedule))
+
+
+def render_svg(picture: Picture) -> str:
+    """Any picture, such as a simulation's."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width}" height="{picture.height}" '
         f'viewBox="0 0 {picture.width} {picture.height}" font-family="sans-serif">',

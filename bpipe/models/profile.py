@@ -42,6 +42,10 @@ class Profile:
     source: str
     entries: tuple[Entry, ...]
 
+    def has(self, micro_batch: int) -> bool:
+        """Whether the file says something of setups of this size."""
+        return any(entry.micro_batch in (None, micro_batch) for entry in self.entries)
+
     def entries_for(self, setup: Setup) -> tuple[Entry, ...]:
         """One for each stage of the setup."""
         mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]

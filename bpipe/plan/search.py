@@ -2,7 +2,8 @@
 
 Every configuration is enumerated and its memory predicted; what does not fit is dropped. The rest is ordered by a lower bound of its
 time (no pipeline is faster than its slowest rank's work between the first arrival and the last departure), and simulated in that order
-until no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
+until no bound left is below the last time shown: the first rows are those of simulating all. What is shown and balanced is simulated once
+more with every micro-batch: its steady phase repeats only nearly. Knows no command line.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bpipe.models.cluster import Cluster
-from bpipe.models.compute import predict_costs
 from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
 from bpipe.models.memory import predict_memory, state_bytes
 from bpipe.models.model import Model
-from bpipe.plan.predict import Prediction, predict
+from bpipe.models.profile import Profile
+from bpipe.plan.predict import Prediction, costs_of, predict, report_of
 from bpipe.program import BALANCES
 from bpipe.simulate.cost import StageCost
 
@@ -40,6 +41,8 @@ class Space:
     allow_uneven: bool = False
     precision: str = "bf16"
     distributed_optimizer: bool = True
+    profile: Profile | None = None
+    formula: str = "megatron"
 
     def __post_init__(self) -> None:
         for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
@@ -87,6 +90,8 @@ def enumerate_setups(space: Space) -> Iterator[Setup]:
         for micro_batch in divisors(space.global_batch // data):
             if micro_batch > space.max_micro_batch:
                 break
+            if space.profile is not None and not space.profile.has(micro_batch):
+                continue
             num_microbatches = space.global_batch // data // micro_batch
             for schedule, chunks, layers in _schedules(space, pipeline, num_microbatches):
                 for recompute in _scopes(space):
@@ -148,9 +153,9 @@ def _peak_bytes(setup: Setup, limit_bytes: int) -> int:
     return state if state > limit_bytes else max(rank.peak_bytes for rank in predict_memory(setup))
 
 
-def lower_bound_s(setup: Setup) -> float:
+def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
     """No iteration is shorter: a rank's own work, what comes before its first computation and after its last, then the update."""
-    stages = predict_costs(setup).stages
+    stages = costs_of(setup, profile).stages
     p, m = setup.pipeline, setup.num_microbatches
     forwards = [float(cost.whole_forward_s) for cost in stages]
     backwards = [float(cost.whole_backward_s) for cost in stages]
@@ -185,10 +190,10 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
         if closest is None or peak < closest[1]:
             closest = setup, peak
         if peak <= limit:
-            fitting.append((lower_bound_s(setup), number, setup, needs))
+            fitting.append((lower_bound_s(setup, space.profile), number, setup, needs))
     progress("memory", len(setups), len(setups))
     fitting.sort(key=lambda one: one[:2])
-    rows, fastest_plain, fastest_balanced, simulated = _fastest(fitting, num_rows, progress)
+    rows, fastest_plain, fastest_balanced, simulated = _fastest(space, fitting, num_rows, progress)
     return Outcome(
         num_configurations=len(setups),
         num_fitting=len(fitting),
@@ -202,7 +207,7 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
 
 
 def _fastest(
-    fitting: list[tuple[float, int, Setup, int | None]], num_rows: int, progress: Progress
+    space: Space, fitting: list[tuple[float, int, Setup, int | None]], num_rows: int, progress: Progress
 ) -> tuple[tuple[Found, ...], Found | None, Found | None, int]:
     # Of each kind the slowest of the fastest stands first: (-time, -number, row).
     kept: dict[str, list[tuple[float, int, Found]]] = {"all": [], "plain": [], "balanced": []}
@@ -214,12 +219,22 @@ def _fastest(
         if all(len(kept[kind]) == sizes[kind] and bound >= -kept[kind][0][0] for kind in mine if sizes[kind]):
             continue
         simulated += 1
-        found = Found(predict(setup), needs)
+        found = Found(predict(setup, space.profile, formula=space.formula), needs)
         for kind in mine:
             heapq.heappush(kept[kind], (-found.prediction.timing.iteration_s, -number, found))
             if len(kept[kind]) > sizes[kind]:
                 heapq.heappop(kept[kind])
     progress("time", len(fitting), len(fitting))
     ordered = {kind: [found for *_, found in sorted(heap, key=lambda one: (-one[0], -one[1]))] for kind, heap in kept.items()}
-    first = {kind: found[0] if found else None for kind, found in ordered.items()}
-    return tuple(ordered["all"]), first["plain"], first["balanced"], simulated
+    rows = sorted((_confirmed(found, space) for found in ordered["all"]), key=lambda found: found.prediction.timing.iteration_s)
+    first = {kind: _confirmed(ordered[kind][0], space) if ordered[kind] else None for kind in ("plain", "balanced")}
+    return tuple(rows), first["plain"], first["balanced"], simulated
+
+
+def _confirmed(found: Found, space: Space) -> Found:
+    """The same with every micro-batch simulated, where that can make a difference."""
+    setup = found.prediction.setup
+    if setup.balance == "none":
+        return found
+    report = report_of(setup, space.profile)
+    return Found(predict(setup, space.profile, report, space.formula), found.needs_bytes)

@@ -87,8 +87,8 @@ FREE = Link()
 class Links:
     """Which link joins two ranks: `inside` a node or `between` nodes. `nodes[rank]` is the rank's node; empty: all are on one.
 
-    Each rank has, for either medium, one port out and one port in; what leaves or enters through the same port takes turns, first ready
-    first. With tensor parallelism a rank stands for one of its devices: all of them do the same at once, each over its own ports.
+    Each rank has, for either medium, one port out and one port in; what leaves or enters through the same port shares it. With tensor
+    parallelism a rank stands for one of its devices: all of them do the same at once, each over its own ports.
     """
 
     inside: Link = FREE

@@ -4,12 +4,12 @@ Every rank keeps its own order and waits as the runtime does; the numbers are th
   [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived
   [2] an eviction that stood in a bubble ends before the next computation, one beside a computation right after it: its memory is reused
   [3] a transfer is posted with the computation it stands beside, or at the end of the one before its bubble, and starts when both of its
-      ends are posted, what it sends is there, and the ports it passes are free
+      ends are posted, what it sends is there, and the transfer before it in its direction is over
   [4] a backward waits for the load of its activations
   [5] where exchanges block, a rank sends what it made and receives what it needs before it goes on, in one operation if one neighbour is
       both, and a message starts when both sides are there: Megatron's 1F1B. Otherwise it leaves when it is computed, beside computation
-Transfers of one direction of a pair keep their order; whatever shares a port takes turns, first ready first, and of those ready at once
-the forward outputs, then the gradients, then transfers.
+Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
+ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
 Knows no tensors and no device; refuses nothing that `ir.check` lets pass.
 """
 
@@ -56,8 +56,17 @@ class _Transfer:
     actions: dict[int, Action]
     behind: _Transfer | None = None
     num_posted: int = 0
+    is_let: bool = False
     ready: Number = 0
     start: Number = 0
+    end: Number = 0
+    paused_until: Number = 0
+
+    def pause(self, start: Number, end: Number) -> None:
+        """A message takes the port from `start` to `end`. Two at once, on either port, pause it once."""
+        if start < self.end and end > self.paused_until:
+            self.end += end - max(start, self.paused_until)
+            self.paused_until = end
 
 
 class _Route(NamedTuple):
@@ -86,8 +95,11 @@ class _Run:
         self.over: list[Number | None] = [None] * (2 * self.first_gradient)
         self.transfers: list[_Transfer] = []
         self.open: dict[tuple[int, int], deque[_Transfer]] = {}
+        # By sender: what is posted, in order, the first perhaps under way.
         self.queues: dict[int, deque[_Transfer]] = {}
+        self.under_way: dict[int, _Transfer] = {}
         self.hosted: dict[tuple[int, int], _Transfer] = {}
+        # What happens next: a message or transfer is ready, or (negative) a transfer may be over.
         self.ready: list[tuple[Number, int, int, int, Number]] = []
         self.port_free: list[Number] = [0] * (4 * schedule.num_ranks)
         self.waiting: dict[int, list[_Process]] = {}
@@ -116,8 +128,7 @@ class _Run:
 
     def execute(self) -> None:
         runnable = [self._rank(rank) for rank in range(self.schedule.num_ranks)]
-        over, waiting, ready, port_free = self.over, self.waiting, self.ready, self.port_free
-        num_messages = 2 * self.first_gradient
+        waiting, ready, num_messages = self.waiting, self.ready, 2 * self.first_gradient
         while True:
             while runnable:
                 process = runnable.pop()
@@ -128,20 +139,53 @@ class _Run:
                 break
             # Nothing that becomes ready from here on is ready before this, so first ready is first served.
             at, event, port_out, port_in, seconds = heapq.heappop(ready)
-            start = max(at, port_free[port_out], port_free[port_in])
-            end = start + seconds
-            if seconds:
-                port_free[port_out] = port_free[port_in] = end
-            over[event] = end
-            if event >= num_messages:
-                transfer = self.transfers[event - num_messages]
-                transfer.start = start
-                self._forward_queue(transfer.receiver)
+            if 0 <= event < num_messages:
+                self._pass(at, event, port_out, port_in, seconds)
+            elif event >= num_messages:
+                self._begin(at, self.transfers[event - num_messages], port_out, port_in)
+                continue
+            else:
+                event = ~event
+                if not self._finish(at, self.transfers[event - num_messages], port_out, port_in):
+                    continue
             if event in waiting:
                 runnable += waiting.pop(event)
         if waiting:
             stuck = ", ".join(sorted(self._where(event) for event in waiting))
             raise ValueError(f"schedule {self.schedule.name}: the ranks wait for each other: {stuck}. Does it pass bpipe.ir.check?")
+
+    def _pass(self, at: Number, event: int, port_out: int, port_in: int, seconds: Number) -> None:
+        """A message takes its ports for as long as it lasts."""
+        port_free = self.port_free
+        start = max(at, port_free[port_out], port_free[port_in])
+        end = start + seconds
+        self.over[event] = end
+        if not seconds:
+            return
+        port_free[port_out] = port_free[port_in] = end
+        for port in (port_out, port_in):
+            if port in self.under_way:
+                self.under_way[port].pause(start, end)
+
+    def _begin(self, at: Number, transfer: _Transfer, port_out: int, port_in: int) -> None:
+        transfer.start = transfer.paused_until = max(at, self.port_free[port_out], self.port_free[port_in])
+        transfer.end = transfer.start + transfer.seconds
+        self.under_way[port_out] = self.under_way[port_in] = transfer
+        heapq.heappush(self.ready, (transfer.end, ~transfer.event, port_out, port_in, 0))
+
+    def _finish(self, at: Number, transfer: _Transfer, port_out: int, port_in: int) -> bool:
+        """Whether the transfer is over; where it was paused meanwhile, look again later."""
+        if transfer.end > at:
+            heapq.heappush(self.ready, (transfer.end, ~transfer.event, port_out, port_in, 0))
+            return False
+        self.over[transfer.event] = transfer.end
+        del self.under_way[port_out], self.under_way[port_in]
+        self.queues[transfer.sender].popleft()
+        self._begin_next(transfer.sender, transfer.end)
+        # What the receiver hosts since now it may give back.
+        if self.queues.get(transfer.receiver):
+            self._begin_next(transfer.receiver, transfer.end)
+        return True
 
     def _where(self, event: int) -> str:
         if event >= 2 * self.first_gradient:
@@ -270,7 +314,7 @@ class _Run:
             transfer.num_posted += 1
             if transfer.num_posted == 2:
                 self.queues.setdefault(transfer.sender, deque()).append(transfer)
-                self._forward_queue(transfer.sender)
+                self._begin_next(transfer.sender, transfer.ready)
         return evictions
 
     def _meet(self, rank: int, action: Action) -> _Transfer:
@@ -291,20 +335,16 @@ class _Run:
         transfer.actions[rank] = action
         return transfer
 
-    def _forward_queue(self, sender: int) -> None:
-        """Hand on, in order, what a sender has posted and has: a return waits until what it returns has arrived."""
-        queue = self.queues.get(sender)
-        while queue:
-            transfer = queue[0]
-            if transfer.behind is not None:
-                arrived = self.over[transfer.behind.event]
-                if arrived is None:
-                    return
-                transfer.ready = max(transfer.ready, arrived)
-            queue.popleft()
-            if queue:
-                queue[0].ready = max(queue[0].ready, transfer.ready)
-            heapq.heappush(self.ready, (transfer.ready, transfer.event, *self._ports(sender, transfer.receiver), transfer.seconds))
+    def _begin_next(self, sender: int, now: Number) -> None:
+        """Let the first of what a sender has posted begin, unless it has, or what it returns has not arrived."""
+        queue = self.queues[sender]
+        if not queue or queue[0].is_let:
+            return
+        transfer = queue[0]
+        if transfer.behind is not None and self.over[transfer.behind.event] is None:
+            return
+        transfer.is_let = True
+        heapq.heappush(self.ready, (max(transfer.ready, now), transfer.event, *self._ports(sender, transfer.receiver), 0))
 
     def report(self) -> Report:
         moves: list[list[Timed]] = [[] for _ in range(self.schedule.num_ranks)]

@@ -119,14 +119,14 @@ def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
     assert exposed.makespan_s > hidden.makespan_s
 
 
-def test_what_shares_a_port_takes_turns() -> None:
+def test_messages_and_transfers_share_a_port() -> None:
     """Rank 0 sends outputs to rank 1 and evictions to rank 3 through one port, unless the one is inside its node and the other is not."""
     schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
     sized = StageCost(6, 6, moved_bytes=6, saved_bytes=6, sent_bytes=1)
     shared = simulate(schedule, uniform(4, sized, Links(Link(1))))
     apart = simulate(schedule, uniform(4, sized, Links(Link(1), Link(1), (0, 0, 1, 1))))
-    # F1's output is ready at 12, and so is the eviction beside F2: the output goes first.
-    assert (when(shared, 0, "0EVICT1").start_s, when(shared, 0, "0EVICT1").end_s) == (13, 19)
+    # F1's output is ready at 12, and so is the eviction beside F2: the output goes first. F2's is ready at 18, and the eviction pauses.
+    assert (when(shared, 0, "0EVICT1").start_s, when(shared, 0, "0EVICT1").end_s) == (13, 20)
     assert (when(apart, 0, "0EVICT1").start_s, when(apart, 0, "0EVICT1").end_s) == (12, 18)
 
 

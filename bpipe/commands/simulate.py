@@ -1,0 +1,144 @@
+"""`bpipe simulate`: one configuration's time, bubble and memory. In: flags. Out: a table or JSON; on request a trace and a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
+from bpipe.generate.registry import GENERATORS
+from bpipe.models.layout import RECOMPUTE, Setup, split_layers
+from bpipe.models.profile import read_profile
+from bpipe.plan.document import document
+from bpipe.plan.predict import Prediction, predict, report_of
+from bpipe.program import BALANCES
+from bpipe.simulate.report import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_training_arguments(parser)
+    add = parser.add_argument_group("configuration").add_argument
+    add("--tensor", type=int, default=1, metavar="T", help="tensor parallel (default 1)")
+    add("--pipeline", type=int, required=True, metavar="P", help="pipeline ranks; data parallel follows from the cluster")
+    add("--micro-batch", type=int, default=1, metavar="N", help="sequences a micro-batch (default 1)")
+    add("--recompute", choices=RECOMPUTE, default="none", help="selective: the attention core; full: whole layers (default none)")
+    add("--schedule", choices=tuple(GENERATORS), help="default 1f1b, with chunks interleaved-1f1b")
+    add("--chunks", type=int, default=1, metavar="V", help="model chunks a rank (default 1)")
+    add("--balance", choices=BALANCES, default="none", help="default none")
+    add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else fewer at both ends)")
+    add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
+    output = parser.add_argument_group("output").add_argument
+    parser.add_argument("--profile", metavar="FILE", help="seconds measured by `bpipe profile` or given; the rest is predicted")
+    output("--format", choices=("table", "json"), default="table")
+    output("--trace", metavar="FILE", help="write the simulation as Chrome trace JSON, for ui.perfetto.dev")
+    output("--plot", metavar="FILE", help="draw the simulation to scale, .svg or .png")
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 7,8,8,7") from None
+
+
+def run(options: argparse.Namespace) -> None:
+    setup = setup_of(options)
+    profile = None if options.profile is None else read_profile(options.profile)
+    plot = None if options.plot is None else Path(options.plot)
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise ValueError(f"--plot {plot}: the name must end in .svg or .png")
+    report = report_of(setup, profile)
+    prediction = predict(setup, profile, report, options.flops_formula)
+    if options.trace is not None:
+        from bpipe.simulate.trace import write_trace
+
+        Path(options.trace).write_text(write_trace(report))
+    if plot is not None:
+        plot.write_bytes(_picture(report, plot.suffix))
+    if options.format == "json":
+        print_json(document(prediction))
+    else:
+        print(table(prediction), end="")
+
+
+def setup_of(options: argparse.Namespace) -> Setup:
+    model = model_of(options)
+    schedule = options.schedule or ("interleaved-1f1b" if options.chunks > 1 else "1f1b")
+    stages = options.pipeline * options.chunks
+    layers = options.layers or (split_layers(model.num_layers, stages, allow_uneven=True) if stages > 0 else ())
+    if layers is None:
+        raise ValueError(f"{model.num_layers} layers do not go over {stages} stages, nor with fewer at both ends: say how with --layers")
+    return Setup(
+        model=model,
+        cluster=cluster_of(options),
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        micro_batch=options.micro_batch,
+        global_batch=options.global_batch,
+        sequence=model.sequence,
+        layers=layers,
+        recompute=options.recompute,
+        attention=options.attention,
+        schedule=schedule,
+        chunks=options.chunks,
+        balance=options.balance,
+        precision=options.precision,
+        distributed_optimizer=not options.no_distributed_optimizer,
+        sequence_parallel=not options.no_sequence_parallel,
+    )
+
+
+def _picture(report: Report, suffix: str) -> bytes:
+    from bpipe.draw.timeline import lay_out_report
+
+    picture = lay_out_report(report)
+    if suffix == ".svg":
+        from bpipe.draw.svg import render_svg
+
+        return render_svg(picture).encode()
+    from bpipe.draw.png import render_png
+
+    return render_png(picture)
+
+
+def table(prediction: Prediction) -> str:
+    """For a person: the totals, then a line a rank in GiB of one device."""
+    setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
+    lines = [
+        f"{setup.model.name}: tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}, "
+        f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, {setup.schedule}, "
+        f"balance {setup.balance}",
+        f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
+        f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_makespan:.1f} % of the iteration, "
+        f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
+    ]
+    if bandwidth:
+        lines.append(
+            f"a transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: within a forward it needs "
+            f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady phase), "
+            f"the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
+        )
+    titles = (
+        "rank",
+        "layers",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "hosted",
+        "working",
+        "fragm.",
+        "overhead",
+        "peak",
+        "evictions",
+    )
+    lines.append("  ".join(titles) + f"  GiB, of {gib(prediction.memory[0].limit_bytes)}")
+    for row in prediction.memory:
+        layers = sum(setup.layers[row.rank :: setup.pipeline])
+        sizes = (row.weights_bytes, row.gradients_bytes, row.optimizer_bytes, row.activations_bytes, row.hosted_bytes, row.working_bytes)
+        cells = [str(row.rank), str(layers), *map(gib, (*sizes, row.fragmentation_bytes, row.overhead_bytes, row.peak_bytes))]
+        cells.append(str(prediction.transfers[row.rank]))
+        line = "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True))
+        lines.append(line + ("" if row.fits else "  does not fit"))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,64 @@
+"""Write a configuration as Megatron's flags, those of 0.19 and this project's own. In: a Setup. Out: a list of arguments.
+
+Says nothing of data, learning rate or iterations: those are the user's. Imports no Megatron; a test holds the flags to the real parser.
+"""
+
+from __future__ import annotations
+
+from bpipe.models.layout import Setup
+
+
+def megatron_flags(setup: Setup) -> list[str]:
+    """What to add to the launch of `pretrain_gpt.py`."""
+    return [*_model(setup), *_parallel(setup), *_memory(setup)]
+
+
+def _model(setup: Setup) -> list[str]:
+    model = setup.model
+    flags = ["--num-layers", model.num_layers, "--hidden-size", model.hidden_size, "--num-attention-heads", model.num_attention_heads]
+    flags += ["--ffn-hidden-size", model.ffn_hidden_size, "--kv-channels", model.kv_channels]
+    if model.num_query_groups != model.num_attention_heads:
+        flags += ["--group-query-attention", "--num-query-groups", model.num_query_groups]
+    flags += ["--seq-length", setup.sequence, "--max-position-embeddings", setup.sequence]
+    flags += ["--normalization", "RMSNorm" if model.rms_norm else "LayerNorm"]
+    flags += ["--position-embedding-type", "learned_absolute" if model.learned_positions else "rope"]
+    switches = {
+        "--swiglu": model.gated,
+        "--disable-bias-linear": not model.linear_bias,
+        "--untie-embeddings-and-output-weights": not model.tied_embedding,
+    }
+    flags += [flag for flag, wanted in switches.items() if wanted]
+    if not model.dropout:
+        flags += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
+    return [str(flag) for flag in flags]
+
+
+def _parallel(setup: Setup) -> list[str]:
+    flags = ["--tensor-model-parallel-size", setup.tensor, "--pipeline-model-parallel-size", setup.pipeline]
+    flags += ["--micro-batch-size", setup.micro_batch, "--global-batch-size", setup.global_batch]
+    if setup.tensor > 1 and setup.sequence_parallel:
+        flags.append("--sequence-parallel")
+    if setup.chunks > 1:
+        flags += ["--num-layers-per-virtual-pipeline-stage", setup.layers[0]]
+    elif len(set(setup.layers)) > 1:
+        middle = set(setup.layers[1:-1])
+        if len(middle) > 1:
+            raise ValueError(f"layers {setup.layers}: Megatron's flags take one number for the first stage, one for the last, one between")
+        flags += ["--decoder-first-pipeline-num-layers", setup.layers[0], "--decoder-last-pipeline-num-layers", setup.layers[-1]]
+    if setup.balance != "none":
+        flags.append("--bpipe")
+    return [str(flag) for flag in flags]
+
+
+def _memory(setup: Setup) -> list[str]:
+    flags = []
+    if setup.recompute == "selective":
+        flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
+    elif setup.recompute == "full":
+        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    flags += ["--attention-backend", "flash" if setup.attention == "flash" else "unfused"]
+    if setup.precision != "fp32":
+        flags.append(f"--{setup.precision}")
+    if setup.distributed_optimizer:
+        flags.append("--use-distributed-optimizer")
+    return flags

@@ -1,0 +1,168 @@
+"""The sub-commands: what they print, the JSON they promise, what they refuse, and that none loads torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.cli import main
+
+SIMULATE = ["simulate", "--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tensor", "4", "--pipeline", "8", "--micro-batch", "2"]
+SIMULATE += ["--global-batch", "128", "--recompute", "selective", "--attention", "unfused"]
+BALANCED = [*SIMULATE, "--balance", "bpipe", "--precision", "fp16"]
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(output(capsys, *BALANCED, "--format", "json"))
+    assert {"iteration_time_s", "mfu_percent", "bubble_percent", "exposed_transfer_s", "stages", "balanced", "fits"} <= set(found)
+    assert found["balanced"] is True
+    assert found["fits"] is True
+    assert [stage["stage"] for stage in found["stages"]] == list(range(8))
+    assert {"stage", "weights_bytes", "activations_bytes", "peak_bytes", "fits"} <= set(found["stages"][0])
+    assert found["configuration"]["data"] == 1
+    plain = json.loads(output(capsys, *SIMULATE, "--precision", "fp16", "--format", "json"))
+    assert (plain["fits"], plain["balanced"], plain["available_bytes_per_s"]) == (False, False, None)
+
+
+def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """GPT-3 96B, t=4 p=8 b=2: 50.64 % measured. The times contain the output layer."""
+    path = tmp_path / "profile.json"
+    stage = {"forward_s": 0.14337, "backward_s": 0.2879, "transfer_s": 0.01563, "output_s": 0, "embedding_s": 0}
+    path.write_text(json.dumps({"stages": [stage]}))
+    found = json.loads(output(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers", "--format", "json"))
+    assert found["mfu_percent"] == pytest.approx(50.64, rel=0.025)
+    assert found["exposed_transfer_s"] == 0
+    assert found["required_bytes_per_s"] == pytest.approx(24.25e9, rel=0.01)
+
+
+def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(
+        json.dumps({"stages": [{"micro_batch": b, "layers": 1, "forward_s": 0.01 * b, "backward_s": 0.02 * b} for b in (1, 2)]})
+    )
+    found = json.loads(output(capsys, *SIMULATE, "--profile", str(path), "--format", "json"))
+    # Ten layers a stage, 64 micro-batches and 7 more, and what the profile leaves out.
+    assert found["iteration_time_s"] == pytest.approx(71 * 10 * 0.06, rel=0.1)
+    assert main([*SIMULATE[:-1], "unfused", "--micro-batch", "4", "--profile", str(path)]) == 2
+    assert "no stage of micro-batch size 4, only of [1, 2]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "a profile is"),
+        ('{"stages": [{"forward": 1}]}', "unknown forward: known are"),
+        ('{"stages": [{"forward_s": -1}]}', "forward_s is -1"),
+        ('{"stages": [{"forward_s": 1}, {"forward_s": 1}]}', "2 stages for micro-batch size 2, the setup has 8"),
+        ("{", "no JSON"),
+    ],
+)
+def test_profiles_that_are_no_good(content: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    assert main([*SIMULATE, "--profile", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_and_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace, svg, png = (str(tmp_path / name) for name in ("trace.json", "plot.svg", "plot.png"))
+    small = ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8", "--balance", "bpipe"]
+    output(capsys, *small, "--trace", trace, "--plot", svg)
+    output(capsys, *small, "--plot", png)
+    events: list[dict[str, Any]] = json.loads(Path(trace).read_text())["traceEvents"]
+    computed = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    assert len(computed) == 4 * 8 * 2
+    assert {event["name"] for event in events if event.get("cat") == "evict"} == {"0EVICT1", "0EVICT3", "0EVICT5"}
+    assert Path(svg).read_text().count("<polygon") >= len(computed)
+    assert Path(png).read_bytes().startswith(b"\x89PNG")
+    assert main([*small, "--plot", "plot.pdf"]) == 2
+    assert "must end in .svg or .png" in capsys.readouterr().err
+
+
+def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--sequence", "1024", "--vocabulary", "50257"]
+    rest = ["--cluster", "h100-80g:1x4", "--pipeline", "4", "--global-batch", "16"]
+    found = json.loads(output(capsys, "simulate", *sizes, *rest, "--format", "json"))
+    assert found["configuration"]["vocabulary"] == 50304
+    assert main(["simulate", *rest]) == 2
+    assert "no --model, and --num-layers, --hidden-size" in capsys.readouterr().err
+    assert "rank  layers  weights" in output(capsys, "simulate", *sizes, *rest)
+
+
+def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for change, message in (
+        (["--tensor", "3"], "does not divide the 32 devices"),
+        (["--cluster", "tpu:4"], "unknown device 'tpu'"),
+        (["--model", "gpt5"], "unknown model 'gpt5'"),
+        (["--global-batch", "127"], "the nearest is 128"),
+        (["--layers", "80"], "layers (80,) must give 8 stages 80 layers"),
+    ):
+        assert main([*SIMULATE, *change]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+PLAN = [
+    "plan",
+    "--model",
+    "gpt3-96b",
+    "--cluster",
+    "a100-80g:4x8",
+    "--global-batch",
+    "128",
+    "--attention",
+    "unfused",
+    "--precision",
+    "fp16",
+]
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, *PLAN)
+    assert text.splitlines()[0].endswith("the 10 fastest")
+    assert "fits only balanced" in text
+    assert text.splitlines()[-1].startswith("Balancing gains 1.")
+    assert main([*PLAN, "--rows", "3", "--format", "json"]) == 0
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)
+    assert len(rows) == 3
+    assert rows[0]["only_balanced"] is True
+    assert rows[0]["unbalanced_peak_bytes"] > rows[0]["stages"][0]["limit_bytes"] > rows[0]["stages"][0]["peak_bytes"]
+    assert printed.err.startswith("Balancing gains")
+    assert [row["iteration_time_s"] for row in rows] == sorted(row["iteration_time_s"] for row in rows)
+
+
+def test_plan_emits_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = output(capsys, *PLAN, "--emit-args", "1").split()
+    assert "--bpipe" in flags
+    assert flags[flags.index("--pipeline-model-parallel-size") + 1] == "8"
+    assert main([*PLAN, "--emit-args", "0"]) == 2
+    assert "rows are counted from 1" in capsys.readouterr().err
+
+
+def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ["--global-batch", "128", "--pipeline", "8", "--micro-batch", "1", "2", "--stage-mfu", "37.8", "55.2"]
+    assert "gains 1.388x" in output(capsys, "estimate", *numbers)
+    found = json.loads(output(capsys, "estimate", *numbers, "--stage-seconds", "0.322", "0.441", "--format", "json"))
+    assert found["sizes"][1]["iteration_time_s"] == pytest.approx(71 * 0.441)
+
+
+def test_no_command_loads_torch_before_it_must() -> None:
+    arguments = [[*BALANCED, "--format", "json"], [*PLAN, "--rows", "1"]]
+    program = (
+        f"import sys; import bpipe.cli as cli; [cli.main(arguments) for arguments in {arguments!r}]; import bpipe.commands.profile; "
+        "sys.exit(' '.join({'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

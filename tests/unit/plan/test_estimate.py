@@ -1,0 +1,31 @@
+"""The two formulas of Huang et al. 2024, by their own example: t=4, p=8, B=128."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpipe.plan.estimate import estimate, iteration_seconds, verdict
+
+
+def test_the_authors_examples() -> None:
+    recomputed = estimate(128, 8, 2, 1, 0.552, 0.378)
+    assert recomputed.ratio == pytest.approx((128 + 7) / (128 + 14) * 55.2 / 37.8)
+    # They measured 34.0 -> 45.8 %, 1.347.
+    assert recomputed.ratio == pytest.approx(45.8 / 34.0, rel=0.04)
+    assert verdict(recomputed, 2, 1, 0.552, 0.378).startswith("micro-batch 2 gains 1.388x over 1")
+    flash = estimate(128, 8, 2, 1, 0.624, 0.577)
+    # They measured 52.0 -> 51.7 %.
+    assert flash.ratio == pytest.approx(51.7 / 52.0, rel=0.04)
+    assert verdict(flash, 2, 1, 0.624, 0.577).startswith("micro-batch 2 does not clearly help over 1")
+    assert verdict(estimate(128, 8, 4, 1, 0.6, 0.577), 4, 1, 0.6, 0.577).startswith("micro-batch 4 does not help over 1")
+
+
+def test_iteration_time() -> None:
+    assert iteration_seconds(128, 8, 2, 0.43127) == pytest.approx(71 * 0.43127)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="x = 3 does not divide the batch 128"):
+        estimate(128, 8, 3, 1, 0.5, 0.5)
+    with pytest.raises(ValueError, match="stage MFU of x is 110 %"):
+        estimate(128, 8, 2, 1, 1.1, 0.5)

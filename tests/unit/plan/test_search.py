@@ -1,0 +1,119 @@
+"""The search: its first rows are those of simulating everything, it drops what does not fit, and it says when balancing does not help."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import Setup
+from bpipe.models.memory import held_bytes, predict_memory, state_bytes
+from bpipe.models.model import PRESETS, gpt
+from bpipe.plan.explain import only_balanced, what_balancing_buys
+from bpipe.plan.predict import costs_of, predict, report_of, steady_timing, whole_timing
+from bpipe.plan.search import Outcome, Space, enumerate_setups, lower_bound_s, search
+from bpipe.program import ProgramConfig, build
+
+A100 = parse_cluster("a100-80g:4x8")
+UNFUSED = Space(PRESETS["gpt3-96b"], A100, 128, 2048, "unfused", precision="fp16")
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return search(UNFUSED)
+
+
+def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
+    """Kim et al. 2023: t=4, p=8, b=2 with recomputed attention is the fastest of 96B on 32 A100s, and fits only balanced."""
+    best = outcome.rows[0]
+    setup = best.prediction.setup
+    assert (setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.balance) == (4, 8, 2, "selective", "bpipe")
+    assert "fits only balanced: without, its fullest rank needs 81.7 of 79.2 GiB" in (only_balanced(best) or "")
+    assert what_balancing_buys(outcome).startswith("Balancing gains 1.")
+    assert outcome.plain is not None
+    assert only_balanced(outcome.plain) is None
+
+
+@pytest.mark.parametrize("name", ["gpt3-96b", "llama-65b"])
+def test_with_flash_attention_it_does_not_help(name: str) -> None:
+    """Huang et al. 2024: no gain for GPT-3 96B with flash attention, none for LLaMA 65B."""
+    found = search(Space(PRESETS[name], A100, 128, 2048, "flash"))
+    text = what_balancing_buys(found)
+    assert text.startswith("Balancing does not help here")
+    assert "the bubble is" in text
+    assert found.rows[0].needs_bytes is None
+
+
+def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
+    """Without the lower bound: predict all that fits."""
+    fitting = [setup for setup in enumerate_setups(UNFUSED) if all(rank.fits for rank in predict_memory(setup))]
+    unbalanced = {key(setup) for setup in fitting if setup.balance == "none"}
+    wanted = [setup for setup in fitting if setup.balance == "none" or key(setup) not in unbalanced]
+    assert len(wanted) == outcome.num_fitting
+    quick = sorted(wanted, key=lambda setup: lower_bound_s(setup))[:40]
+    times = sorted(predict(setup).timing.iteration_s for setup in quick)
+    assert [found.prediction.timing.iteration_s for found in outcome.rows] == pytest.approx(times[:10], rel=1e-3)
+    assert outcome.num_simulated < 30
+
+
+def key(setup: Setup) -> tuple[object, ...]:
+    return setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.schedule, setup.chunks
+
+
+def test_the_bound_is_below_the_time_and_the_state_below_the_peak() -> None:
+    for setup in list(enumerate_setups(UNFUSED))[::97]:
+        assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
+        assert state_bytes(setup) <= max(rank.peak_bytes for rank in predict_memory(setup))
+
+
+def test_the_papers_constraints() -> None:
+    for setup in enumerate_setups(UNFUSED):
+        assert setup.tensor * setup.pipeline * setup.data == 32
+        assert 104 % setup.tensor == 0 == 8 % setup.tensor == 128 % (setup.micro_batch * setup.data)
+        assert len(set(setup.layers)) == 1
+    uneven = Space(gpt("odd", 22, 1024, 16), parse_cluster("a100-80g:8"), 8, 1024, allow_uneven=True)
+    assert {len(set(setup.layers)) for setup in enumerate_setups(uneven)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "pipeline", "batch"), [("1f1b", 1, 8, 150), ("interleaved-1f1b", 2, 4, 128), ("1f1b", 1, 4, 101)]
+)
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+def test_the_steady_phase_continued_is_the_whole(schedule: str, chunks: int, pipeline: int, batch: int, balance: str) -> None:
+    setup = Setup(
+        model=PRESETS["gpt3-13b"],
+        cluster=parse_cluster(f"a100-80g:1x{pipeline}"),
+        tensor=1,
+        pipeline=pipeline,
+        micro_batch=1,
+        global_batch=batch,
+        sequence=2048,
+        layers=(40 // (pipeline * chunks),) * (pipeline * chunks),
+        schedule=schedule,
+        chunks=chunks,
+        balance=balance,
+    )
+    whole, steady = whole_timing(report_of(setup)), steady_timing(setup, costs_of(setup))
+    assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
+    assert steady.bubble_of_makespan == pytest.approx(whole.bubble_of_makespan, rel=1e-6)
+    assert steady.bubble_of_span == pytest.approx(whole.bubble_of_span, rel=1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+def test_few_micro_batches_hold_as_much_as_many(schedule: str, chunks: int, balance: str) -> None:
+    for p in (4, 6):
+        few, many = (build(ProgramConfig(schedule, p, m, chunks, balance)) for m in ((2 if chunks == 1 else 3) * p, 7 * p))
+        ones = (1,) * few.num_stages
+        for rank in range(p):
+            assert all(less >= more for less, more in zip(held_bytes(few, ones, rank), held_bytes(many, ones, rank), strict=True))
+
+
+def test_nothing_fits_is_said_with_the_least() -> None:
+    found = search(Space(PRESETS["llama3-405b"], parse_cluster("a100-80g:8"), 16, 8192))
+    assert found.rows == ()
+    assert what_balancing_buys(found).startswith("Nothing fits, balanced or not: the least is t=8 p=1 d=1 b=1")
+
+
+def test_without_enough_ranks_there_is_nothing_to_share() -> None:
+    found = search(Space(gpt("small", 4, 256, 8, sequence=256), parse_cluster("a100-80g:2"), 8, 256))
+    assert what_balancing_buys(found).startswith("Balancing does not help: no configuration fits only because of it")
