@@ -75,7 +75,6 @@ def scheduling(args: Any) -> Iterator[None]:
     wraps = hooks.wraps()
     if reporter is not None:
         wraps |= reporter.wraps()
-        reporter.start()
     installed = install(wraps)
     try:
         yield

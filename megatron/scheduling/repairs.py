@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 
 def apply() -> tuple[str, ...]:
     """Apply every repair whose defect is present; returns what was mended, one line each."""
@@ -63,4 +65,44 @@ def _torch_norm_with_sequence_parallelism() -> str | None:
     return "torch's norm: marked for sequence parallelism"
 
 
-_REPAIRS: tuple[Callable[[], str | None], ...] = (_skip_compiling_helpers, _torch_norm_with_sequence_parallelism)
+def _resume_distributed_optimizer_with_torch_adam() -> str | None:
+    """Without Apex and Transformer Engine the distributed optimizer wraps torch's Adam, and cannot resume with it.
+
+    It asks for the common step of a state that torch makes only at the first step; it writes loaded values into parameters that require
+    a gradient; and it gives all parameters one tensor as their step, which torch counts up once for each of them, or the step from
+    before the loading.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return None
+    kind = distrib_optimizer.DistributedOptimizer
+    plain_state_dict, plain_load = kind.state_dict, kind.load_state_dict
+
+    @functools.wraps(plain_state_dict)
+    def state_dict(self: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state.update({key: torch.zeros_like(parameter) for key in self.optimizer_state_keys})
+        return plain_state_dict(self)
+
+    @functools.wraps(plain_load)
+    def load_state_dict(self: Any, loaded: Any) -> None:
+        step = float(loaded["optimizer"]["param_groups"][0]["step"])
+        plain_load(self, loaded)
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+
+    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
+    kind._set_main_param_and_optimizer_states = torch.no_grad()(kind._set_main_param_and_optimizer_states)
+    return "distributed optimizer with torch's Adam: resumes"
+
+
+_REPAIRS: tuple[Callable[[], str | None], ...] = (
+    _skip_compiling_helpers,
+    _torch_norm_with_sequence_parallelism,
+    _resume_distributed_optimizer_with_torch_adam,
+)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,6 +117,7 @@ class Reporter:
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
+        self._started = False
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """Megatron's training step, observed."""
@@ -140,16 +140,14 @@ class Reporter:
         return step
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # A resumed run adds to what is there; a line that is half written by a killed run is seen as such by its reader.
-        with (self._folder / "iterations.jsonl").open("a") as file:
+        path = self._folder / "iterations.jsonl"
+        if not self._started:
+            # A resumed run goes on where its checkpoint was; what was trained after it, or by another run before, is not this run's.
+            self._started = True
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(_before(path, record["iteration"])))
+        with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-
-    def start(self) -> None:
-        """Put aside what an earlier run left: its iterations are not this run's. Rank 0 only; before training starts."""
-        if os.environ.get("RANK", "0") == "0":
-            for old in [*self._folder.glob("rank_*.json"), self._folder / "iterations.jsonl"]:
-                old.unlink(missing_ok=True)
 
     def finish(self, report: StageReport | None) -> None:
         """Write this rank's row, whole or not at all."""
@@ -160,6 +158,14 @@ class Reporter:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(report), indent=1) + "\n")
         partial.replace(path)
+
+
+def _before(path: Path, iteration: int) -> list[str]:
+    """The whole lines of a file of iterations that come before `iteration`; a killed run may have left half a line."""
+    if iteration == 1 or not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    return [line for line in lines if json.loads(line)["iteration"] < iteration]
 
 
 def _exact(value: Any) -> str | None:

@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # A GPT small enough that a run is over in seconds, large enough that its activations are worth moving; dropout stays on.
 TINY = (
     *("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--max-position-embeddings", "64"),
-    *("--micro-batch-size", "2", "--train-iters", "3", "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine"),
+    *("--micro-batch-size", "2", "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "949,50,1"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
 )
+ITERATIONS = ("--train-iters", "3")
 BPIPE = ("--bpipe", "--bpipe-min-bytes", "1024", "--bpipe-poison", "--bpipe-timeout", "60")
 
 
@@ -129,9 +130,10 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float) -> 
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
     ports = _free_ports(len(cases))
     stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
-    described = [
-        {"name": case.name, "port": port, "arguments": [*TINY, *stages, *case.arguments]} for case, port in zip(cases, ports, strict=True)
-    ]
+    described = []
+    for case, port in zip(cases, ports, strict=True):
+        length = () if "--train-samples" in case.arguments else ITERATIONS
+        described.append({"name": case.name, "port": port, "arguments": [*TINY, *length, *stages, *case.arguments]})
     (folder / "cases.json").write_text(json.dumps(described))
     worker = [str(ROOT / "tests/gloo/worker.py"), str(folder / "cases.json"), str(folder)]
     return finish(start(world, worker, folder, ports[0]), folder, timeout_s)

@@ -1,7 +1,7 @@
-"""One rank of a run in which something breaks: this process stops or dies when it has run a given operation of its second iteration.
+"""One rank of a run in which something breaks: this process stops or dies when it has run a given operation in a given iteration.
 
-In: `RANK`, and FAULT="<rank> <operation> <signal>". Out: a training run until then. Or in: CASES, a list of argument lists, each of
-which must be refused; out: the refusals, one after another.
+In: `RANK`, and FAULT="<rank> <operation> <signal> [iteration, 2]"; only before torchrun's first restart. Out: a training run until
+then. Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron.training import training
 from bpipe.runtime.engine import Engine
 
 
-def break_after(operation: str, what: signal.Signals) -> None:
-    """Send this process a signal after the operation's second run."""
+def break_after(operation: str, what: signal.Signals, iteration: int) -> None:
+    """Send this process a signal after it ran the operation so many times."""
     after = Engine.after
     runs = 0
 
@@ -30,7 +30,7 @@ def break_after(operation: str, what: signal.Signals) -> None:
         nonlocal runs
         after(self, op, *args)
         runs += str(op) == operation
-        if runs == 2:
+        if runs == iteration:
             os.kill(os.getpid(), what)
 
     Engine.after = broken  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ if __name__ == "__main__":
         refuse(json.loads(os.environ["CASES"]))
         sys.exit()
     if "FAULT" in os.environ:
-        rank, operation, name = os.environ["FAULT"].split()
-        if os.environ["RANK"] == rank:
-            break_after(operation, signal.Signals[name])
+        rank, operation, name, *iteration = os.environ["FAULT"].split()
+        if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            break_after(operation, signal.Signals[name], int(*iteration or [2]))
     pretrain_gpt.main()

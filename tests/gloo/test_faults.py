@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo.conftest import BPIPE, ROOT, TINY, Outcome, _free_ports, finish, start
+from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, Outcome, _free_ports, finish, start
 
 # Without placement, process r is stage r.
-STAGES = ("--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16", "--bpipe-placement", "none")
+STAGES = (*ITERATIONS, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16", "--bpipe-placement", "none")
 
 
 def run(folder: Path, arguments: Sequence[str], fault: str | None = None, only: int | None = None) -> Outcome:

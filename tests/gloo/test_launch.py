@@ -1,0 +1,136 @@
+"""Launched as users launch: any script through our module, torchrun with restarts and with two agents, and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, _free_ports, finish, start
+
+FOUR = (*TINY, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
+
+
+def iterations(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
+
+
+def torchrun(folder: Path, processes: int, script: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
+    """An agent in a session of its own, logging to `<folder>/agent<port>.log`."""
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+        # torch 2.15 gives restarted workers the store of the rendezvous again, where gloo finds the addresses of the dead ones.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *options, *script]
+    with (folder / f"agent{len(list(folder.glob('agent*.log')))}.log").open("wb") as log:
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def end(agents: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
+    try:
+        return [agent.wait(timeout_s) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(180)
+def test_an_unmodified_script_is_balanced(tmp_path: Path) -> None:
+    """The script imports only Megatron and torch; its model, loss and data are its own."""
+    script = str(ROOT / "tests/gloo/plain_script.py")
+    assert "bpipe" not in Path(script).read_text()
+    folders = []
+    for name, more in (("stock", ()), ("balanced", BPIPE)):
+        folder = tmp_path / name
+        folder.mkdir()
+        folders.append(folder)
+        command = [
+            "-m",
+            "megatron.scheduling.launch",
+            script,
+            *FOUR,
+            *ITERATIONS,
+            "--label-shift",
+            "2",
+            "--bpipe-report",
+            str(folder),
+            *more,
+        ]
+        outcome = finish(start(4, command, folder, _free_ports(1)[0]), folder, 80)
+        assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
+    stock, balanced = (iterations(folder) for folder in folders)
+    assert len(stock) == 3
+    assert balanced == stock
+    assert json.loads((folders[1] / "rank_00000.json").read_text())["evictions"] == 3
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
+    """Rank 2 dies in its third iteration; torchrun restarts all ranks, which go on from the checkpoint of the second."""
+    common = [*FOUR, "--train-iters", "4", *BPIPE, "--bpipe-placement", "none"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    outcome = finish(start(4, [str(ROOT / "pretrain_gpt.py"), *common, "--bpipe-report", str(whole)], whole, _free_ports(1)[0]), whole, 80)
+    assert outcome.codes == [0] * 4
+    checkpoints = ["--save", str(broken / "c"), "--load", str(broken / "c"), "--save-interval", "2", "--bpipe-report", str(broken)]
+    script = [str(ROOT / "tests/gloo/faulty.py"), *common, *checkpoints]
+    os.environ["FAULT"] = "2 2B1 SIGKILL 3"
+    try:
+        codes = end([torchrun(broken, 4, script, "--standalone", "--max-restarts", "1")], 150)
+    finally:
+        del os.environ["FAULT"]
+    log = (broken / "agent0.log").read_text(errors="replace")
+    assert codes == [0], log[-3000:]
+    assert "successfully loaded checkpoint" in log
+    assert iterations(broken) == iterations(whole)
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
+    """`--exit-signal-handler`: SIGTERM lets the iteration finish, saves, and ends every rank with 0."""
+    script = [str(ROOT / "pretrain_gpt.py"), *FOUR, "--train-iters", "1000", *BPIPE, "--exit-signal-handler"]
+    script += ["--save", str(tmp_path / "c"), "--save-interval", "1000"]
+    processes = start(4, script, tmp_path, _free_ports(1)[0])
+    try:
+        deadline = time.monotonic() + 80
+        # The last stage prints the iterations; with pairs placed side by side it is the second process.
+        while "iteration        2/" not in (tmp_path / "rank1.log").read_text(errors="replace"):
+            assert time.monotonic() < deadline, (tmp_path / "rank1.log").read_text(errors="replace")[-3000:]
+            time.sleep(0.2)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+    finally:
+        outcome = finish(processes, tmp_path, 40)
+    assert outcome.codes == [0] * 4, outcome.logs[1][-3000:]
+    assert (tmp_path / "c/latest_checkpointed_iteration.txt").read_text().strip().isdigit()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
+    """Two torchrun agents of four processes each: every pair is on one of them."""
+    eight = [*TINY, "--num-layers", "8", "--pipeline-model-parallel-size", "8", "--global-batch-size", "32", *ITERATIONS, *BPIPE]
+    port = str(_free_ports(1)[0])
+    options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
+    script = [str(ROOT / "pretrain_gpt.py"), *eight]
+    codes = end([torchrun(tmp_path, 4, script, *options, str(node)) for node in range(2)], 150)
+    logs = [path.read_text(errors="replace") for path in sorted(tmp_path.glob("agent*.log"))]
+    assert codes == [0, 0], logs[0][-3000:]
+    assert "bpipe:   node 0: stages 0 7 1 6" in logs[0]
+    assert "bpipe:   node 1: stages 2 5 3 4" in logs[0]
+    assert "use the network" not in logs[0]
