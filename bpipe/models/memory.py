@@ -166,12 +166,7 @@ def overhead_bytes(setup: Setup) -> int:
 
 @lru_cache(maxsize=1024)
 def held(schedule: str, pipeline: int, num_microbatches: int, chunks: int, balance: str) -> Schedule:
-    """A schedule that holds at least as much as with any more micro-batches: full after 2p, interleaved after 3p.
-
-    Balanced interleaved schedules sometimes need one slot fewer with other numbers of micro-batches; 3p is the fuller kind.
-    """
-    enough = {"1f1b": 2 * pipeline, "interleaved-1f1b": 3 * pipeline}.get(schedule, num_microbatches)
-    return build(ProgramConfig(schedule, pipeline, min(num_microbatches, enough), chunks, balance))
+    return build(ProgramConfig(schedule, pipeline, num_microbatches, chunks, balance))
 
 
 def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:
@@ -181,6 +176,28 @@ def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[i
     partner = schedule.partners[rank] if schedule.partners else rank
     slot = max(size for size, of in zip(saved, owner, strict=True) if of == partner)
     return max(live_bytes(schedule, rank, own, own)), num_host_slots(schedule, rank) * slot
+
+
+@lru_cache(maxsize=1024)
+def held_counts(schedule: str, pipeline: int, num_microbatches: int, balance: str) -> tuple[tuple[int, int], ...]:
+    """For every rank its own micro-batches at most, and its slots, with one stage a rank."""
+    built = held(schedule, pipeline, num_microbatches, 1, balance)
+    return tuple(held_bytes(built, (1,) * pipeline, rank) for rank in range(pipeline))
+
+
+def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
+    """For every rank the bytes of its own micro-batches at their most, and of its slots.
+
+    No more micro-batches are looked at than fill the pipeline: 2p, interleaved 3p. Balanced interleaved schedules need, with some other
+    numbers of micro-batches, one slot fewer.
+    """
+    saved, p, m = stage_bytes(setup), setup.pipeline, setup.num_microbatches
+    if setup.chunks == 1:
+        # Partners are p-1-s, and equal stages hold equal bytes: thousands of setups share a few counts.
+        counts = held_counts(setup.schedule, p, m if setup.schedule == "gpipe" else min(m, 2 * p), setup.balance)
+        return tuple((own * saved[rank], slots * saved[p - 1 - rank]) for rank, (own, slots) in enumerate(counts))
+    schedule = held(setup.schedule, p, min(m, 3 * p), setup.chunks, setup.balance)
+    return tuple(held_bytes(schedule, saved, rank) for rank in range(p))
 
 
 def state_bytes(setup: Setup) -> int:
@@ -193,14 +210,13 @@ def state_bytes(setup: Setup) -> int:
 
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
     """One a rank. What a transfer moves is taken to be all that a micro-batch saves."""
-    schedule = held(setup.schedule, setup.pipeline, setup.num_microbatches, setup.chunks, setup.balance)
-    saved = stage_bytes(setup)
+    held_by_rank = activations(setup)
     weight, gradient, state, update = PARAMETER_BYTES[setup.precision]
     replicas = setup.data if setup.distributed_optimizer else 1
     working, overhead = working_bytes(setup), overhead_bytes(setup)
     rows = []
     for rank, count in enumerate(rank_parameters(setup)):
-        own, hosted = held_bytes(schedule, saved, rank)
+        own, hosted = held_by_rank[rank]
         rows.append(
             RankMemory(
                 rank=rank,

@@ -2,8 +2,7 @@
 
 Every configuration is enumerated and its memory predicted; what does not fit is dropped. The rest is ordered by a lower bound of its
 time (no pipeline is faster than its slowest rank's work between the first arrival and the last departure), and simulated in that order
-until no bound left is below the last time shown: the first rows are those of simulating all. What is shown and balanced is simulated once
-more with every micro-batch: its steady phase repeats only nearly. Knows no command line.
+until no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
 from bpipe.models.memory import predict_memory, state_bytes
 from bpipe.models.model import Model
 from bpipe.models.profile import Profile
-from bpipe.plan.predict import Prediction, costs_of, predict, report_of
+from bpipe.plan.predict import Prediction, costs_of, predict
 from bpipe.program import BALANCES
 from bpipe.simulate.cost import StageCost
 
@@ -226,15 +225,5 @@ def _fastest(
                 heapq.heappop(kept[kind])
     progress("time", len(fitting), len(fitting))
     ordered = {kind: [found for *_, found in sorted(heap, key=lambda one: (-one[0], -one[1]))] for kind, heap in kept.items()}
-    rows = sorted((_confirmed(found, space) for found in ordered["all"]), key=lambda found: found.prediction.timing.iteration_s)
-    first = {kind: _confirmed(ordered[kind][0], space) if ordered[kind] else None for kind in ("plain", "balanced")}
-    return tuple(rows), first["plain"], first["balanced"], simulated
-
-
-def _confirmed(found: Found, space: Space) -> Found:
-    """The same with every micro-batch simulated, where that can make a difference."""
-    setup = found.prediction.setup
-    if setup.balance == "none":
-        return found
-    report = report_of(setup, space.profile)
-    return Found(predict(setup, space.profile, report, space.formula), found.needs_bytes)
+    first = {kind: found[0] if found else None for kind, found in ordered.items()}
+    return tuple(ordered["all"]), first["plain"], first["balanced"], simulated
