@@ -1,0 +1,94 @@
+# shellcheck shell=bash disable=SC2034  # the arrays are used by who sources this
+# Sourced by the training scripts of this folder: where they stand, what they have in common, and how they start.
+#
+# In: DRY_RUN=1 prints a command in place of running it; DATA and TOKENIZER (without them: mock data), CHECKPOINTS, TRAIN_ITERS and, on
+# SLURM, CONTAINER_IMAGE, CONTAINER_MOUNTS and EXIT_MINUTES. Out: the functions below, and the repository root as working directory.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+
+say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+
+# run COMMAND...: run it, or with DRY_RUN=1 print it, quoted as bash would read it.
+run() {
+    if [[ -n "${DRY_RUN:-}" ]]; then
+        printf '%q ' "$@"
+        echo
+    else
+        "$@"
+    fi
+}
+
+# data_args VOCABULARY: set DATA_ARGS. Mock data costs as much to train on as any, which is enough to look at memory and speed.
+data_args() {
+    if [[ -n "${DATA:-}" ]]; then
+        DATA_ARGS=(
+            --data-path "$DATA" --split "99,1,0"
+            --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:?name the tokenizer that made the data: TOKENIZER=<folder>}"
+        )
+    else
+        DATA_ARGS=(--mock-data --split "99,1,0" --tokenizer-type NullTokenizer --vocab-size "$1")
+    fi
+}
+
+# checkpoint_args NAME: set CHECKPOINTS and CHECKPOINT_ARGS. A first start finds nothing to load, and begins at iteration 1.
+checkpoint_args() {
+    CHECKPOINTS="${CHECKPOINTS:-runs/$1/checkpoints}"
+    CHECKPOINT_ARGS=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500)
+}
+
+# --- SLURM ------------------------------------------------------------------------------------------------------------------------------
+
+# slurm_args NODES: set SRUN_ARGS and DISTRIBUTED_ARGS, one torchrun a node. torchrun is what tells a process how many GPUs its node has,
+# and --bpipe lays pairs of stages on nodes by that.
+slurm_args() {
+    local nodes="${SLURM_JOB_NUM_NODES:-$1}" head=localhost
+    if [[ -n "${SLURM_JOB_NODELIST:-}" ]]; then
+        head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+    fi
+    SRUN_ARGS=(-l --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1)
+    if [[ -n "${CONTAINER_IMAGE:-}" ]]; then
+        SRUN_ARGS+=(
+            --container-image "$CONTAINER_IMAGE"
+            --container-mounts "$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+            --container-workdir "$PWD"
+        )
+    fi
+    DISTRIBUTED_ARGS=(
+        --nnodes "$nodes" --nproc-per-node 8
+        --rdzv-id "${SLURM_JOB_ID:-0}" --rdzv-backend c10d --rdzv-endpoint "$head:29500"
+    )
+}
+
+# checkpointed: the last iteration that was saved, 0 before the first.
+checkpointed() {
+    local iteration=0
+    if [[ -f "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
+        iteration="$(<"$CHECKPOINTS/latest_checkpointed_iteration.txt")"
+    fi
+    # Anything else, such as Megatron's "release", is a model without a history.
+    if [[ "$iteration" =~ ^[0-9]+$ ]]; then echo "$iteration"; else echo 0; fi
+}
+
+# run_and_continue ITERATIONS COMMAND...: run; where training ended well but before ITERATIONS, the time was up (--exit-duration-in-mins),
+# and the job goes back into the queue. A run that got no further than the last one would do so for ever, and fails.
+run_and_continue() {
+    local iterations=$1 before after
+    shift
+    if [[ -n "${DRY_RUN:-}" ]]; then
+        run "$@"
+        return
+    fi
+    before="$(checkpointed)"
+    run "$@"
+    after="$(checkpointed)"
+    if ((after >= iterations)); then
+        say "all $iterations iterations are done"
+    elif ((after > before)); then
+        say "iterations $((before + 1)) to $after of $iterations are done; going on in a next job"
+        scontrol requeue "${SLURM_JOB_ID:?only a job of SLURM can be put back into its queue}"
+    else
+        say "no iteration after $before was saved in $CHECKPOINTS, so another job would get no further. Remedy: a shorter --save-interval," \
+            "or more time (sbatch --time, EXIT_MINUTES)"
+        return 1
+    fi
+}

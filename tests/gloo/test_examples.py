@@ -1,0 +1,132 @@
+"""What the examples would run, read by torchrun's own parser and by Megatron's, with ours in it, as far as a machine without GPUs allows.
+
+The scripts print their commands (DRY_RUN=1), so nothing is tested but what they would start. One process parses them all, because
+importing Megatron takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("train_gpt3_13b.sh", "train_gpt3_96b.sbatch", "train_gpt3_134b.sbatch", "train_llama_65b.sbatch", "smoke_8gpu.sh")
+
+# What a rank does between torchrun and the first collective: its launcher's arguments, Megatron's and ours, the placement, the refusals.
+PARSE = """
+import contextlib, io, json, os, sys
+from megatron.scheduling import launch
+launch.prepare()
+from megatron.scheduling.arguments import config_from_args
+from megatron.training import arguments
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+WANTED = sys.argv[1].split()
+for command in json.load(sys.stdin):
+    torchrun = get_args_parser().parse_args(command)
+    nodes, gpus = parse_min_max_nnodes(torchrun.nnodes)[1], int(torchrun.nproc_per_node)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(nodes * gpus), LOCAL_WORLD_SIZE=str(gpus))
+    sys.argv = [torchrun.training_script, *torchrun.training_script_args]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        args = arguments.parse_args()
+        arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+    config = config_from_args(args)
+    parsed = {"script": torchrun.training_script, "balance": config.balance, "num_chunks": config.num_chunks, "said": said.getvalue()}
+    print("PARSED", json.dumps(parsed | {name: getattr(args, name) for name in WANTED}))
+"""
+WANTED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "world_size", "data_parallel_size", "sequence_parallel"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "global_batch_size", "seq_length"),
+    *("recompute_granularity", "normalization", "swiglu", "position_embedding_type", "untie_embeddings_and_output_weights", "bf16"),
+    *("add_bias_linear", "exit_duration_in_mins", "save", "load", "deterministic_mode"),
+)
+
+
+def commands_of(script: str) -> list[list[str]]:
+    """The trainings a script would start, each from the word after torchrun."""
+    environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable}
+    ended = subprocess.run(
+        ["bash", str(ROOT / "examples" / script)], capture_output=True, text=True, timeout=30, env=environment, check=True
+    )
+    commands = []
+    for words in map(shlex.split, ended.stdout.splitlines()):
+        launcher = next((word for word in ("torchrun", "torch.distributed.run") if word in words), None)
+        if launcher:
+            commands.append(words[words.index(launcher) + 1 :])
+    return commands
+
+
+@pytest.fixture(scope="module")
+def parsed() -> dict[str, list[dict[str, Any]]]:
+    commands = {script: commands_of(script) for script in SCRIPTS}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # As common.sh and smoke_8gpu.sh set it; Megatron's --deterministic-mode asks for it.
+    environment |= {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    ended = subprocess.run(
+        [sys.executable, "-c", PARSE, " ".join(WANTED)],
+        input=json.dumps([command for those in commands.values() for command in those]),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-3000:]
+    found = [json.loads(line.removeprefix("PARSED ")) for line in ended.stdout.splitlines() if line.startswith("PARSED ")]
+    return {script: [found.pop(0) for _ in those] for script, those in commands.items()}
+
+
+# Kim et al. 2023: layers, hidden size, heads, GPUs, tensor, pipeline, micro-batch, global batch. LLaMA: Touvron et al. 2023; the rest ours.
+CONFIGURATIONS = {
+    "train_gpt3_13b.sh": (40, 5120, 40, 8, 1, 8, 1, 32),
+    "train_gpt3_96b.sbatch": (80, 9984, 104, 32, 4, 8, 2, 128),
+    "train_gpt3_134b.sbatch": (84, 11520, 120, 48, 4, 12, 2, 192),
+    "train_llama_65b.sbatch": (80, 8192, 64, 32, 4, 8, 4, 128),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", CONFIGURATIONS)
+def test_megatron_understands_the_configuration(parsed: dict[str, list[dict[str, Any]]], script: str) -> None:
+    (args,) = parsed[script]
+    names = ("num_layers", "hidden_size", "num_attention_heads", "world_size")
+    names += ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "global_batch_size")
+    assert tuple(args[name] for name in names) == CONFIGURATIONS[script]
+    assert args["script"] == "pretrain_gpt.py"
+    assert args["balance"] is True
+    assert args["data_parallel_size"] == 1
+    assert args["bf16"] is True
+    assert args["seq_length"] == 2048
+    assert args["sequence_parallel"] is (args["tensor_model_parallel_size"] > 1)
+    assert args["save"] == args["load"] is not None
+    assert (args["exit_duration_in_mins"] is not None) is script.endswith(".sbatch")
+    assert "bpipe: placement adjacent" in args["said"]
+    assert "stand on two nodes" not in args["said"], "a pair's transfers would use the network"
+
+
+@pytest.mark.timeout(300)
+def test_llama_is_a_llama(parsed: dict[str, list[dict[str, Any]]]) -> None:
+    (args,) = parsed["train_llama_65b.sbatch"]
+    assert args["ffn_hidden_size"] == 22016
+    assert args["normalization"] == "RMSNorm"
+    assert args["swiglu"] is args["untie_embeddings_and_output_weights"] is True
+    assert args["add_bias_linear"] is False
+    assert args["position_embedding_type"] == "rope"
+    assert args["recompute_granularity"] is None
+
+
+@pytest.mark.timeout(300)
+def test_the_smoke_test_compares_three_layouts(parsed: dict[str, list[dict[str, Any]]]) -> None:
+    runs = parsed["smoke_8gpu.sh"]
+    assert [run["balance"] for run in runs] == [False, True] * 3
+    assert all(run["world_size"] == 8 and run["deterministic_mode"] for run in runs)
+    layouts = [(run["tensor_model_parallel_size"], run["pipeline_model_parallel_size"], run["num_chunks"]) for run in runs]
+    assert layouts == [(1, 8, 1)] * 2 + [(2, 4, 1)] * 2 + [(2, 4, 2)] * 2
