@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-micro-batch", type=int, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=int, default=8, metavar="V", help="most model chunks a rank (default 8)")
     add("--allow-uneven", action="store_true", help="also where layers do not divide: the first and the last rank get fewer")
-    add("--profile", metavar="FILE", help="measured seconds, for the micro-batch sizes it has; others are not considered")
+    add(
+        "--profile",
+        metavar="FILE",
+        help="measured seconds; what it does not cover (micro-batch sizes, tensor, recompute, ...) is not considered",
+    )
     output = parser.add_argument_group("output").add_argument
     output("--rows", type=int, default=10, metavar="N", help="how many configurations to show (default 10)")
     output("--format", choices=("table", "json"), default="table")

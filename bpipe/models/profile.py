@@ -2,6 +2,7 @@
 
     {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
 
+`bpipe profile` adds how it `measured`, and such a file is refused for setups of another tensor, sequence, recompute, attention, precision.
 One entry for all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds several
 sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number. Anything left out comes
 from the cost model. Knows no device.
@@ -41,17 +42,24 @@ class Profile:
 
     source: str
     entries: tuple[Entry, ...]
+    measured: tuple[tuple[str, object], ...] = ()
 
-    def has(self, micro_batch: int) -> bool:
-        """Whether the file says something of setups of this size."""
-        return any(entry.micro_batch in (None, micro_batch) for entry in self.entries)
+    def conflict(self, setup: Setup) -> str | None:
+        """Why the file says nothing of this setup: it has other micro-batch sizes, or was measured with other choices. None: it does."""
+        for name, value in self.measured:
+            if getattr(setup, name) != value:
+                return f"measured with {name} {value}, the setup has {getattr(setup, name)}: profile that, too"
+        if any(entry.micro_batch in (None, setup.micro_batch) for entry in self.entries):
+            return None
+        sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
+        return f"no stage of micro-batch size {setup.micro_batch}, only of {sizes}: profile that size, too"
 
     def entries_for(self, setup: Setup) -> tuple[Entry, ...]:
         """One for each stage of the setup."""
+        conflict = self.conflict(setup)
+        if conflict:
+            raise ValueError(f"{self.source}: {conflict}")
         mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
-        if not mine:
-            sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
-            raise ValueError(f"{self.source}: no stage of micro-batch size {setup.micro_batch}, only of {sizes}: profile that size, too")
         if len(mine) not in (1, setup.num_stages):
             raise ValueError(
                 f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, the setup has {setup.num_stages}: "
@@ -101,9 +109,15 @@ def read_profile(path: str) -> Profile:
     stages = document.get("stages") if isinstance(document, dict) else None
     if not isinstance(stages, list) or not stages:
         raise ValueError(f'{path}: a profile is {{"stages": [{{"forward_s": ...}}]}}, with at least one stage')
-    return Profile(path, tuple(_entry(path, index, stage) for index, stage in enumerate(stages)))
+    measured = document.get("measured", {})
+    if not isinstance(measured, dict):
+        raise ValueError(f"{path}: measured is {measured!r}, but must be an object")
+    entries = tuple(_entry(path, index, stage) for index, stage in enumerate(stages))
+    return Profile(path, entries, tuple((name, measured[name]) for name in _CHOICES if name in measured))
 
 
+# What else decides how long a stage takes: `measured` of a file may name them, and then the file is for such setups only.
+_CHOICES = ("tensor", "sequence", "recompute", "attention", "precision")
 _KEYS = {field.name for field in fields(Entry)}
 _WHOLE = ("saved_bytes", "micro_batch", "layers")
 

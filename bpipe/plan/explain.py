@@ -28,6 +28,8 @@ def only_balanced(found: Found) -> str | None:
 
 def what_balancing_buys(outcome: Outcome) -> str:
     """The gain, or the sentence why it does not help."""
+    if not outcome.num_configurations:
+        return "There is no configuration under these constraints."
     if not outcome.num_fitting and outcome.closest is not None:
         setup, needs = outcome.closest
         limit = setup.cluster.device.memory_bytes

@@ -89,8 +89,6 @@ def enumerate_setups(space: Space) -> Iterator[Setup]:
         for micro_batch in divisors(space.global_batch // data):
             if micro_batch > space.max_micro_batch:
                 break
-            if space.profile is not None and not space.profile.has(micro_batch):
-                continue
             num_microbatches = space.global_batch // data // micro_batch
             for schedule, chunks, layers in _schedules(space, pipeline, num_microbatches):
                 for recompute in _scopes(space):
@@ -171,7 +169,7 @@ def _update_s(stages: tuple[StageCost, ...], p: int) -> float:
 
 def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, done, total: None) -> Outcome:
     """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one."""
-    setups = list(enumerate_setups(space))
+    setups = [setup for setup in enumerate_setups(space) if space.profile is None or space.profile.conflict(setup) is None]
     fitting: list[tuple[float, int, Setup, int | None]] = []
     closest: tuple[Setup, int] | None = None
     plain: tuple[Setup, int] | None = None

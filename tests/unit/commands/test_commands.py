@@ -166,3 +166,48 @@ def test_no_command_loads_torch_before_it_must() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "changes", [[], ["--swiglu", "--rms-norm", "--num-query-groups", "2", "--attention", "unfused", "--recompute", "selective"]]
+)
+def test_profile_writes_what_simulate_reads(changes: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--sequence", "64", "--vocabulary", "128", *changes]
+    path = tmp_path / "profile.json"
+    output(
+        capsys,
+        "profile",
+        *sizes,
+        "--micro-batch",
+        "1",
+        "2",
+        "--precision",
+        "fp32",
+        "--repeats",
+        "1",
+        "--device",
+        "cpu",
+        "--output",
+        str(path),
+    )
+    stages = json.loads(path.read_text())["stages"]
+    assert [stage["micro_batch"] for stage in stages] == [1, 2]
+    assert all(stage[key] > 0 for stage in stages for key in ("forward_s", "backward_s", "transfer_s", "output_s", "saved_bytes"))
+    rest = [
+        "--cluster",
+        "a100-80g:4",
+        "--pipeline",
+        "4",
+        "--global-batch",
+        "16",
+        "--precision",
+        "fp32",
+        "--profile",
+        str(path),
+        "--format",
+        "json",
+    ]
+    found = json.loads(output(capsys, "simulate", *sizes, *rest))
+    assert found["iteration_time_s"] > 16 * (stages[0]["forward_s"] + stages[0]["backward_s"])
+    assert main(["simulate", *sizes, *rest, "--recompute", "full"]) == 2
+    assert "the setup has full" in capsys.readouterr().err

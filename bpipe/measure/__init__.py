@@ -1,0 +1,1 @@
+"""Times taken on this machine's device. Needs torch."""
