@@ -7,6 +7,7 @@ fills or reads before the wait it owes is then wrong every time, not now and the
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
@@ -17,10 +18,13 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.steps import steps
 from bpipe.program import ProgramConfig, build
+from bpipe.runtime import engine as engine_module
+from bpipe.runtime import evictor
+from bpipe.runtime.capture import Found, find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
-from bpipe.simulate.memory import peak_counts
+from bpipe.simulate.memory import num_transfers, peak_counts
 
 CPU = torch.device("cpu")
 WIDTH = 32
@@ -236,3 +240,38 @@ def test_small_storages_stay() -> None:
     assert torch.equal(gradient(engine, plan), gradient(None, plan))
     assert transport.sizes
     assert min(transport.sizes[0]) >= 16 * WIDTH * 4
+
+
+def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a meter, only what leaves is walked, and once the first micro-batch, to learn how large they are."""
+    walks: list[int] = []
+
+    def counted(roots: Sequence[object], inputs: Sequence[torch.Tensor | None] = ()) -> tuple[Found, ...]:
+        walks.append(1)
+        return find(roots, inputs)
+
+    monkeypatch.setattr(evictor, "find", counted)
+    monkeypatch.setattr(engine_module, "find", counted)
+    plan = schedule()
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    engine = engine_for(plan)
+    evictions = num_transfers(plan, 0).evictions
+    run_iteration(engine, plan, weight)
+    assert len(walks) == evictions + 1
+    run_iteration(engine, plan, weight)
+    assert len(walks) == 2 * evictions + 1
+
+
+def test_the_stages_output_is_not_kept() -> None:
+    """The loop frees what it has sent on; a reference of the engine's would keep it for as long as its micro-batch lives."""
+    plan = schedule()
+    engine = engine_for(plan)
+    engine.begin()
+    engine.before(Action(0, Kind.FORWARD, 0))
+    received = inputs_of(0)
+    output = stage(torch.nn.Parameter(torch.randn(WIDTH, WIDTH)), received)
+    tensor, storage = weakref.ref(output), StorageWeakRef(output.untyped_storage())
+    engine.after(Action(0, Kind.FORWARD, 0), [output], [received])
+    del output
+    assert tensor() is None
+    assert storage.expired()

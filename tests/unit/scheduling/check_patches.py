@@ -1,0 +1,60 @@
+"""What the patch table does to a real Megatron, in a process of its own: importing it takes seconds. Ends with 0 when all is well."""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.scheduling import startup
+
+startup.prepare()
+
+# isort: split
+from megatron.core.pipeline_parallel import schedules
+from megatron.training import training
+
+import megatron.scheduling
+from megatron.scheduling import patches
+from megatron.scheduling.arguments import SchedulingConfig
+
+CONFIG = SchedulingConfig(
+    balance=True, transport="auto", timeout_s=60.0, minimum_bytes=65536, poison=False, report=None, num_ranks=4, num_chunks=1
+)
+
+
+def functions() -> list[object]:
+    return [getattr(module, patch.name) for patch in patches.PATCHES for module in (schedules, training) if hasattr(module, patch.name)]
+
+
+def removing_restores_megatrons_own() -> None:
+    before = functions()
+    installed = megatron.scheduling.install(CONFIG)
+    assert schedules.forward_step is not before[0]
+    assert functions() != before
+    installed.remove()
+    assert functions() == before
+
+
+def signatures_are_those_that_were_read() -> None:
+    assert [problem for patch in patches.PATCHES for problem in patches.differences(patch)] == []
+
+
+def another_signature_is_refused_with_nothing_replaced() -> None:
+    before = functions()
+    changed = replace(patches.BACKWARD_STEP, parameters=("input_tensor", "output_tensor", "gradient", "config"))
+    missing = replace(patches.FORWARD_STEP, name="forward_leap")
+    try:
+        patches.install({patches.FORWARD_STEP: lambda f: print, changed: lambda f: print, missing: lambda f: print})
+    except RuntimeError as error:
+        message = str(error)
+    assert f"is not the one bpipe was written against ({patches.TRIED_VERSION})" in message
+    assert "schedules.backward_step: new parameters output_tensor_grad and missing parameters gradient" in message
+    assert "schedules.forward_leap is gone" in message
+    assert functions() == before
+
+
+if __name__ == "__main__":
+    removing_restores_megatrons_own()
+    signatures_are_those_that_were_read()
+    another_signature_is_refused_with_nothing_replaced()

@@ -1,0 +1,101 @@
+"""docs/megatron.md says what the code does: its flags, what it refuses and how it says so, what it replaces, and which test shows what.
+
+Nothing here imports Megatron, and neither may what it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from megatron.scheduling.arguments import REFUSALS, SchedulingConfig, add_arguments
+from megatron.scheduling.patches import PATCHES, TRIED_VERSION
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = (ROOT / "docs/megatron.md").read_text()
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without its head."""
+    lines = TEXT.split(f"## {heading}\n", 1)[1].splitlines()
+    rows = []
+    for line in lines:
+        if line.startswith("|"):
+            rows.append([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+        elif rows:
+            break
+    assert all(len(row) == len(rows[0]) for row in rows)
+    return rows[2:]
+
+
+def plain(cell: str) -> str:
+    return cell.replace("`", "")
+
+
+def test_every_refusal_is_in_the_table_as_it_is_said() -> None:
+    documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table("What is refused")}
+    assert documented == {refusal.feature: (refusal.reason, refusal.remedy) for refusal in REFUSALS}
+    assert len(documented) == len(REFUSALS), "two refusals have one name"
+
+
+def names_in_gloo_tests() -> set[str]:
+    """Test functions, and the rows of the tables that they are parametrized with."""
+    names = set()
+    for path in (ROOT / "tests/gloo").glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                names.add(node.name)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]).endswith("ROWS"):
+                names.update(ast.literal_eval(key) for key in node.value.keys if key is not None)
+    return names
+
+
+def test_what_is_supported_names_its_test() -> None:
+    exists = names_in_gloo_tests()
+    assert {"tensor", "interleaved_m8"} <= exists
+    for feature, _, tests in table("What is supported"):
+        named = re.findall(r"`(\w+)`", tests)
+        assert named, f"{feature}: no test named"
+        assert set(named) <= exists, f"{feature}: {set(named) - exists} is no test and no row of one in tests/gloo"
+
+
+def test_nothing_is_supported_and_refused_at_once() -> None:
+    supported = {flag for row in table("What is supported") for flag in re.findall(r"`(--[\w-]+)", row[1])}
+    refused = {flag for row in table("What is refused") for flag in re.findall(r"`(--[\w-]+)", row[2])}
+    assert not supported & refused
+
+
+def test_every_flag_is_in_the_table_with_its_default() -> None:
+    defaults = {}
+    for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
+        value = str(action.metavar or "|".join(action.choices or ()))
+        usage = f"{action.option_strings[0]} {value}".rstrip()
+        defaults[usage] = {None: "none", False: "off"}.get(action.default, f"{action.default}".removesuffix(".0"))
+    assert {plain(row[0]): plain(row[1]) for row in table("Flags")} == defaults
+
+
+def test_every_replaced_function_is_in_the_table() -> None:
+    assert {plain(row[0]) for row in table("How the hooks work")} == {f"{patch.module}.{patch.name}" for patch in PATCHES}
+    assert f"pip install megatron-core=={TRIED_VERSION}" in TEXT
+
+
+def test_the_example_gives_the_configuration_all_it_needs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (call,) = [
+        node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call) and ast.unparse(node.func) == SchedulingConfig.__name__
+    ]
+    values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert list(values) == [field.name for field in fields(SchedulingConfig)]
+    assert SchedulingConfig(**values).active
+
+
+def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
+    """A fresh interpreter, because other tests may have loaded torch into this one."""
+    program = "import sys, megatron.scheduling.arguments; sys.exit(' '.join({'torch', 'megatron.core'} & set(sys.modules)) or 0)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stderr
