@@ -56,6 +56,7 @@ LOGGING_ARGS=(--log-interval 1 --eval-interval 1000 --eval-iters 0 --distributed
 smoke() {
     local name=$1 stages=$2 kind
     shift 2
+    run rm -rf "${RUNS:?}/$name"
     for kind in plain balanced; do
         local arguments=(
             "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}"
