@@ -25,8 +25,8 @@ class Device:
 
 
 # `between` is one network port a device: eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
-# Usable memory of the A100: "total capacity of 79.25 GiB" in torch's own messages (Vad-R1 issue 11, OOTDiffusion issue 235 on GitHub), of
-# the H100 79.1 GiB likewise; of the others the same share, 99.06 %, of what the data sheet calls GB and means GiB or GB by.
+# Usable memory of the A100 with 80 GB: "total capacity of 79.25 GiB" in torch's own messages (Vad-R1 issue 11, OOTDiffusion issue 235 on
+# GitHub). The others' are what torch reports on such machines, to a few tenths; `Device` takes another where yours differs.
 DEVICES = {
     device.name: device
     for device in (
