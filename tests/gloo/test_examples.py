@@ -1,7 +1,7 @@
 """What the examples would run, read by torchrun's own parser and by Megatron's, with ours in it, as far as a machine without GPUs allows.
 
 The scripts print their commands (DRY_RUN=1), so nothing is tested but what they would start. One process parses them all, because
-importing Megatron takes seconds.
+importing Megatron takes seconds. The toy, which needs no Megatron, is run.
 """
 
 from __future__ import annotations
@@ -130,3 +130,21 @@ def test_the_smoke_test_compares_three_layouts(parsed: dict[str, list[dict[str, 
     assert all(run["world_size"] == 8 and run["deterministic_mode"] for run in runs)
     layouts = [(run["tensor_model_parallel_size"], run["pipeline_model_parallel_size"], run["num_chunks"]) for run in runs]
     assert layouts == [(1, 8, 1)] * 2 + [(2, 4, 1)] * 2 + [(2, 4, 2)] * 2
+
+
+@pytest.mark.timeout(180)
+def test_the_toy_is_balanced_and_computes_the_same() -> None:
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "examples/toy.py")],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    lines = ended.stdout.splitlines()
+    assert [line.split() for line in lines[2:6]] == [["0", "4", "3", "3"], ["1", "3", "3", "0"], ["2", "2", "2", "0"], ["3", "1", "3", "0"]]
+    losses = lines[6].removeprefix("losses: ").split(", ")
+    assert len(set(losses)) == 3, "a loss that does not change would make any two runs equal"
+    assert lines[7] == "identical: losses and weights agree to the last bit"
