@@ -27,7 +27,7 @@ def _skip_compiling_helpers() -> str | None:
     if os.path.exists(os.path.join(os.path.dirname(utils.__file__), "Makefile")):
         return None
     utils.compile_helpers = lambda: None
-    return "dataset helpers: shipped compiled, not built again"
+    return "dataset helpers are shipped compiled and not built again"
 
 
 def _torch_norm_with_sequence_parallelism() -> str | None:
@@ -62,7 +62,7 @@ def _torch_norm_with_sequence_parallelism() -> str | None:
         return norm
 
     WrappedTorchNorm.__new__ = marked
-    return "torch's norm: marked for sequence parallelism"
+    return "torch's norm takes part in sequence parallelism"
 
 
 def _resume_distributed_optimizer_with_torch_adam() -> str | None:
@@ -98,7 +98,7 @@ def _resume_distributed_optimizer_with_torch_adam() -> str | None:
 
     kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
     kind._set_main_param_and_optimizer_states = torch.no_grad()(kind._set_main_param_and_optimizer_states)
-    return "distributed optimizer with torch's Adam: resumes"
+    return "the distributed optimizer resumes with torch's Adam"
 
 
 _REPAIRS: tuple[Callable[[], str | None], ...] = (

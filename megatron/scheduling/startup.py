@@ -21,8 +21,7 @@ def prepare() -> None:
         cpu_runtime.install()
     from megatron.scheduling import repairs, tokenizer
 
-    for line in repairs.apply():
-        _say(line)
+    _say(f"repairs in the installed Megatron: {'; '.join(repairs.apply()) or 'none needed'}")
     tokenizer.install_byte_level_tokenizer()
 
 
