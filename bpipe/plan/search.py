@@ -170,6 +170,25 @@ def _update_s(stages: tuple[StageCost, ...], p: int) -> float:
 def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, done, total: None) -> Outcome:
     """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one."""
     setups = [setup for setup in enumerate_setups(space) if space.profile is None or space.profile.conflict(setup) is None]
+    fitting, closest = _what_fits(space, setups, progress)
+    fitting.sort(key=lambda one: one[:2])
+    rows, fastest_plain, fastest_balanced, simulated = _fastest(space, fitting, num_rows, progress)
+    return Outcome(
+        num_configurations=len(setups),
+        num_fitting=len(fitting),
+        num_only_balanced=sum(needs is not None for *_, needs in fitting),
+        num_simulated=simulated,
+        rows=rows,
+        plain=fastest_plain,
+        balanced=fastest_balanced,
+        closest=None if fitting else closest,
+    )
+
+
+def _what_fits(
+    space: Space, setups: list[Setup], progress: Progress
+) -> tuple[list[tuple[float, int, Setup, int | None]], tuple[Setup, int] | None]:
+    """(lower bound of time, number, setup, bytes it would need unbalanced) of every setup worth simulating, and the least needing one."""
     fitting: list[tuple[float, int, Setup, int | None]] = []
     closest: tuple[Setup, int] | None = None
     plain: tuple[Setup, int] | None = None
@@ -189,18 +208,7 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
         if peak <= limit:
             fitting.append((lower_bound_s(setup, space.profile), number, setup, needs))
     progress("memory", len(setups), len(setups))
-    fitting.sort(key=lambda one: one[:2])
-    rows, fastest_plain, fastest_balanced, simulated = _fastest(space, fitting, num_rows, progress)
-    return Outcome(
-        num_configurations=len(setups),
-        num_fitting=len(fitting),
-        num_only_balanced=sum(needs is not None for *_, needs in fitting),
-        num_simulated=simulated,
-        rows=rows,
-        plain=fastest_plain,
-        balanced=fastest_balanced,
-        closest=None if fitting else closest,
-    )
+    return fitting, closest
 
 
 def _fastest(

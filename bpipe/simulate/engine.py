@@ -197,7 +197,7 @@ class _Run:
 
     def _rank(self, rank: int) -> _Process:
         """One rank's iteration."""
-        over, timed, durations = self.over, self.compute[rank], _durations(self.costs.stages)
+        timed, durations = self.compute[rank], _durations(self.costs.stages)
         clock: Number = 0
         leaving: list[int] = []
         loading: dict[tuple[int, int], int] = {}
@@ -209,12 +209,7 @@ class _Run:
                 continue
             kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
             needed = self._needed(kind, stage, microbatch)
-            if self.blocking:
-                clock = yield from self._exchange(made, needed, clock)  # [5]
-            elif needed is not None:  # [1]
-                if over[needed.event] is None:
-                    yield needed.event
-                clock = max(clock, self._end(needed.event))
+            clock = yield from self._arrive(made, needed, clock)
             if leaving:
                 clock = yield from self._await(rank, leaving, clock)  # [2]
             started = self._post(rank, step.before, clock, loading) if step.before else []
@@ -224,14 +219,11 @@ class _Run:
             timed.append(Timed(compute, clock, end))
             clock = end
             made = self._made(kind, stage, microbatch)
-            if made is not None and not self.blocking:
-                self._ready(made, clock)
+            self._leave(made, clock)
             if started:
                 clock = yield from self._await(rank, started, clock)  # [2]
             leaving = self._post(rank, step.after, clock, loading) if step.after else []
-        if self.blocking:
-            clock = yield from self._exchange(made, None, clock)
-        self.clocks[rank] = clock
+        self.clocks[rank] = yield from self._arrive(made, None, clock)
 
     def _end(self, event: int) -> Number:
         end = self.over[event]
@@ -260,6 +252,21 @@ class _Run:
 
     def _ready(self, message: _Message, at: Number) -> None:
         heapq.heappush(self.ready, (at, message.event, message.route.port_out, message.route.port_in, message.route.seconds))
+
+    def _leave(self, made: _Message | None, clock: Number) -> None:
+        """Where exchanges do not block, what was computed is on its way at once."""
+        if made is not None and not self.blocking:
+            self._ready(made, clock)
+
+    def _arrive(self, made: _Message | None, needed: _Message | None, clock: Number) -> Generator[int, None, Number]:
+        """Wait for what the next computation needs [1], where exchanges block also for what the last one made [5]."""
+        if self.blocking:
+            return (yield from self._exchange(made, needed, clock))
+        if needed is None:
+            return clock
+        if self.over[needed.event] is None:
+            yield needed.event
+        return max(clock, self._end(needed.event))
 
     def _exchange(self, made: _Message | None, needed: _Message | None, clock: Number) -> Generator[int, None, Number]:
         """Be there for both messages at once, or send first where they go to and come from different neighbours."""

@@ -36,7 +36,7 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
 @pytest.mark.parametrize("name", ["gpt3-96b", "llama-65b"])
 def test_with_flash_attention_it_does_not_help(name: str) -> None:
     """Huang et al. 2024: no gain for GPT-3 96B with flash attention, none for LLaMA 65B."""
-    found = search(Space(PRESETS[name], A100, 128, 2048, "flash"))
+    found = search(Space(PRESETS[name], A100, 128, 2048, "flash", max_micro_batch=2, max_chunks=2), num_rows=1)
     text = what_balancing_buys(found)
     assert text.startswith("Balancing does not help here")
     assert "the bubble is" in text
