@@ -136,7 +136,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "variable sequence lengths",
         lambda a: a.variable_seq_lengths,
         "micro-batches of differing length are not supported yet",
-        "drop --variable-seq-lengths",
+        "leave variable_seq_lengths at False",
     ),
     Refusal(
         "distributed saved activations",
@@ -148,7 +148,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "FSDP",
         lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
         "FSDP frees parameters that saved tensors share",
-        "drop --use-megatron-fsdp",
+        "drop --use-megatron-fsdp / --use-torch-fsdp2",
     ),
     Refusal(
         "in-process restart",
@@ -160,7 +160,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "partial recomputation of micro-batches",
         lambda a: a.recompute_num_layers is not None and a.pipeline_model_parallel_size > 1 and _partial_recompute(a),
         "recomputation that differs between micro-batches saves differing sizes",
-        "drop --num-microbatches-with-partial-activation-checkpoints",
+        "leave num_microbatches_with_partial_activation_checkpoints unset",
     ),
 )
 

@@ -8,6 +8,7 @@ as they say. A script may also call `prepare()` itself, before it imports Megatr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import runpy
@@ -52,9 +53,20 @@ def _wrap_pretrain(pretrain: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         with scheduling(get_args()):
-            return pretrain(*positional, **keywords)
+            result = pretrain(*positional, **keywords)
+        # Only a run that ended well: after an error the other ranks are gone, and leaving their groups could wait for them.
+        atexit.register(_leave_process_groups)
+        return result
 
     return run
+
+
+def _leave_process_groups() -> None:
+    """Megatron leaves its process groups to the interpreter's end, where a communication thread still running aborts the process."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
