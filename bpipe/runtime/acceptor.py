@@ -87,6 +87,10 @@ class Acceptor:
             if slot.state is not State.FREE:
                 raise TransferError(f"host slot {slot.index} still holds {slot.holds} at the end of the iteration: its RETURN is missing")
 
+    def release(self) -> None:
+        """Free the slots; the next HOST learns the sizes and allocates them again."""
+        self._slots = None
+
     def abandon(self) -> None:
         """Drop everything after an error; the run is over."""
         self._pending.clear()

@@ -145,6 +145,12 @@ class Engine:
             self._acceptor.end()
         self._position = 0
 
+    def release(self) -> None:
+        """Give the host slots back: another program takes over. Both ranks of a pair call this; the next `begin` measures anew."""
+        for role in (self._evictor, self._acceptor):
+            if role is not None:
+                role.release()
+
     def abandon(self) -> None:
         """Drop every reference after an error; the run is over."""
         for role in (self._evictor, self._acceptor):

@@ -193,6 +193,10 @@ class Evictor:
             self._wait(self._announcement, activations.action, "announcing its sizes")
             self._announcement = None
 
+    def release(self) -> None:
+        """Forget the sizes: the partner gives its slots back and has to be told again."""
+        self.sizes = {}
+
     def abandon(self) -> None:
         """Drop everything after an error; the run is over."""
         self._known.clear()

@@ -126,6 +126,9 @@ class Hooks:
 
     def _engine(self, num_microbatches: int, model: torch.nn.Module) -> Engine:
         """The engine for this many micro-batches, made at the first iteration that has them."""
+        if self._last_num_microbatches not in (0, num_microbatches):
+            # Every rank changes over at once, so the slots of one program are enough.
+            self._engines[self._last_num_microbatches].release()
         self._last_num_microbatches = num_microbatches
         engine = self._engines.get(num_microbatches)
         if engine is None:

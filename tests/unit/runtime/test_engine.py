@@ -275,3 +275,19 @@ def test_the_stages_output_is_not_kept() -> None:
     del output
     assert tensor() is None
     assert storage.expired()
+
+
+def test_a_released_engine_measures_and_announces_again() -> None:
+    """Programs for several numbers of micro-batches take turns; only one holds slots."""
+    plan = schedule()
+    transport = LateTransport()
+    engine = engine_for(plan, transport)
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+    run_iteration(engine, plan, weight)
+    announced, transport.sizes = transport.sizes, {}
+    engine.release()
+    assert engine.moved_bytes == {}
+    run_iteration(engine, plan, weight)
+    assert transport.sizes == announced
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, gradient(None, plan, 2))
