@@ -27,6 +27,7 @@ import torch
 from bpipe.ir.action import Action
 from bpipe.runtime.capture import Found, Shared, find
 from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams
 from bpipe.transport.base import Pending, Transport
 
@@ -65,12 +66,7 @@ class Activations:
     action: Action | None = None
 
     def move(self, state: State, action: Action) -> None:
-        if _NEXT[self.state] is not state:
-            raise RuntimeFault(
-                f"activations of {self.forward}: {self.state.name} -> {state.name} on {action}, "
-                f"but only {_NEXT[self.state].name} may follow {self.state.name}; is a wait missing?"
-            )
-        self.state = state
+        self.state = advance(self.state, state, _NEXT, f"activations of {self.forward}", action)
         self.action = action
 
 

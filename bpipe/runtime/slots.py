@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from bpipe.ir.action import Action
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.states import advance
 
 # Buffers start on the boundary copy engines and vector loads like best; the remainder of a storage's last block is never sent.
 ALIGNMENT_BYTES = 512
@@ -51,12 +51,7 @@ class HostSlot:
 
     def move(self, state: State, action: Action) -> None:
         """Go to `state` because of `action`; refuses every other step than the next one of the diagram."""
-        if _NEXT[self.state] is not state:
-            raise RuntimeFault(
-                f"host slot {self.index}, holding {self.holds}: {self.state.name} -> {state.name} on {action}, "
-                f"but only {_NEXT[self.state].name} may follow {self.state.name}; is a wait missing?"
-            )
-        self.state = state
+        self.state = advance(self.state, state, _NEXT, f"host slot {self.index}, holding {self.holds}", action)
         self.holds = None if state is State.FREE else action
 
 
