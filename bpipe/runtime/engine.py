@@ -42,7 +42,7 @@ class Engine:
     def __init__(
         self, schedule: Schedule, rank: int, transport: Transport | None, config: EngineConfig, meter: Meter | None = None
     ) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         self._rank = rank
         self._config = config
         self._meter = meter
@@ -112,7 +112,7 @@ class Engine:
         if step.compute != op:
             raise RuntimeFault(
                 f"{self._config.name}: the program says {step.compute or 'the iteration is over'}, the pipeline loop runs {op}, "
-                f"{self._where()}. The schedule {self._schedule.name} is not the one this loop runs"
+                f"{self._where()}. The schedule {self.schedule.name} is not the one this loop runs"
             )
         if self._evictor:
             # An eviction in a bubble slot ends with it, and so before the computation after it.

@@ -36,7 +36,6 @@ class Hooks:
     def __init__(self, config: SchedulingConfig) -> None:
         self._config = config
         self._engines: dict[int, Engine] = {}
-        self._schedules: dict[int, Schedule] = {}
         self._active: Engine | None = None
         self._meter = Meter() if config.report is not None else None
         self._groups: PairGroups | None = None
@@ -155,7 +154,6 @@ class Hooks:
                 balance=balance,
             )
         )
-        self._schedules[num_microbatches] = schedule
         if self._config.balance:
             say(describe(schedule))
         return schedule
@@ -184,11 +182,10 @@ class Hooks:
         """
         if not self._peaks:
             return None
-        schedule = self._schedules[self._last_num_microbatches]
         engine = self._engines[self._last_num_microbatches]
         peaks = self._peaks[1:] or self._peaks
         return StageReport.of(
-            schedule,
+            engine.schedule,
             self._rank,
             peak_microbatches=max(peak[0] for peak in peaks),
             peak_bytes=max(peak[1] for peak in peaks),
