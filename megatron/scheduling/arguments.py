@@ -6,11 +6,11 @@ In: an argparse parser, later its namespace. Out: `SchedulingConfig`. Knows no t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.scheduling.placement import PLACEMENTS
+from megatron.scheduling.refusals import reasons
 
 TRANSPORTS = ("auto", "nccl", "gloo")
 
@@ -84,95 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Something of Megatron's that `--bpipe` cannot do yet: its name in the documentation, when it applies, why, and the way out."""
-
-    feature: str
-    applies: Callable[[Any], bool]
-    reason: str
-    remedy: str
-
-
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "interleaving with another micro-batch group",
-        lambda a: a.virtual_pipeline_model_parallel_size is not None and _other_group(a),
-        "interleaved 1F1B is balanced for groups of as many micro-batches as there are stages",
-        "drop --microbatch-group-size-per-virtual-pipeline-stage",
-    ),
-    Refusal(
-        "CUDA graphs",
-        lambda a: a.cuda_graph_impl != "none",
-        "CUDA graphs fix the addresses of activations, which move",
-        "use --cuda-graph-impl none",
-    ),
-    Refusal(
-        "FP8 and FP4",
-        lambda a: a.fp8 is not None or a.fp4 is not None,
-        "FP8 and FP4 keep state beside activations",
-        "drop --fp8-format / --fp4-format",
-    ),
-    Refusal(
-        "activation offloading",
-        lambda a: a.cpu_offloading_num_layers > 0 or a.fine_grained_activation_offloading,
-        "activation offloading moves the same tensors",
-        "drop --cpu-offloading-num-layers / --fine-grained-activation-offloading",
-    ),
-    Refusal(
-        "combined 1F1B",
-        lambda a: a.overlap_moe_expert_parallel_comm,
-        "the combined 1F1B schedule runs other steps",
-        "drop --overlap-moe-expert-parallel-comm",
-    ),
-    Refusal("paged stash", lambda a: a.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
-    Refusal(
-        "mixture of experts",
-        lambda a: a.num_experts is not None,
-        "mixture-of-experts saves a different size for every micro-batch, which is not supported yet",
-        "drop --num-experts",
-    ),
-    Refusal(
-        "variable sequence lengths",
-        lambda a: a.variable_seq_lengths,
-        "micro-batches of differing length are not supported yet",
-        "leave variable_seq_lengths at False",
-    ),
-    Refusal(
-        "distributed saved activations",
-        lambda a: a.distribute_saved_activations,
-        "saved activations already distributed over tensor-parallel ranks live in a shared buffer",
-        "drop --distribute-saved-activations",
-    ),
-    Refusal(
-        "FSDP",
-        lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
-        "FSDP frees parameters that saved tensors share",
-        "drop --use-megatron-fsdp / --use-torch-fsdp2",
-    ),
-    Refusal(
-        "in-process restart",
-        lambda a: a.inprocess_restart,
-        "an in-process restart cannot rebuild the pairs' process groups",
-        "drop --inprocess-restart",
-    ),
-    Refusal(
-        "partial recomputation of micro-batches",
-        lambda a: a.recompute_num_layers is not None and a.pipeline_model_parallel_size > 1 and _partial_recompute(a),
-        "recomputation that differs between micro-batches saves differing sizes",
-        "leave num_microbatches_with_partial_activation_checkpoints unset",
-    ),
-)
-
-
-def _other_group(args: Any) -> bool:
-    return args.microbatch_group_size_per_vp_stage not in (None, args.pipeline_model_parallel_size)
-
-
-def _partial_recompute(args: Any) -> bool:
-    return getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None
-
-
 def config_from_args(args: Any) -> SchedulingConfig:
     """The configuration, once Megatron has validated its own arguments. Raises ValueError with one line a reason."""
     problems = []
@@ -180,9 +91,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
         problems.append(f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds")
     if args.bpipe_min_bytes < 1:
         problems.append(f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1")
-    wanted = "--bpipe" if args.bpipe else "--bpipe-report"
     if args.bpipe or args.bpipe_report is not None:
-        problems += [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in REFUSALS if refusal.applies(args)]
+        problems += reasons(args, args.bpipe)
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
     return SchedulingConfig(

@@ -1,0 +1,169 @@
+"""What of Megatron `--bpipe` cannot do, with the reason and the way out.
+
+In: Megatron's parsed arguments, or the configuration of a model that is about to train. Out: nothing, or a ValueError with a line a reason.
+Knows no tensors and imports no Megatron. What the settings do not have does not apply: a model's configuration says nothing of FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Settings:
+    """Arguments or a configuration, read without knowing which of the two: what is not there is None."""
+
+    def __init__(self, source: object) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name, None)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something of Megatron's that `--bpipe` cannot do: its name in the documentation, when it applies, why, and the way out."""
+
+    feature: str
+    applies: Callable[[Settings], object]
+    reason: str
+    remedy: str
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "interleaving with another micro-batch group",
+        lambda s: (
+            s.virtual_pipeline_model_parallel_size and s.microbatch_group_size_per_vp_stage not in (None, s.pipeline_model_parallel_size)
+        ),
+        "interleaved 1F1B is balanced for groups of as many micro-batches as there are stages",
+        "drop --microbatch-group-size-per-virtual-pipeline-stage",
+    ),
+    Refusal(
+        "CUDA graphs",
+        lambda s: s.cuda_graph_impl not in (None, "none") or s.enable_cuda_graph or s.external_cuda_graph,
+        "CUDA graphs fix the addresses of activations, which move",
+        "use --cuda-graph-impl none",
+    ),
+    Refusal(
+        "FP8 and FP4",
+        lambda s: s.fp8 is not None or s.fp4 is not None,
+        "FP8 and FP4 keep state beside activations",
+        "drop --fp8-format / --fp4-format",
+    ),
+    Refusal(
+        "activation offloading",
+        lambda s: s.cpu_offloading or (s.cpu_offloading_num_layers or 0) > 0 or s.fine_grained_activation_offloading,
+        "activation offloading moves the same tensors",
+        "drop --cpu-offloading-num-layers / --fine-grained-activation-offloading",
+    ),
+    Refusal(
+        "combined 1F1B",
+        lambda s: s.overlap_moe_expert_parallel_comm or s.delay_wgrad_compute,
+        "the combined 1F1B schedule runs other steps",
+        "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
+    ),
+    Refusal("paged stash", lambda s: s.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
+    Refusal(
+        "mixture of experts",
+        lambda s: s.num_experts or s.num_moe_experts,
+        "how much a mixture of experts saves depends on where the router sends the tokens, so it differs from micro-batch to micro-batch",
+        "drop --num-experts",
+    ),
+    Refusal(
+        "variable sequence lengths",
+        lambda s: s.variable_seq_lengths,
+        "micro-batches of differing length save differing sizes",
+        "leave variable_seq_lengths at False",
+    ),
+    Refusal(
+        "packed sequences",
+        lambda s: s.sft or s.dataloader_inter_document_masking or s.hybrid_context_parallel,
+        "what attention saves of packed sequences depends on how many were packed, so it differs from micro-batch to micro-batch",
+        "drop --sft / --dataloader-inter-document-masking / --hybrid-context-parallel",
+    ),
+    Refusal(
+        "distributed saved activations",
+        lambda s: s.distribute_saved_activations,
+        "saved activations already distributed over tensor-parallel ranks live in a shared buffer",
+        "drop --distribute-saved-activations",
+    ),
+    Refusal(
+        "recomputation of the MLP with biases",
+        lambda s: s.recompute_granularity == "selective" and "mlp" in (s.recompute_modules or ()) and s.add_bias_linear,
+        "Megatron's own recomputation of the MLP hangs when its linear layers have biases",
+        "use --disable-bias-linear, or drop mlp from --recompute-modules",
+    ),
+    Refusal(
+        "partial recomputation of micro-batches",
+        lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
+        "recomputation that differs between micro-batches saves differing sizes",
+        "leave num_microbatches_with_partial_activation_checkpoints unset",
+    ),
+    Refusal(
+        "overlapped tensor-parallel communication",
+        lambda s: s.tp_comm_overlap,
+        "Transformer Engine keeps activations in communication buffers of its own, and moving those was never tried",
+        "drop --tp-comm-overlap",
+    ),
+    Refusal(
+        "weights sharded beyond tensor parallelism",
+        lambda s: (s.gtp_weight_remat_size or 1) > 1 or (s.expert_gtp_weight_remat_size or 1) > 1,
+        "weights that are gathered for a step are saved like activations, and moving those was never tried",
+        "drop --tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards",
+    ),
+    Refusal(
+        "ring exchange",
+        lambda s: s.use_ring_exchange_p2p,
+        "the ring exchange of a custom torch was never tried beside the transfers",
+        "drop --use-ring-exchange-p2p",
+    ),
+    Refusal(
+        "FSDP",
+        lambda s: s.use_megatron_fsdp or s.use_torch_fsdp2,
+        "FSDP frees parameters that saved tensors share",
+        "drop --use-megatron-fsdp / --use-torch-fsdp2",
+    ),
+    Refusal(
+        "in-process restart",
+        lambda s: s.inprocess_restart,
+        "an in-process restart cannot rebuild the pairs' process groups",
+        "drop --inprocess-restart",
+    ),
+    Refusal(
+        "reinforcement learning",
+        lambda s: s.perform_rl_step,
+        "reinforcement learning generates text between its iterations, which was never tried",
+        "drop --perform-rl-step",
+    ),
+    Refusal(
+        "a fake process group",
+        lambda s: s.fake_process_group,
+        "a fake process group sends nothing, so activations would not come back",
+        "drop --fake-process-group",
+    ),
+    Refusal(
+        "a YAML configuration",
+        lambda s: s.yaml_cfg,
+        "a YAML configuration replaces the command line, and was never tried",
+        "give the flags on the command line instead of --yaml-cfg",
+    ),
+)
+
+
+def _other_group(settings: Settings) -> bool:
+    return settings.microbatch_group_size_per_vp_stage not in (None, settings.pipeline_model_parallel_size)
+
+
+def reasons(settings: object, balance: bool) -> list[str]:
+    """Why these settings cannot train with `--bpipe`, or cannot be measured with `--bpipe-report`: a line each, or none."""
+    wanted = "--bpipe" if balance else "--bpipe-report"
+    return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in REFUSALS if refusal.applies(Settings(settings))]
+
+
+def refuse(settings: object, balance: bool) -> None:
+    """Raise ValueError with every reason. A script of one's own may set in its model what no flag says: give that model's configuration."""
+    found = reasons(settings, balance)
+    if found:
+        raise ValueError("\n  ".join(["this run cannot start:", *found]))
