@@ -6,14 +6,19 @@ Nothing else in this project assigns to a name of Megatron's scheduler or traine
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-TRIED_VERSION = "0.19.2"
+from packaging.version import Version
+
+TRIED_VERSIONS = ("0.19.2",)
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -91,18 +96,33 @@ class Installed:
 
 
 def install(wraps: Mapping[Patch, Wrap]) -> Installed:
-    """Check every signature, then replace. Raises RuntimeError naming what differs, with nothing replaced."""
+    """Check every signature, then replace. Raises RuntimeError naming what differs, with nothing replaced.
+
+    Equal signatures in a version that was never tried are taken, and rank 0 says so, once.
+    """
+    tried, installed_version = ", ".join(TRIED_VERSIONS), Version(metadata.version("megatron-core")).public
     problems = [problem for patch in wraps for problem in differences(patch)]
     if problems:
         raise RuntimeError(
-            f"the installed megatron-core {_version()} is not the one bpipe was written against ({TRIED_VERSION}):\n  "
+            f"the installed megatron-core {installed_version} is not the one bpipe was written against ({tried}):\n  "
             + "\n  ".join(problems)
-            + f"\nInstall megatron-core=={TRIED_VERSION}, or train without --bpipe"
+            + f"\nInstall megatron-core=={TRIED_VERSIONS[-1]}, or train without --bpipe"
+        )
+    if installed_version not in TRIED_VERSIONS:
+        _remark(
+            f"megatron-core {installed_version} is not among the versions tried ({tried}); the signatures of what is replaced are equal"
         )
     installed = Installed()
     for patch, wrap in wraps.items():
         installed.add(patch, wrap)
     return installed
+
+
+@functools.cache
+def _remark(line: str) -> None:
+    """One line, once, from rank 0; there may be no process group yet to ask."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"bpipe: {line}", flush=True)
 
 
 def differences(patch: Patch) -> list[str]:
@@ -118,9 +138,3 @@ def differences(patch: Patch) -> list[str]:
     missing = [name for name in patch.parameters if name not in found]
     what = [f"new parameters {', '.join(new)}"] * bool(new) + [f"missing parameters {', '.join(missing)}"] * bool(missing)
     return [f"{where}: {' and '.join(what) or 'parameters in another order'}"]
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("megatron-core")

@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
+from importlib import metadata
+from unittest import mock
 
 from megatron.scheduling import startup
 
@@ -48,13 +52,32 @@ def another_signature_is_refused_with_nothing_replaced() -> None:
         patches.install({patches.FORWARD_STEP: lambda f: print, changed: lambda f: print, missing: lambda f: print})
     except RuntimeError as error:
         message = str(error)
-    assert f"is not the one bpipe was written against ({patches.TRIED_VERSION})" in message
+    assert f"is not the one bpipe was written against ({patches.TRIED_VERSIONS[0]})" in message
     assert "schedules.backward_step: new parameters output_tensor_grad and missing parameters gradient" in message
     assert "schedules.forward_leap is gone" in message
     assert functions() == before
+
+
+def said_with_version(version: str) -> str:
+    """What installing and removing twice prints where the installed megatron-core calls itself so."""
+    said = io.StringIO()
+    with mock.patch.object(metadata, "version", return_value=version), contextlib.redirect_stdout(said):
+        for _ in range(2):
+            patches.install({patches.FORWARD_STEP: lambda function: function}).remove()
+    return said.getvalue()
+
+
+def a_version_never_tried_is_named_once() -> None:
+    assert said_with_version(patches.TRIED_VERSIONS[0]) == ""
+    assert said_with_version(f"{patches.TRIED_VERSIONS[0]}+a1b2c3d") == "", "a build of a version that was tried"
+    assert (
+        said_with_version("0.20.0")
+        == "bpipe: megatron-core 0.20.0 is not among the versions tried (0.19.2); the signatures of what is replaced are equal\n"
+    )
 
 
 if __name__ == "__main__":
     removing_restores_megatrons_own()
     signatures_are_those_that_were_read()
     another_signature_is_refused_with_nothing_replaced()
+    a_version_never_tried_is_named_once()
