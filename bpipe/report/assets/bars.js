@@ -1,0 +1,93 @@
+// Bars of memory per stage: without balancing beside this run, as in figure 8 of the BPipe paper. In: the view's stages. Out: one SVG.
+
+const BARS = { width: 860, height: 300, left: 64, right: 8, top: 34, bottom: 36 };
+
+function niceStep(size, count) {
+  const rough = size / count;
+  const power = 2 ** Math.floor(Math.log2(rough));
+  return rough > power * 1.42 ? 2 * power : power;
+}
+
+function barTitle(stage, text, bytes) {
+  return drawing("title", {}, `stage ${stage.stage}, ${text}: ${bytesText(bytes)}`);
+}
+
+function barLegend(balanced) {
+  const entries = [
+    ["without balancing, predicted", [["rect", { class: "before" }], ["rect", { fill: "url(#stripes)" }]]],
+    [balanced ? "this run, balanced: measured" : "this run: measured", [["rect", { class: "after" }]]],
+    ["predicted", [["rect", { class: "expected" }]]],
+    ["bound", [["line", { class: "bound", x1: -1, x2: 17, y1: 6, y2: 6 }]]],
+  ];
+  const group = drawing("g", { transform: `translate(${BARS.left}, 4)` });
+  let x = 0;
+  for (const [text, shapes] of entries) {
+    const entry = drawing("g", { transform: `translate(${x}, 0)` });
+    for (const [name, attributes] of shapes) entry.append(drawing(name, name === "rect" ? { width: 16, height: 12, ...attributes } : attributes));
+    const label = drawing("text", { x: 22, y: 10.5 });
+    label.textContent = text;
+    entry.append(label);
+    group.append(entry);
+    x += 42 + text.length * 6.3;
+  }
+  return group;
+}
+
+function stageBars(stage, x, room, y) {
+  const group = drawing("g");
+  const width = Math.min(34, room * 0.36);
+  const floor = y(0);
+  const middle = x + room / 2;
+  const bar = (left, bytes, attributes, text) => {
+    if (bytes === null) return;
+    group.append(drawing("rect", { x: left, y: y(bytes), width, height: Math.max(0, floor - y(bytes)), ...attributes }, barTitle(stage, text, bytes)));
+  };
+  bar(middle - width - 1, stage.unbalanced_bytes, { class: "before" }, "without balancing, predicted");
+  bar(middle - width - 1, stage.unbalanced_bytes, { fill: "url(#stripes)" }, "without balancing, predicted");
+  bar(middle + 1, stage.measured_bytes, { class: "after" }, "measured");
+  // Dashes around narrow bars would be nothing but noise: there a line on top says the same.
+  if (width >= 9) bar(middle + 1, stage.predicted_bytes, { class: "expected" }, "predicted");
+  else if (stage.predicted_bytes !== null) {
+    const height = y(stage.predicted_bytes);
+    const ends = { x1: middle, x2: middle + width + 2, y1: height, y2: height };
+    group.append(drawing("line", { class: "expected", ...ends }, barTitle(stage, "predicted", stage.predicted_bytes)));
+  }
+  if (stage.bound_bytes !== null) {
+    const height = y(stage.bound_bytes);
+    const [x1, x2] = [middle - width - 4, middle + width + 4];
+    group.append(drawing("line", { class: "bound", x1, x2, y1: height, y2: height }, barTitle(stage, "bound", stage.bound_bytes)));
+  }
+  return group;
+}
+
+function fillBars(stages) {
+  const sizes = stages.flatMap((stage) => [stage.unbalanced_bytes, stage.measured_bytes, stage.predicted_bytes, stage.bound_bytes]);
+  const top = Math.max(1, ...sizes.filter((size) => size !== null)) * 1.04;
+  const { width, height, left, right, bottom } = BARS;
+  const y = (bytes) => height - bottom - (bytes / top) * (height - bottom - BARS.top);
+  const balanced = stages.some((stage) => stage.evictions > 0);
+  const most = stages.reduce((found, stage) => ((stage.measured_bytes ?? 0) > (found?.measured_bytes ?? 0) ? stage : found), null);
+  const summary = `Bars of saved activations, ${stages.length} stages, without balancing and in this run.`
+    + (most ? ` Most, ${bytesText(most.measured_bytes)}, on stage ${most.stage}.` : "") + " The same numbers are in the table of stages.";
+  const stripes = drawing("pattern", { id: "stripes", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    drawing("line", { class: "stripes", x1: 0, y1: 0, x2: 0, y2: 6 }));
+  const picture = drawing("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": summary }, drawing("defs", {}, stripes));
+  const write = (x, height, text, attributes) => {
+    const word = drawing("text", { x, y: height, ...attributes });
+    word.textContent = text;
+    picture.append(word);
+  };
+  for (let bytes = 0, step = niceStep(top, 4); bytes <= top; bytes += step) {
+    picture.append(drawing("line", { class: "rule", x1: left, x2: width - right, y1: y(bytes), y2: y(bytes) }));
+    write(left - 8, y(bytes) + 4, bytes ? bytesText(bytes).replace(/\.0+ /, " ") : "0", { "text-anchor": "end", class: "quiet" });
+  }
+  const room = (width - left - right) / Math.max(1, stages.length);
+  const every = Math.ceil(18 / room);
+  stages.forEach((stage, index) => {
+    picture.append(stageBars(stage, left + index * room, room, y));
+    if (index % every === 0) write(left + (index + 0.5) * room, height - bottom + 16, String(stage.stage), { "text-anchor": "middle" });
+  });
+  write(left + (width - left - right) / 2, height - 3, "stage", { "text-anchor": "middle", class: "quiet" });
+  picture.append(barLegend(balanced));
+  byId("bars").append(picture);
+}

@@ -1,0 +1,68 @@
+// The head of the page and its tables. In: the view. Out: elements in their places.
+
+function fillHead(data) {
+  byId("answers").append(...data.answers.map((answer) => element("li", {}, answer)));
+  byId("facts").append(...data.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
+  const missing = new Set();
+  for (const iteration of data.iterations) for (const rank of iteration.ranks) if (!rank.measured) missing.add(rank.label);
+  if (missing.size) {
+    const names = [...missing];
+    const shown = names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "");
+    byId("missing").textContent = `Without a record: ${shown}. What stands here for them is simulated only.`;
+    byId("missing").hidden = false;
+  }
+}
+
+function cell(text, kind = "") {
+  const classes = [kind, text === UNKNOWN ? "unknown" : ""].filter(Boolean).join(" ");
+  const made = element("td", classes ? { class: classes } : {}, text);
+  if (text === UNKNOWN) made.setAttribute("aria-label", "unknown");
+  return made;
+}
+
+function makeTable(caption, titles, rows) {
+  const head = element("tr", {}, ...titles.map(([text, kind]) => element("th", { scope: "col", ...(kind ? { class: kind } : {}) }, text)));
+  return element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...rows));
+}
+
+const STAGE_TITLES = [
+  "Stage", "Rank", "Micro-batches held (predicted)", "Activations", "predicted", "bound", "without balancing", "Weights and optimizer",
+  "Bubble", "Stood still for transfers", "Evictions", "Loads", "Bandwidth",
+];
+
+function fillStages(stages) {
+  const held = (stage) => stage.measured_bytes ?? stage.predicted_bytes ?? 0;
+  const most = Math.max(...stages.map(held));
+  const rows = stages.map((stage) => {
+    const measured = cell(bytesText(stage.measured_bytes));
+    if (stage.bound_bytes !== null && stage.measured_bytes !== null && stage.measured_bytes > stage.bound_bytes) {
+      measured.classList.add("over");
+      measured.title = "more than its bound";
+    }
+    const row = element("tr", {},
+      element("th", { scope: "row" }, String(stage.stage)),
+      cell(countText(stage.rank)),
+      cell(`${countText(stage.measured_microbatches)} (${countText(stage.predicted_microbatches)})`),
+      measured,
+      ...[stage.predicted_bytes, stage.bound_bytes, stage.unbalanced_bytes, stage.weights_bytes].map((bytes) => cell(bytesText(bytes))),
+      cell(shareText(stage.bubble)),
+      cell(secondsText(stage.exposed_s)),
+      cell(countText(stage.evictions)),
+      cell(countText(stage.loads)),
+      cell(rateText(stage.bytes_per_s)));
+    if (most > 0 && held(stage) === most) row.className = "peak";
+    return row;
+  });
+  const caption = "Peaks of saved activations, measured and predicted; transfers of one iteration. Bold: the stage that holds most.";
+  byId("stages").append(makeTable(caption, STAGE_TITLES.map((title) => [title, ""]), rows));
+}
+
+function fillDifferences(differences) {
+  if (!differences.length) {
+    byId("differences").append(element("p", {}, "None: nothing was measured that the prediction does not say."));
+    return;
+  }
+  const rows = differences.map((difference) => element("tr", {},
+    element("th", { scope: "row" }, difference.what), cell(difference.measured), cell(difference.predicted), cell(difference.cause, "text")));
+  byId("differences").append(makeTable("", [["What", "text"], ["Measured", ""], ["Predicted", ""], ["Likely cause", "text"]], rows));
+}

@@ -1,0 +1,252 @@
+// The timeline: what span of time and which rows are shown, and what pointer and keys do to that. In: the data. Out: a drawn canvas.
+
+class Timeline {
+  constructor(data) {
+    this.data = data;
+    this.plot = byId("plot");
+    this.marks = byId("marks");
+    this.scroller = byId("timeline");
+    this.options = { size: "large", sides: "both", curves: true };
+    this.hover = null;
+    this.drag = null;
+    this.pick = null;
+    this.pending = null;
+    this.timings = [];
+    this.readLook();
+  }
+
+  readLook() {
+    this.ratio = window.devicePixelRatio || 1;
+    this.looks = readLooks(this.ratio);
+    this.colours = this.looks.measured;
+  }
+
+  show(iteration) {
+    this.unpacked = unpackIteration(this.data, iteration);
+    this.view = { start: 0, end: this.unpacked.end };
+    this.pick = null;
+    // Where a rank computes several stages, an action must say of which it is.
+    this.withStage = this.unpacked.ranks.some(({ measured, simulated }) => {
+      const side = measured ?? simulated;
+      return side && new Set(Array.from(side.lanes.compute.places, (place) => side.columns.stage[place])).size > 1;
+    });
+    this.arrange("iteration");
+  }
+
+  // The rows anew, after their number or size has changed.
+  arrange(why) {
+    this.layout = layOut(this.unpacked, this.options);
+    byId("extent").style.height = `${this.layout.height + AXIS}px`;
+    this.resize();
+    this.request(why);
+  }
+
+  // Whether that changed anything.
+  resize() {
+    const [width, height] = [this.scroller.clientWidth, Math.min(this.scroller.clientHeight, this.layout.height + AXIS)];
+    if (this.width === width && this.height === height) return false;
+    Object.assign(this, { width, height });
+    for (const canvas of [this.plot, this.marks]) {
+      canvas.width = Math.round(this.width * this.ratio);
+      canvas.height = Math.round(this.height * this.ratio);
+      canvas.style.height = `${this.height}px`;
+    }
+    return true;
+  }
+
+  get area() {
+    return { left: GUTTER, right: this.width - 12 };
+  }
+
+  // Draw with the next frame, however often it is asked for until then.
+  request(why) {
+    if (this.pending) return;
+    const asked = performance.now();
+    this.pending = requestAnimationFrame(() => {
+      this.pending = null;
+      const begun = performance.now();
+      this.draw();
+      this.drawMarks();
+      const timing = { why, draw_ms: performance.now() - begun, frame_ms: null };
+      this.timings.push(timing);
+      requestAnimationFrame(() => { timing.frame_ms = performance.now() - asked; });
+    });
+  }
+
+  draw() {
+    const g = this.plot.getContext("2d");
+    const { colours } = this;
+    const { left, right } = this.area;
+    g.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    g.fillStyle = colours.card;
+    g.fillRect(0, 0, this.width, this.height);
+    paintAxis(g, { left, right, y: AXIS - 4, height: this.height }, this.view, this.colours);
+    g.save();
+    g.beginPath();
+    g.rect(0, AXIS, this.width, this.height - AXIS);
+    g.clip();
+    const shift = AXIS - this.scroller.scrollTop;
+    for (const row of this.layout.rows) {
+      if (row.top + row.height + shift < AXIS || row.top + shift > this.height) continue;
+      this.drawRow(g, row, shift);
+    }
+    g.restore();
+    byId("range").textContent = `${this.timeText(this.view.start)} to ${this.timeText(this.view.end)}`;
+  }
+
+  timeText(seconds) {
+    return secondsText(seconds, (this.view.end - this.view.start) / 1000);
+  }
+
+  drawRow(g, row, shift) {
+    const { colours } = this;
+    const { left, right } = this.area;
+    g.lineWidth = 1;
+    for (const band of row.bands) {
+      const area = { left, right, y: band.y + shift, height: band.height };
+      g.save();
+      g.beginPath();
+      g.rect(left, area.y - 2, right - left, area.height + 4);
+      g.clip();
+      if (band.name === "memory") this.drawMemory(g, row.track, area);
+      else this.drawLane(g, row.track[band.side], band, area);
+      g.restore();
+    }
+    this.drawNames(g, row, shift);
+    g.fillStyle = colours.line;
+    const foot = row.top + row.height + shift + this.layout.size.gap / 2;
+    g.fillRect(0, Math.round(foot), this.width, this.layout.size.gap > 3 ? 1 : 0.5);
+  }
+
+  drawLane(g, side, band, area) {
+    const { colours } = this;
+    const { label } = this.layout.size;
+    g.fillStyle = colours.lane;
+    g.fillRect(area.left, area.y, area.right - area.left, area.height);
+    if (!side) {
+      if (band.name === "compute" && area.height >= 9) {
+        g.fillStyle = colours.muted;
+        g.font = "italic 11px system-ui, 'Liberation Sans', sans-serif";
+        g.textAlign = "left";
+        g.textBaseline = "middle";
+        g.fillText("no record of this rank", area.left + 8, area.y + area.height / 2);
+      }
+      return;
+    }
+    const isCompute = band.name === "compute";
+    if (isCompute) paintWaits(g, side.lanes.waits, area, this.view, this.colours, 0);
+    const look = { ...this.looks[band.side], label: isCompute ? label : 0, withStage: this.withStage };
+    g.font = `${label || 9}px system-ui, 'Liberation Sans', sans-serif`;
+    g.textAlign = "center";
+    g.textBaseline = "middle";
+    paintLane(g, side.lanes[band.name], side.columns, area, this.view, look);
+    if (isCompute) paintWaits(g, side.lanes.waits, area, this.view, this.colours, area.height > 10 ? 4 : 2);
+  }
+
+  drawMemory(g, track, area) {
+    const { colours } = this;
+    const top = this.unpacked.peak * 1.06;
+    g.fillStyle = colours.grid;
+    g.fillRect(area.left, area.y + area.height - 1, area.right - area.left, 1);
+    if (track.measured) {
+      paintCurve(g, track.measured.memory, area, this.view, top, { fill: colours.held, line: colours["held-line"], width: 1 });
+    }
+    if (track.simulated) paintCurve(g, track.simulated.memory, area, this.view, top, { line: colours.predicted, width: 1.75 });
+    if (track.bound !== null) {
+      const y = area.y + area.height * (1 - track.bound / top);
+      g.strokeStyle = colours.bound;
+      g.lineWidth = 1.5;
+      g.setLineDash([7, 4]);
+      g.beginPath();
+      g.moveTo(area.left, y);
+      g.lineTo(area.right, y);
+      g.stroke();
+      g.setLineDash([]);
+    }
+    g.lineWidth = 1;
+  }
+
+  drawNames(g, row, shift) {
+    const { colours } = this;
+    const { compute, label } = this.layout.size;
+    g.textBaseline = "middle";
+    g.textAlign = "left";
+    g.fillStyle = colours.text;
+    g.font = `600 ${label ? label + 1 : 9}px system-ui, 'Liberation Sans', sans-serif`;
+    g.fillText(row.track.label, 8, row.top + shift + Math.max(compute, 8) / 2, GUTTER - (label ? 74 : 16));
+    if (!label) return;
+    g.textAlign = "right";
+    g.fillStyle = colours.muted;
+    g.font = `${label - 1}px system-ui, 'Liberation Sans', sans-serif`;
+    for (const band of row.bands) {
+      if (band.name !== "compute" && band.name !== "memory") continue;
+      g.fillText(band.side ?? "memory", GUTTER - 7, band.y + shift + Math.min(band.height, 20) / 2);
+    }
+  }
+
+  // --- What is above the drawing: the pointer's line, what is being selected, what was picked -------------------------------------------
+
+  drawMarks() {
+    const g = this.marks.getContext("2d");
+    const { colours } = this;
+    const { left, right } = this.area;
+    g.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    g.clearRect(0, 0, this.width, this.height);
+    if (this.drag?.select) {
+      g.fillStyle = colours.pick;
+      g.globalAlpha = 0.22;
+      g.fillRect(Math.min(this.drag.x, this.drag.from), AXIS, Math.abs(this.drag.x - this.drag.from), this.height);
+      g.globalAlpha = 1;
+    }
+    if (this.hover !== null && this.hover >= left && this.hover <= right) {
+      g.fillStyle = colours.muted;
+      g.fillRect(Math.round(this.hover), AXIS - 4, 1, this.height);
+    }
+    if (this.pick) this.markPick(g, left, right);
+  }
+
+  markPick(g, left, right) {
+    const { band, lane, index } = this.pick;
+    const y = band.y + AXIS - this.scroller.scrollTop;
+    if (y + band.height < AXIS) return;
+    const from = Math.max(left, index < 0 ? left : this.xOf(lane.start[index]));
+    const to = Math.min(right, index < 0 ? right : this.xOf(lane.end[index]));
+    g.strokeStyle = this.colours.pick;
+    g.lineWidth = 2.5;
+    if (to >= from) g.strokeRect(from - 1, y - 1, Math.max(2, to - from) + 2, band.height + 2);
+  }
+
+  // --- Time and place -------------------------------------------------------------------------------------------------------------------
+
+  xOf(time) {
+    const { left, right } = this.area;
+    return left + ((time - this.view.start) / (this.view.end - this.view.start)) * (right - left);
+  }
+
+  timeOf(x) {
+    const { left, right } = this.area;
+    return this.view.start + ((x - left) / (right - left)) * (this.view.end - this.view.start);
+  }
+
+  // Show a span, kept within the iteration and no shorter than ten ticks.
+  setView(start, end, why) {
+    const whole = this.unpacked.end;
+    const length = Math.min(whole, Math.max(end - start, 10 * this.data.tick_s));
+    const from = Math.min(Math.max(0, start), whole - length);
+    this.view = { start: from, end: from + length };
+    this.request(why);
+  }
+
+  zoom(factor, around = (this.view.start + this.view.end) / 2) {
+    this.setView(around - (around - this.view.start) * factor, around + (this.view.end - around) * factor, "zoom");
+  }
+
+  pan(share) {
+    const by = (this.view.end - this.view.start) * share;
+    this.setView(this.view.start + by, this.view.end + by, "pan");
+  }
+
+  reset() {
+    this.setView(0, this.unpacked.end, "zoom");
+  }
+}

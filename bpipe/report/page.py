@@ -1,0 +1,134 @@
+"""Write the report as one HTML file. In: the view, plain JSON values as `bpipe report` prints them. Out: the text of the page.
+
+The page asks the network for nothing: styles, scripts and data stand in it. Actions travel as columns of whole numbers (ticks of 0.1
+microseconds, each column in the shortest of four spellings), because the timeline of a large pipeline has a hundred thousand of them.
+Knows no record, no schedule and no simulation: whatever is drawn, counted or concluded was said by the view.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from bpipe.ir.action import Kind
+from bpipe.ir.text import TextError, read_action
+
+TICK_S = 1e-7
+# What no action has: a slot, or bytes, where there are none.
+NOTHING = -1
+
+SCRIPTS = ("data.js", "format.js", "tables.js", "bars.js", "paint.js", "lanes.js", "layout.js", "timeline.js", "input.js", "main.js")
+_KINDS = tuple(kind.value for kind in Kind)
+_COLUMNS = 6
+# A table of distinct values pays only while its indices are shorter than what they stand for.
+_MOST_DISTINCT = 1000
+
+
+def render(view: Mapping[str, Any]) -> str:
+    """The page. Raises ValueError, with its place, for a view that is not of the agreed form."""
+    data = {
+        "title": str(_of(view, "title", "the view")),
+        "facts": _of(view, "facts", "the view"),
+        "answers": _of(view, "answers", "the view"),
+        "stages": _of(view, "stages", "the view"),
+        "differences": _of(view, "differences", "the view"),
+        "tick_s": TICK_S,
+        "kinds": _KINDS,
+        "iterations": [_iteration(iteration) for iteration in _of(view, "iterations", "the view")],
+    }
+    parts = {
+        "TITLE": escape(data["title"]),
+        "STYLE": _asset("page.css"),
+        "DATA": embed(data),
+        "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
+    }
+    page = _asset("page.html")
+    # One pass, so that nothing in a title can name another part.
+    pieces = page.split("@@")
+    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+
+
+def embed(value: object) -> str:
+    """JSON that may stand in a script element: no `<` that could end it, and no number that JSON does not have."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        raise ValueError("the view holds a number that is not finite: leave it out, or say null") from None
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def column(values: Sequence[int]) -> dict[str, Any]:
+    """Whole numbers in the shortest of: as they are, as differences, or either as indices into their distinct values."""
+    differences = [value - before for before, value in zip([0, *values], values, strict=False)]
+    candidates: list[dict[str, Any]] = []
+    for name, numbers in (("values", list(values)), ("differences", differences)):
+        candidates.append({name: numbers})
+        distinct = sorted(set(numbers))
+        if len(distinct) == 1:
+            candidates.append({name: distinct, "times": len(numbers)})
+        elif len(distinct) <= _MOST_DISTINCT:
+            places = {value: place for place, value in enumerate(distinct)}
+            candidates.append({name: distinct, "of": [places[number] for number in numbers]})
+    return min(candidates, key=lambda candidate: len(json.dumps(candidate, separators=(",", ":"))))
+
+
+def _of(part: Mapping[str, Any], name: str, place: str) -> Any:
+    if name not in part:
+        raise ValueError(f"{place} has no {name!r}: it has {', '.join(part) or 'nothing'}")
+    return part[name]
+
+
+def _iteration(iteration: Mapping[str, Any]) -> dict[str, Any]:
+    place = f"iteration {iteration.get('iteration', '?')}"
+    return {
+        "iteration": _of(iteration, "iteration", place),
+        "end_s": _of(iteration, "end_s", place),
+        "ranks": [_rank(rank, place) for rank in _of(iteration, "ranks", place)],
+    }
+
+
+def _rank(rank: Mapping[str, Any], place: str) -> dict[str, Any]:
+    place = f"{place}, rank {rank.get('rank', '?')}"
+    packed = {name: _of(rank, name, place) for name in ("rank", "label", "bound_bytes")}
+    for side in ("measured", "simulated"):
+        track = _of(rank, side, place)
+        packed[side] = None if track is None else _track(track, f"{place}, {side}")
+    return packed
+
+
+def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """One side of one rank as columns."""
+    rows = []
+    for row in _of(track, "actions", place):
+        if len(row) != _COLUMNS:
+            raise ValueError(f"{place}: {row!r} has {len(row)} entries, an action has 6: text, start, end, wait, bytes, slot")
+        rows.append(row)
+    try:
+        actions = [read_action(row[0]) for row in rows]
+    except TextError as error:
+        raise ValueError(f"{place}: {error}") from None
+    memory = _of(track, "memory", place)
+    starts = [_ticks(row[1]) for row in rows]
+    return {
+        "kind": column([_KINDS.index(action.kind.value) for action in actions]),
+        "stage": column([action.stage for action in actions]),
+        "microbatch": column([action.microbatch for action in actions]),
+        "start": column(starts),
+        "length": column([_ticks(row[2]) - start for row, start in zip(rows, starts, strict=True)]),
+        "wait": column([_ticks(row[3]) for row in rows]),
+        "bytes": column([NOTHING if row[4] is None else int(row[4]) for row in rows]),
+        "slot": column([NOTHING if row[5] is None else int(row[5]) for row in rows]),
+        "memory_time": column([_ticks(time) for time, _ in memory]),
+        "memory_held": column([int(held) for _, held in memory]),
+    }
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds / TICK_S)
+
+
+def _asset(name: str) -> str:
+    return resources.files("bpipe.report").joinpath("assets", name).read_text(encoding="utf-8")
