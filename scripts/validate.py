@@ -24,8 +24,9 @@ from bpipe.models.cluster import parse_cluster  # noqa: E402
 from bpipe.models.compute import links, output_seconds, predict_costs, update_seconds  # noqa: E402
 from bpipe.models.flops import mfu, training_flops  # noqa: E402
 from bpipe.models.layout import Setup, split_layers  # noqa: E402
-from bpipe.models.memory import predict_memory, sent_bytes, stage_bytes  # noqa: E402
+from bpipe.models.memory import predict_memory  # noqa: E402
 from bpipe.models.model import PRESETS, Model, gpt  # noqa: E402
+from bpipe.models.saved import sent_bytes, stage_bytes  # noqa: E402
 from bpipe.plan.estimate import estimate  # noqa: E402
 from bpipe.program import ProgramConfig, build  # noqa: E402
 from bpipe.simulate.cost import Costs, StageCost  # noqa: E402

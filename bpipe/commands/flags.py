@@ -13,7 +13,7 @@ from typing import Any
 
 from bpipe.models.cluster import DEVICES, Cluster, parse_cluster
 from bpipe.models.flops import FORMULAS
-from bpipe.models.layout import ATTENTION, PRECISIONS
+from bpipe.models.layout import ATTENTION, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS, Model, find_model
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
@@ -46,6 +46,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--global-batch", type=int, required=True, metavar="B", help="sequences an iteration")
     add("--attention", choices=ATTENTION, default="flash", help="default flash")
     add("--precision", choices=PRECISIONS, default="bf16", help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
+    add("--kernels", choices=KERNELS, default="gpu", help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)")
     add("--no-distributed-optimizer", action="store_true", help="every replica holds the whole optimizer state (default: ZeRO-1)")
     add("--flops-formula", choices=FORMULAS, default="megatron", help="whose FLOPs MFU counts (default megatron)")
 

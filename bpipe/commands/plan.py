@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
         allow_uneven=options.allow_uneven,
         precision=options.precision,
         distributed_optimizer=not options.no_distributed_optimizer,
+        kernels=options.kernels,
         profile=None if options.profile is None else read_profile(options.profile),
         formula=options.flops_formula,
     )

@@ -86,6 +86,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
         precision=options.precision,
         distributed_optimizer=not options.no_distributed_optimizer,
         sequence_parallel=not options.no_sequence_parallel,
+        kernels=options.kernels,
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.models.layout import Setup
-from bpipe.models.memory import element_bytes, rank_parameters, sent_bytes, stage_bytes
+from bpipe.models.memory import rank_parameters
+from bpipe.models.saved import element_bytes, num_tokens, sent_bytes, stage_bytes
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 
 # What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
@@ -86,7 +87,7 @@ def core_seconds(setup: Setup, rates: _Rates) -> tuple[float, float]:
 
 def layer_seconds(setup: Setup) -> tuple[float, float]:
     """One layer and micro-batch, forward and backward with its recomputation."""
-    rates, model, tokens = _Rates.of(setup), setup.model, setup.sequence * setup.micro_batch
+    rates, model, tokens = _Rates.of(setup), setup.model, num_tokens(setup)
     h, element = model.hidden_size, element_bytes(setup)
     products = 2 * tokens * model.sharded_layer_parameters / setup.tensor / rates.products
     between = element * tokens * h / setup.sequence_shards
@@ -110,7 +111,7 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
 
 def output_seconds(setup: Setup) -> tuple[float, float]:
     """The output layer and the loss."""
-    rates, tokens = _Rates.of(setup), setup.sequence * setup.micro_batch
+    rates, tokens = _Rates.of(setup), num_tokens(setup)
     logits = tokens * setup.vocabulary / setup.tensor
     product = 2 * logits * setup.model.hidden_size / rates.products
     return product + LOSS_FORWARD * logits / rates.memory, 2 * product + LOSS_BACKWARD * logits / rates.memory
@@ -140,7 +141,7 @@ def predict_costs(setup: Setup) -> Costs:
     forward, backward = layer_seconds(setup)
     output = output_seconds(setup)
     saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
-    rates, tokens = _Rates.of(setup), setup.sequence * setup.micro_batch
+    rates, tokens = _Rates.of(setup), num_tokens(setup)
     embedding = 3 * element_bytes(setup) * tokens * setup.model.hidden_size / rates.memory
     stages = []
     for stage, num_layers in enumerate(setup.layers):

@@ -16,13 +16,15 @@ from bpipe.program import ProgramConfig
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
+KERNELS = ("gpu", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """One configuration. `layers[stage]` for every stage, chunks included; stage s is on rank s % p.
 
-    `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1.
+    `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1. `kernels` decides
+    what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU.
     """
 
     model: Model
@@ -41,15 +43,18 @@ class Setup:
     precision: str = "bf16"
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
+    kernels: str = "gpu"
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_division()
 
     def _check_choices(self) -> None:
-        for name, choices in (("recompute", RECOMPUTE), ("attention", ATTENTION), ("precision", PRECISIONS)):
+        for name, choices in (("recompute", RECOMPUTE), ("attention", ATTENTION), ("precision", PRECISIONS), ("kernels", KERNELS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
+        if self.kernels == "cpu" and self.attention == "flash":
+            raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")

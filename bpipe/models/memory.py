@@ -1,8 +1,7 @@
 """Predict what every pipeline rank holds in memory. In: a Setup. Out: one `RankMemory` a rank, by parts, in bytes of one device.
 
-Weights, gradients and optimizer state by Megatron's byte counts; a layer's activations by Korthikanti et al. 2022 ("Reducing Activation
-Recomputation in Large Transformer Models", table 2), taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism
-come out too; how many micro-batches are held, own and hosted, from the very schedule that runs. Knows no tensors and no clock.
+Weights, gradients and optimizer state by Megatron's byte counts; what a forward saves from `saved`; how many micro-batches are held, own
+and hosted, from the very schedule that runs. Knows no tensors and no clock.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from functools import lru_cache
 
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
+from bpipe.models.saved import core_bytes, element_bytes, layer_bytes, num_tokens, sent_bytes, shared, stage_bytes
 from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.memory import live_bytes
@@ -33,10 +33,8 @@ FRAGMENTATION = 0.15
 # last two by the data-parallel size.
 PARAMETER_BYTES = {"bf16": (2, 4, 12, 0), "fp16": (2, 2, 12, 4), "fp32": (4, 4, 8, 0)}
 
-# The loss keeps the softmax in 32 bit for its backward; besides, logits in 16 bit and their gradient in 32 bit come and go.
-LOSS_SAVED_BYTES = 4
+# Beside what the loss saves, logits in 16 bit and their gradient in 32 bit come and go.
 LOSS_WORKING_BYTES = 6
-TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,55 +68,6 @@ class RankMemory:
         return self.peak_bytes <= self.limit_bytes
 
 
-def shared(value: int, shards: int) -> int:
-    """One shard, rounded up."""
-    return -(-value // shards)
-
-
-def element_bytes(setup: Setup) -> int:
-    return 4 if setup.precision == "fp32" else 2
-
-
-def core_bytes(setup: Setup) -> int:
-    """What the attention core of one layer saves: scores after softmax and after dropout, and its mask; flash: one number a row."""
-    element, tokens, heads = element_bytes(setup), setup.sequence * setup.micro_batch, setup.model.num_attention_heads
-    if setup.attention == "flash":
-        return shared(4 * tokens * heads, setup.tensor)
-    score = 2 * element + 1 if setup.model.dropout else element
-    return shared(score * tokens * heads * setup.sequence, setup.tensor)
-
-
-def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
-    """What one layer saves for one micro-batch on one device, under the setup's recomputation or another one."""
-    recompute = setup.recompute if recompute is None else recompute
-    model, element, tokens = setup.model, element_bytes(setup), setup.sequence * setup.micro_batch
-    layer_input = shared(element * tokens * model.hidden_size, setup.sequence_shards)
-    if recompute == "full":
-        return layer_input
-    # Inputs of both norms and of both matrices behind them; two dropout masks of one byte.
-    between = 4 * layer_input + shared(2 * tokens * model.hidden_size * model.dropout, setup.sequence_shards)
-    # Q, K, V, what the output projection reads; what the activation function and the second matrix read.
-    widths = 2 * model.query_size + model.key_value_size + model.first_mlp_size + model.ffn_hidden_size
-    inside = shared(element * tokens * widths, setup.tensor)
-    return between + inside + (core_bytes(setup) if recompute == "none" else 0)
-
-
-def stage_bytes(setup: Setup) -> tuple[int, ...]:
-    """What a forward of one micro-batch saves, for every stage."""
-    model, element, tokens = setup.model, element_bytes(setup), setup.sequence * setup.micro_batch
-    saved = [num_layers * layer_bytes(setup) for num_layers in setup.layers]
-    saved[0] += TOKEN_BYTES * tokens + shared(tokens * model.hidden_size * model.dropout, setup.sequence_shards)
-    # The final norm's input, the output layer's input, the loss.
-    saved[-1] += 2 * shared(element * tokens * model.hidden_size, setup.sequence_shards)
-    saved[-1] += shared(LOSS_SAVED_BYTES * tokens * setup.vocabulary, setup.tensor)
-    return tuple(saved)
-
-
-def sent_bytes(setup: Setup) -> int:
-    """What a stage hands to the next one for a micro-batch, per device."""
-    return shared(element_bytes(setup) * setup.sequence * setup.micro_batch * setup.model.hidden_size, setup.sequence_shards)
-
-
 def rank_parameters(setup: Setup) -> tuple[int, ...]:
     """Parameters one device of every rank holds."""
     model, t = setup.model, setup.tensor
@@ -137,7 +86,7 @@ def rank_parameters(setup: Setup) -> tuple[int, ...]:
 
 def working_bytes(setup: Setup) -> tuple[int, ...]:
     """What comes and goes while one micro-batch is computed, at its fullest, for every rank."""
-    model, element, tokens = setup.model, element_bytes(setup), setup.sequence * setup.micro_batch
+    model, element, tokens = setup.model, element_bytes(setup), num_tokens(setup)
     # A layer's backward: gradients of a matrix's input and output over the whole sequence, and of the MLP's inside.
     layer = 2 * element * tokens * model.hidden_size
     layer += shared(element * tokens * (model.first_mlp_size + model.ffn_hidden_size), setup.tensor)

@@ -31,6 +31,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "precision": setup.precision,
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,
+        "kernels": setup.kernels,
     }
 
 

@@ -40,6 +40,7 @@ class Space:
     allow_uneven: bool = False
     precision: str = "bf16"
     distributed_optimizer: bool = True
+    kernels: str = "gpu"
     profile: Profile | None = None
     formula: str = "megatron"
 
@@ -111,6 +112,7 @@ def enumerate_setups(space: Space) -> Iterator[Setup]:
                             balance=balance,
                             precision=space.precision,
                             distributed_optimizer=space.distributed_optimizer,
+                            kernels=space.kernels,
                         )
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.memory import PARAMETER_BYTES, core_bytes, layer_bytes, predict_memory, stage_bytes
+from bpipe.models.memory import PARAMETER_BYTES, predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
+from bpipe.models.saved import core_bytes, layer_bytes, stage_bytes
 from bpipe.program import build
 from bpipe.simulate.memory import peak_bytes
 

@@ -1,0 +1,214 @@
+"""List what a forward saves for its backward, storage by storage. In: a Setup. Out: `Saved` rows and their sums, bytes of one device.
+
+With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", table 2),
+taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism come out too. With kernels `cpu` it is what Megatron's
+local layers keep on a machine without a GPU, where nothing is fused: exact to the byte, for the first tensor-parallel rank (a test lays
+every storage beside Megatron's own layers). Knows no schedule and no weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bpipe.models.layout import Setup
+
+# A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
+GPU_DROPOUT_BYTES = 1
+# The loss keeps the softmax in 32 bit for its backward, whatever the precision.
+LOSS_BYTES = 4
+# Flash attention keeps one 32-bit number a row and head.
+FLASH_BYTES = 4
+# Token numbers and targets are 64 bit; where the vocabulary is divided, a mask of one byte says which of them are this rank's.
+TOKEN_BYTES = 8
+MASK_BYTES = 1
+# torch's RMSNorm computes in 32 bit, and keeps its input and the normalized input so.
+RMS_NORM_BYTES = 4
+# The kind of mask that Megatron hands to a recomputed attention core, as a tensor.
+MASK_KIND_BYTES = 4
+# Megatron divides the loss by the number of tokens and of micro-batches: three numbers.
+LOSS_SCALARS_BYTES = 12
+
+
+class Saved(NamedTuple):
+    """`count` storages of `nbytes` each."""
+
+    name: str
+    nbytes: int
+    count: int = 1
+
+
+def total(rows: tuple[Saved, ...]) -> int:
+    return sum(row.nbytes * row.count for row in rows)
+
+
+def shared(value: int, shards: int) -> int:
+    """One shard, rounded up."""
+    return -(-value // shards)
+
+
+def element_bytes(setup: Setup) -> int:
+    return 4 if setup.precision == "fp32" else 2
+
+
+def num_tokens(setup: Setup) -> int:
+    """Of one micro-batch."""
+    return setup.sequence * setup.micro_batch
+
+
+def sent_bytes(setup: Setup) -> int:
+    """What a stage hands to the next one for a micro-batch: a value for every token and hidden unit."""
+    return shared(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards)
+
+
+def layer_saved(setup: Setup, recompute: str | None = None) -> tuple[Saved, ...]:
+    """What one layer saves for one micro-batch, under the setup's recomputation or another one."""
+    recompute = setup.recompute if recompute is None else recompute
+    if recompute == "full":
+        return (Saved("layer input", sent_bytes(setup)),)
+    core = _core(setup) if recompute == "none" else ()
+    if setup.kernels == "gpu":
+        return (*_gpu_layer(setup), *core)
+    return (*_norm(setup, 2), *_attention(setup, recompute), *core, *_dropout(setup, 2), *_mlp(setup))
+
+
+def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
+    """What a forward of one micro-batch saves on a stage."""
+    rows = [Saved(name, nbytes, count * setup.layers[stage]) for name, nbytes, count in layer_saved(setup)]
+    if stage == 0:
+        rows += _embedding(setup)
+    if stage == setup.num_stages - 1:
+        rows += (*_output(setup), *_loss(setup))
+    return tuple(rows)
+
+
+def core_bytes(setup: Setup) -> int:
+    """What the attention core of a layer saves where it is not recomputed."""
+    return total(_core(setup))
+
+
+def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
+    return total(layer_saved(setup, recompute))
+
+
+def stage_bytes(setup: Setup) -> tuple[int, ...]:
+    """For every stage."""
+    layers = layer_bytes(setup)
+    saved = [num_layers * layers for num_layers in setup.layers]
+    saved[0] += total(_embedding(setup))
+    saved[-1] += total((*_output(setup), *_loss(setup)))
+    return tuple(saved)
+
+
+def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
+    """What a transfer of one micro-batch moves when storages below `minimum_bytes` stay."""
+    return total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
+
+
+def saves_input(setup: Setup) -> bool:
+    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy instead."""
+    copied = setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32"
+    return setup.recompute == "full" or not copied
+
+
+def _gpu_layer(setup: Setup) -> tuple[Saved, ...]:
+    model, hidden = setup.model, sent_bytes(setup)
+    per_width = element_bytes(setup) * num_tokens(setup)
+    return (
+        Saved("inputs of norms and of the matrices behind them", hidden, 4),
+        *_dropout(setup, 2),
+        Saved("Q, K, V", shared(per_width * (model.query_size + model.key_value_size), setup.tensor)),
+        Saved("input of the output projection", shared(per_width * model.query_size, setup.tensor)),
+        Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
+        Saved("input of the second MLP matrix", shared(per_width * model.ffn_hidden_size, setup.tensor)),
+    )
+
+
+def _core(setup: Setup) -> tuple[Saved, ...]:
+    heads = setup.model.num_attention_heads
+    if setup.attention == "flash":
+        return (Saved("log-sum-exp of attention", shared(FLASH_BYTES * num_tokens(setup) * heads, setup.tensor)),)
+    scores = num_tokens(setup) * heads * setup.sequence
+    element = element_bytes(setup)
+    one = Saved("attention softmax", shared(element * scores, setup.tensor))
+    if not setup.model.dropout:
+        return (one,)
+    mask = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element
+    return (one, Saved("attention after dropout", one.nbytes), Saved("attention dropout mask", shared(mask * scores, setup.tensor)))
+
+
+def _dropout(setup: Setup, count: int) -> tuple[Saved, ...]:
+    if not setup.model.dropout:
+        return ()
+    element = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element_bytes(setup)
+    return (Saved("dropout mask", shared(element * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards), count),)
+
+
+def _norm(setup: Setup, count: int) -> tuple[Saved, ...]:
+    """Norms as torch computes them, and the inputs of the matrices behind them."""
+    shards, tokens, hidden = setup.sequence_shards, num_tokens(setup), setup.model.hidden_size
+    behind = Saved("norm output", sent_bytes(setup), count)
+    if setup.model.rms_norm:
+        wide = Saved("norm input and normalized input", shared(RMS_NORM_BYTES * tokens * hidden, shards), 2 * count)
+        return (wide, Saved("norm scale", shared(RMS_NORM_BYTES * tokens, shards), count), behind)
+    statistics = Saved("norm mean and scale", shared(element_bytes(setup) * tokens, shards), 2 * count)
+    return (Saved("norm input", sent_bytes(setup), count), statistics, behind)
+
+
+def _attention(setup: Setup, recompute: str) -> tuple[Saved, ...]:
+    """What is saved around the core: Q, K and V, as one storage where nothing changes them, and what the projection reads."""
+    model, t = setup.model, setup.tensor
+    per_width = element_bytes(setup) * num_tokens(setup)
+    query = Saved("queries", shared(per_width * model.query_size, t))
+    joint = Saved("joint Q, K, V", shared(per_width * (model.query_size + model.key_value_size), t))
+    grouped, rotary = model.num_query_groups != model.num_attention_heads, not model.learned_positions
+    # With several groups on a rank a group's keys and values stand between the queries.
+    own_query = rotary or (grouped and model.num_query_groups > t)
+    rows = [Saved("input of the output projection", query.nbytes)]
+    if rotary:
+        # Sine and cosine, anew for Q and for K of every layer, over the whole sequence on every rank.
+        rows.append(Saved("rotary tables", element_bytes(setup) * setup.sequence * model.kv_channels, 4))
+    if grouped and recompute == "none":
+        # K and V are repeated for every head of their group; the core lines up the queries of several sequences.
+        return (*rows, query if own_query or setup.micro_batch > 1 else joint, Saved("repeated K and V", query.nbytes, 2))
+    if own_query:
+        rows.append(query)
+    if rotary:
+        rows.append(Saved("rotated keys", shared(per_width * model.key_value_size // 2, t)))
+    rows.append(joint)
+    if recompute == "selective":
+        rows.append(Saved("kind of mask", MASK_KIND_BYTES))
+    return tuple(rows)
+
+
+def _mlp(setup: Setup) -> tuple[Saved, ...]:
+    model = setup.model
+    inner = shared(element_bytes(setup) * num_tokens(setup) * model.ffn_hidden_size, setup.tensor)
+    if model.gated:
+        # SiLU of one half, the other half plus its offset of zero, and their product.
+        return (Saved("both halves of the MLP", 2 * inner), Saved("SiLU, other half, product", inner, 3))
+    return (Saved("GELU input and output", inner, 2),)
+
+
+def _embedding(setup: Setup) -> tuple[Saved, ...]:
+    tokens = num_tokens(setup)
+    if setup.kernels == "gpu":
+        return (Saved("tokens", TOKEN_BYTES * tokens), *_dropout(setup, 1))
+    # The tokens are the data iterator's own, unless a divided vocabulary needs them masked.
+    divided = (Saved("tokens of this part", TOKEN_BYTES * tokens), Saved("mask of this part", MASK_BYTES * tokens))
+    return (*_dropout(setup, 1), *(divided if setup.tensor > 1 else ()))
+
+
+def _output(setup: Setup) -> tuple[Saved, ...]:
+    """The final norm, and what the output layer reads."""
+    if setup.kernels == "cpu":
+        return _norm(setup, 1)
+    return (Saved("inputs of the final norm and of the output layer", sent_bytes(setup), 2),)
+
+
+def _loss(setup: Setup) -> tuple[Saved, ...]:
+    tokens = num_tokens(setup)
+    softmax = Saved("softmax of the logits", shared(LOSS_BYTES * tokens * setup.vocabulary, setup.tensor))
+    if setup.kernels == "gpu":
+        return (softmax,)
+    targets = (Saved("targets", TOKEN_BYTES * tokens), Saved("mask of targets", MASK_BYTES * tokens))
+    return (softmax, *targets, Saved("scalars of the loss", LOSS_SCALARS_BYTES))
