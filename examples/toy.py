@@ -1,7 +1,7 @@
 """BPipe without Megatron: four processes, a stage of a small torch model each, and the engine around every forward and backward.
 
 In: nothing. Out: a table of what each stage held without and with balancing, and whether both trainings computed the same bits (exit
-status 0) or not (1). Runs on the CPU, over gloo: `python examples/toy.py`. Shows what a training loop of one's own has to call.
+status 0) or not (1). Runs on the CPU: `python examples/toy.py`. Shows what a training loop of one's own has to call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from bpipe.passes.steps import steps
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.streams import copying_on
 from bpipe.simulate.memory import num_transfers
-from bpipe.transport.distributed import Distributed, connect
+from bpipe.transport.connect import connect
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 3
 ROWS, WIDTH = 64, 128
@@ -38,10 +39,11 @@ class Pipeline:
         self.model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Tanh())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         evictors = [stage for stage in range(STAGES) if num_transfers(schedule, stage).evictions]
-        # Making groups is collective, so every rank names the same pairs in the same order.
-        groups = connect([(stage, schedule.partners[stage]) for stage in evictors], "gloo", 60.0, CPU) if schedule.partners else None
+        # Connecting is collective, so every rank names the same pairs in the same order.
+        pairs = [(stage, schedule.partners[stage]) for stage in evictors] if schedule.partners else []
+        connection, _ = connect(pairs, "auto", 60.0, copying_on(CPU))
         config = EngineConfig(name=f"rank {rank}", device=CPU, minimum_bytes=1024, timeout_s=60.0, poison=True)
-        self.engine = Engine(schedule, rank, Distributed(groups, CPU) if groups else None, config, self.meter)
+        self.engine = Engine(schedule, rank, connection.transport() if connection else None, config, self.meter)
         self.sent: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def iteration(self) -> float:

@@ -48,3 +48,11 @@ def host_slots(schedule: Schedule, rank: int) -> dict[Hosting, int]:
 def num_host_slots(schedule: Schedule, rank: int) -> int:
     """How many slots the rank has to preallocate."""
     return max(host_slots(schedule, rank).values(), default=-1) + 1
+
+
+def stages_in_slots(schedule: Schedule, rank: int) -> tuple[frozenset[int], ...]:
+    """For each slot of the rank, the stages whose micro-batches it ever holds."""
+    held: list[set[int]] = [set() for _ in range(num_host_slots(schedule, rank))]
+    for stay, slot in host_slots(schedule, rank).items():
+        held[slot].add(stay.stage)
+    return tuple(map(frozenset, held))

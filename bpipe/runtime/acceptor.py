@@ -2,12 +2,14 @@
 
 In: HOST and RETURN actions with their slot. Out: slots filled and emptied. Knows the transport's protocol and no schedule.
 The host never blocks here, with two exceptions: the very first HOST learns how large the partner's storages are, and a slot that is
-hosted again, or returned, waits for its own last transfer [8].
+hosted again, or returned, waits for its own last transfer [8]. Where the evictor reaches into the slots by itself, there is nothing but
+that first HOST.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,16 +17,81 @@ from bpipe.ir.action import Action
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.slots import HostSlot, HostSlots, State
 from bpipe.runtime.streams import Streams
-from bpipe.transport.base import Pending, Transport
+from bpipe.transport.base import OneSided, Pending, TwoSided
+from bpipe.transport.layout import SlotLayout
 
 
-class Acceptor:
+class Acceptor(Protocol):
     """The acceptor's half of every transfer of one rank."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots allocated on this rank, used or not."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of memory the slots hold, used or not."""
+
+    @property
+    def moved_bytes(self) -> Mapping[int, int]:
+        """By the partner's stage, the bytes of one micro-batch that come; empty where this rank takes no part in that."""
+
+    def host(self, action: Action, index: int) -> None:
+        """A slot is about to be filled."""
+
+    def give_back(self, action: Action, index: int) -> None:
+        """A slot is about to be emptied."""
+
+    def end(self) -> None:
+        """The iteration is over: every slot must be free again."""
+
+    def release(self) -> None:
+        """Free the slots; the next HOST learns the sizes and allocates them again."""
+
+    def abandon(self) -> None:
+        """Drop everything after an error; the run is over."""
+
+
+class LendingAcceptor:
+    """Lends memory, once, to an evictor that does the rest by itself."""
+
+    def __init__(self, stages_in_slots: Sequence[frozenset[int]], transport: OneSided) -> None:
+        self._stages_in_slots = stages_in_slots
+        self._transport = transport
+        self._lent = False
+        self.slot_bytes = 0
+        self.moved_bytes: Mapping[int, int] = {}
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._stages_in_slots) if self.slot_bytes else 0
+
+    def host(self, action: Action, index: int) -> None:
+        if not self._lent:
+            self.slot_bytes = self._transport.lend(lambda sizes: SlotLayout.of(self._stages_in_slots, sizes))
+            self._lent = True
+
+    def give_back(self, action: Action, index: int) -> None:
+        """The evictor has taken, or will take, what it wants."""
+
+    def end(self) -> None:
+        """The evictor's own order keeps the slots apart."""
+
+    def release(self) -> None:
+        self._lent = False
+        self.slot_bytes = 0
+
+    def abandon(self) -> None:
+        """Nothing is held."""
+
+
+class ReceivingAcceptor:
+    """Receives into its slots and sends them home."""
 
     def __init__(
         self,
         stages_in_slots: Sequence[frozenset[int]],
-        transport: Transport,
+        transport: TwoSided,
         streams: Streams,
         device: torch.device,
         wait: Callable[[Pending, Action, str], None],
@@ -36,28 +103,24 @@ class Acceptor:
         self._wait = wait
         self._slots: HostSlots | None = None
         self._pending: dict[int, Pending] = {}
+        self.moved_bytes: Mapping[int, int] = {}
 
     @property
     def num_slots(self) -> int:
-        """Slots allocated, used or not."""
         return len(self._slots.slots) if self._slots else 0
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of memory the slots hold, used or not."""
         return self._slots.nbytes if self._slots else 0
 
     def _slot(self, index: int, action: Action) -> HostSlot:
         if self._slots is None:
-            try:
-                sizes = self._transport.learn()
-            except Exception as error:
-                raise TransferError(f"{action}: the partner never said how large its activations are: {error}") from error
+            sizes = self._transport.learn()
             self._slots = HostSlots(self._stages_in_slots, sizes, self._device)
+            self.moved_bytes = {stage: sum(lengths) for stage, lengths in sizes.items()}
         return self._slots.slots[index]
 
     def host(self, action: Action, index: int) -> None:
-        """Be ready to receive into a slot."""
         slot = self._slot(index, action)
         self._settle(slot)  # [8]
         slot.move(State.FILLING, action)
@@ -65,7 +128,6 @@ class Acceptor:
             self._pending[index] = self._transport.host(index, slot.buffers(action.stage))
 
     def give_back(self, action: Action, index: int) -> None:
-        """Send a slot's content home."""
         slot = self._slot(index, action)
         self._settle(slot)
         slot.move(State.EMPTYING, action)
@@ -81,16 +143,13 @@ class Acceptor:
             slot.move(State.FULL if slot.state is State.FILLING else State.FREE, action)
 
     def end(self) -> None:
-        """The iteration is over: every slot must be free again."""
         for slot in self._slots.slots if self._slots else ():
             self._settle(slot)
             if slot.state is not State.FREE:
                 raise TransferError(f"host slot {slot.index} still holds {slot.holds} at the end of the iteration: its RETURN is missing")
 
     def release(self) -> None:
-        """Free the slots; the next HOST learns the sizes and allocates them again."""
         self._slots = None
 
     def abandon(self) -> None:
-        """Drop everything after an error; the run is over."""
         self._pending.clear()

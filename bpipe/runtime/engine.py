@@ -7,33 +7,42 @@ same computation, with activations away in between. Knows no Megatron; whoever d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from bpipe.ir.action import TRANSFER, Action, Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import Hosting, host_slots, num_host_slots
+from bpipe.passes.host_slots import Hosting, host_slots, stages_in_slots
 from bpipe.passes.steps import Step, steps
-from bpipe.runtime.acceptor import Acceptor
+from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import find
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.streams import Streams
+from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.streams import Streams, named
 from bpipe.transport.base import Pending, Transport
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Where an engine stands and how it moves. `name` says in errors which process this is, such as "rank 3"."""
+    """Where an engine stands and how it moves. `name` says in errors which process this is, such as "rank 3".
+
+    `synchronous`: wait for every transfer where it is issued, to see what it would cost. `timed(name)` is entered around whatever this
+    rank does for balancing: issuing a transfer, and waiting for one.
+    """
 
     name: str
     device: torch.device
     minimum_bytes: int
     timeout_s: float
     poison: bool = False
+    synchronous: bool = False
+    timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 
 
 class Engine:
@@ -46,6 +55,7 @@ class Engine:
         self._rank = rank
         self._config = config
         self._meter = meter
+        self.recorder: Recorder | None = None
         self._steps: tuple[Step, ...] = steps(schedule, rank)
         self._position = 0
         self._stays: Counter[tuple[int, int]] = Counter()
@@ -54,16 +64,17 @@ class Engine:
         self._slot_of = {**hosted, **host_slots(schedule, self._partner)}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
+        self._transport = transport
         self._evictor: Evictor | None = None
         self._acceptor: Acceptor | None = None
         if transport is not None:
             streams = Streams(config.device)
-            leaving_stages = frozenset(stage for stage, _ in self._leaving)
-            stages_in_slots = [
-                frozenset(stay.stage for stay, slot in hosted.items() if slot == index) for index in range(num_host_slots(schedule, rank))
-            ]
-            self._evictor = Evictor(leaving_stages, transport, streams, config.minimum_bytes, config.poison, self._wait)
-            self._acceptor = Acceptor(stages_in_slots, transport, streams, config.device, self._wait)
+            slots_there, slots_here = stages_in_slots(schedule, self._partner), stages_in_slots(schedule, rank)
+            self._evictor = Evictor(slots_there, transport, streams, config.minimum_bytes, config.poison, self._wait)
+            if transport.one_sided:
+                self._acceptor = LendingAcceptor(slots_here, transport)
+            else:
+                self._acceptor = ReceivingAcceptor(slots_here, transport, streams, config.device, self._wait)
         elif any(True for _ in self._all_transfers()):
             raise ValueError(f"{config.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
         # Dispatch by table, and the table is complete or the program does not start.
@@ -76,6 +87,8 @@ class Engine:
                 Kind.RETURN: self._acceptor.give_back,
             }
             assert set(self._start) == TRANSFER
+        # What this rank has to write down: with a one-sided transport an acceptor sees nothing of its slots' transfers.
+        self._seen = TRANSFER - {Kind.HOST, Kind.RETURN} if transport is None or transport.one_sided else TRANSFER
 
     def _all_transfers(self) -> Iterable[Action]:
         for step in self._steps:
@@ -86,6 +99,16 @@ class Engine:
     def moved_bytes(self) -> dict[int, int]:
         """By stage, the bytes of one micro-batch that leave with it; only stages that leave, once they were measured."""
         return {stage: sum(sizes) for stage, sizes in self._evictor.sizes.items()} if self._evictor else {}
+
+    @property
+    def hosted_bytes(self) -> Mapping[int, int]:
+        """By the partner's stage, the bytes of one micro-batch that come here; empty where the partner moves them by itself."""
+        return self._acceptor.moved_bytes if self._acceptor else {}
+
+    @property
+    def num_slots(self) -> int:
+        """Slots preallocated here for the partner."""
+        return self._acceptor.num_slots if self._acceptor else 0
 
     @property
     def host_bytes(self) -> int:
@@ -101,6 +124,8 @@ class Engine:
         self._stays.clear()
         if self._meter:
             self._meter.begin()
+        if self.recorder:
+            self.recorder.begin()
         if self._evictor:
             self._evictor.begin()
         self._transfers(self._steps[0].after)
@@ -121,7 +146,9 @@ class Engine:
         self._transfers(step.before)
         if op.kind is not Kind.FORWARD and self._evictor:
             self._evictor.finish_load(op)
-        self._sample()
+        held = self._sample()
+        if self.recorder:
+            self.recorder.started(op, live_bytes=held)
 
     def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """`op` has run. For a forward, `outputs` are the stage's and `inputs` what the loop received for it."""
@@ -129,7 +156,9 @@ class Engine:
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
             self._saved(op, [output.grad_fn for output in outputs if output is not None], inputs)
-        self._sample()
+        held = self._sample()
+        if self.recorder:
+            self.recorder.computed(held)
         if self._evictor:
             self._evictor.finish_evictions()
         self._transfers(step.after)
@@ -147,13 +176,13 @@ class Engine:
 
     def release(self) -> None:
         """Give the host slots back: another program takes over. Both ranks of a pair call this; the next `begin` measures anew."""
-        for role in (self._evictor, self._acceptor):
+        for role in (self._evictor, self._acceptor, self._transport):
             if role is not None:
                 role.release()
 
     def abandon(self) -> None:
         """Drop every reference after an error; the run is over."""
-        for role in (self._evictor, self._acceptor):
+        for role in (self._evictor, self._acceptor, self._transport):
             if role is not None:
                 role.abandon()
 
@@ -191,18 +220,39 @@ class Engine:
             key = (action.stage, action.microbatch)
             if action.kind in (Kind.EVICT, Kind.HOST):
                 self._stays[key] += 1
-            self._start[action.kind](action, self._slot_of[Hosting(*key, self._stays[key] - 1)])
+            slot = self._slot_of[Hosting(*key, self._stays[key] - 1)]
+            if self.recorder and action.kind in self._seen:
+                self.recorder.started(action, slot)
+            self._begin_transfer(action, slot)
+        if self._config.synchronous and self._evictor:
+            self._evictor.finish_all()
 
-    def _sample(self) -> None:
-        if self._meter:
-            num_slots = self._acceptor.num_slots if self._acceptor else 0
-            self._meter.sample(num_slots, self.host_bytes)
+    def _begin_transfer(self, action: Action, slot: int) -> None:
+        try:
+            with self._config.timed(f"bpipe-{action.kind.name.lower()}"), named(str(action), self._config.device):
+                self._start[action.kind](action, slot)
+        except (RuntimeFault, TransferError):
+            raise
+        except Exception as error:
+            raise self._failure(action, "did not start", error) from error
+
+    def _sample(self) -> int | None:
+        if self._meter is None:
+            return None
+        return self._meter.sample(self.num_slots, self.host_bytes)
 
     def _wait(self, pending: Pending, action: Action, state: str) -> None:
+        since = self.recorder.mark() if self.recorder else None
         try:
-            pending.wait()
+            with self._config.timed("bpipe-wait"):
+                pending.wait()
         except Exception as error:
-            raise TransferError(
-                f"{self._config.name}, stage {self._rank}: {action} with stage {self._partner} did not end (it was {state}; "
-                f"the time-out is {self._config.timeout_s:g} s, --bpipe-timeout): {error}"
-            ) from error
+            raise self._failure(action, f"did not end (it was {state})", error) from error
+        if self.recorder and since is not None:
+            self.recorder.waited(action, since, pending)
+
+    def _failure(self, action: Action, what: str, error: Exception) -> TransferError:
+        return TransferError(
+            f"{self._config.name}, stage {self._rank}: {action} with stage {self._partner} {what}; the time-out is "
+            f"{self._config.timeout_s:g} s, --bpipe-timeout: {error}"
+        )

@@ -29,7 +29,8 @@ from bpipe.runtime.capture import Found, Shared, find
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams
-from bpipe.transport.base import Pending, Transport
+from bpipe.transport.base import Evicting, Pending
+from bpipe.transport.layout import SlotLayout
 
 Wait = Callable[[Pending, Action, str], None]
 Key = tuple[int, int]
@@ -74,9 +75,17 @@ class Evictor:
     """The evictor's half of every transfer of one rank."""
 
     def __init__(
-        self, stages: frozenset[int], transport: Transport, streams: Streams, minimum_bytes: int, poison: bool, wait: Wait
+        self,
+        stages_in_slots: Sequence[frozenset[int]],
+        transport: Evicting,
+        streams: Streams,
+        minimum_bytes: int,
+        poison: bool,
+        wait: Wait,
     ) -> None:
-        self._stages = stages
+        """`stages_in_slots` are the partner's slots: which of this rank's stages each of them holds."""
+        self._stages_in_slots = stages_in_slots
+        self._stages: frozenset[int] = frozenset().union(*stages_in_slots)
         self._transport = transport
         self._streams = streams
         self._minimum_bytes = minimum_bytes
@@ -119,7 +128,7 @@ class Evictor:
             )
         self.sizes[forward.stage] = sizes
         if self._stages <= self.sizes.keys():
-            self._announcement = self._transport.announce(self.sizes)
+            self._announcement = self._transport.announce(self.sizes, SlotLayout.of(self._stages_in_slots, self.sizes))
 
     def _movable(self, activations: Activations) -> tuple[Found, ...]:
         found = find(activations.roots, activations.inputs)
@@ -152,6 +161,13 @@ class Evictor:
                     if self._poison:
                         _poison(storage)
                     storage.resize_(0)
+
+    def finish_all(self) -> None:
+        """Wait for everything under way, here and now: what synchronous transfers are."""
+        self.finish_evictions()
+        for activations in self._known.values():
+            if activations.state is State.COMING:
+                self._finish(activations, State.HERE)
 
     def load(self, action: Action, slot: int) -> None:
         """Start bringing a micro-batch's storages back. Its backward calls `finish_load`."""

@@ -70,8 +70,8 @@ class Meter:
             mine += item.nbytes
         self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), mine)
 
-    def sample(self, host_slots: int, host_bytes: int) -> None:
-        """Look at what is held now: own storages, and `host_slots` slots of `host_bytes` in all for the partner."""
+    def sample(self, host_slots: int, host_bytes: int) -> int:
+        """Look at what is held now, in bytes: own storages, and `host_slots` slots of `host_bytes` in all for the partner."""
         now: Counter[tuple[int, int]] = Counter()
         full: Counter[tuple[int, int]] = Counter()
         for seen in self._seen.values():
@@ -81,4 +81,6 @@ class Meter:
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away.
         here = sum(1 for owner, nbytes in now.items() if 2 * nbytes > full[owner])
         self.peak_microbatches = max(self.peak_microbatches, here + host_slots)
-        self.peak_bytes = max(self.peak_bytes, now.total() + host_bytes)
+        held = now.total() + host_bytes
+        self.peak_bytes = max(self.peak_bytes, held)
+        return held

@@ -9,16 +9,13 @@ from. Knows no transport.
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from bpipe.ir.action import Action
 from bpipe.runtime.states import advance
-
-# Buffers start on the boundary copy engines and vector loads like best; the remainder of a storage's last block is never sent.
-ALIGNMENT_BYTES = 512
+from bpipe.transport.layout import SlotLayout
 
 
 class State(enum.Enum):
@@ -31,19 +28,14 @@ class State(enum.Enum):
 _NEXT = {State.FREE: State.FILLING, State.FILLING: State.FULL, State.FULL: State.EMPTYING, State.EMPTYING: State.FREE}
 
 
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 class HostSlot:
-    """One preallocated place for one hosted micro-batch of any of some stages. `sizes[stage]` are the lengths of its storages."""
+    """One preallocated place for one hosted micro-batch of any of some stages."""
 
-    def __init__(self, index: int, memory: torch.Tensor, sizes: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, index: int, buffers: Mapping[int, list[torch.Tensor]]) -> None:
         self.index = index
         self.state = State.FREE
         self.holds: Action | None = None
-        self._buffers = {stage: _cut(memory, lengths) for stage, lengths in sizes.items()}
+        self._buffers = buffers
 
     def buffers(self, stage: int) -> list[torch.Tensor]:
         """uint8 tensors over the slot's memory, the i-th as long as the stage's i-th storage."""
@@ -55,23 +47,19 @@ class HostSlot:
         self.holds = None if state is State.FREE else action
 
 
-def _cut(memory: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    starts = itertools.accumulate((aligned(nbytes) for nbytes in lengths), initial=0)
-    return [memory.narrow(0, start, nbytes) for start, nbytes in zip(starts, lengths, strict=False)]
-
-
 class HostSlots:
-    """All host slots of a rank, allocated together, once; each as large as the largest of the stages it will host."""
+    """All host slots of a rank, allocated together, once."""
 
     def __init__(self, stages_in_slots: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]], device: torch.device) -> None:
-        layouts = [{stage: sizes[stage] for stage in stages} for stages in stages_in_slots]
-        lengths = [max(sum(map(aligned, lengths)) for lengths in layout.values()) for layout in layouts]
-        self.memory = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
-        starts = itertools.accumulate(lengths, initial=0)
+        layout = SlotLayout.of(stages_in_slots, sizes)
+        self.memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         self.slots = tuple(
-            HostSlot(index, self.memory.narrow(0, start, length), layout)
-            for index, (start, length, layout) in enumerate(zip(starts, lengths, layouts, strict=False))
+            HostSlot(index, {stage: self._cut(layout.offsets(index, sizes[stage]), sizes[stage]) for stage in stages})
+            for index, stages in enumerate(stages_in_slots)
         )
+
+    def _cut(self, offsets: Iterable[int], lengths: Iterable[int]) -> list[torch.Tensor]:
+        return [self.memory.narrow(0, offset, nbytes) for offset, nbytes in zip(offsets, lengths, strict=True)]
 
     @property
     def nbytes(self) -> int:

@@ -1,15 +1,21 @@
 """Order transfers and computation on a device's streams. The only file that names `torch.cuda`.
 
-In: a device. Out: a context in which a transfer starts behind what compute has issued so far. Knows no schedule and no bytes.
-On a CPU everything a rank issues is already in order, so nothing has to be said.
+In: a device. Out: a context in which a transfer starts behind what compute has issued so far, lanes for one-sided copies, and marks of
+time. Knows no schedule and no bytes. On a CPU everything a rank issues is already in order, so nothing has to be said.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+
+from bpipe.transport.base import Pending
+from bpipe.transport.connect import Device
+from bpipe.transport.lanes import Job, Lane, ThreadLane, Ticket
 
 
 class Streams:
@@ -42,3 +48,102 @@ class Streams:
         stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(stream):
             yield
+
+
+class _Issued:
+    """A job on a device's stream. `marks` are its begin and end."""
+
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self.marks = (begin, end)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.marks[1])
+
+
+class StreamLane:
+    """A lane of the stream that is current when a job is asked for: `Streams.outward` or `Streams.homeward` choose it."""
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
+        for pending in after:
+            pending.wait()
+        stream = torch.cuda.current_stream()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        job()
+        end.record(stream)
+        return _Issued(begin, end)
+
+    def close(self) -> None:
+        """Nothing of its own: the streams belong to the engine."""
+
+
+def lanes(device: torch.device, timeout_s: float) -> tuple[Lane, Lane]:
+    """What carries one-sided copies out and home beside the computation: the device's streams, or a thread each."""
+    if device.type == "cuda":
+        return StreamLane(), StreamLane()
+    return ThreadLane("out", timeout_s), ThreadLane("home", timeout_s)
+
+
+def copying_on(device: torch.device) -> Device:
+    """What `bpipe.transport.connect` asks of a device."""
+    return Device(device, lanes, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given. For measurements before and after training, never in a step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def named(name: str, device: torch.device) -> Iterator[None]:
+    """A named range of what is issued here, for profilers of the device."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment: on the host, in seconds of `time.perf_counter`, and, on a device, in the current stream."""
+
+    host_s: float
+    event: torch.cuda.Event | None
+
+    def since(self, base: Mark) -> float:
+        """Seconds from `base` on the device, or on the host where there is none. Waits for the device to come so far."""
+        if self.event is None or base.event is None:
+            return self.host_s - base.host_s
+        self.event.synchronize()
+        return float(base.event.elapsed_time(self.event)) / 1e3
+
+
+class Clock:
+    """Makes marks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        event = None
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream())
+        return Mark(time.perf_counter(), event)
+
+
+def span_s(pending: Pending, base: Mark) -> tuple[float, float] | None:
+    """When a transfer that can tell really began and ended, in seconds since `base`; None for one that cannot."""
+    if isinstance(pending, Ticket) and pending.span_s is not None:
+        begin_s, end_s = pending.span_s
+        return begin_s - base.host_s, end_s - base.host_s
+    if isinstance(pending, _Issued) and base.event is not None:
+        begin, end = pending.marks
+        end.synchronize()
+        return base.event.elapsed_time(begin) / 1e3, base.event.elapsed_time(end) / 1e3
+    return None

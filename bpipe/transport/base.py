@@ -1,15 +1,21 @@
 """What the engine asks of a transport. In: buffers and a slot number. Out: a `Pending` to wait for. Knows no schedule, no micro-batch.
 
-A transport carries bytes between this rank and its partner, in both roles. The evictor puts and gets; the acceptor hosts and gives
-back. A one-sided transport has nothing to do as acceptor: the evictor reaches into its slots by itself.
+Two kinds. A **two-sided** transport carries bytes between this rank and its partner, and both take part: what the evictor puts, the
+acceptor must host, what it gets, the acceptor must give back. With a **one-sided** transport the evictor reaches into the slots by
+itself; a partner that lends their memory does so once, and its program's HOST and RETURN move nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
 
 import torch
+
+from bpipe.transport.layout import SlotLayout
+
+# By stage, how long the storages are that one of its micro-batches moves, in bytes.
+Sizes = Mapping[int, Sequence[int]]
 
 
 class Pending(Protocol):
@@ -22,23 +28,57 @@ class Pending(Protocol):
         """
 
 
-class Transport(Protocol):
-    """Bytes to and from one partner. Buffers are contiguous uint8 tensors; slots are numbered as on the acceptor."""
+class Done:
+    """A transfer that needs no waiting for."""
 
-    def announce(self, sizes: Mapping[int, Sequence[int]]) -> Pending:
-        """Evictor, once before the first put: how long the buffers of a micro-batch of each stage are, in bytes."""
+    def wait(self) -> None:
+        return None
+
+
+class Evicting(Protocol):
+    """The evictor's half. Buffers are contiguous uint8 tensors; slots are numbered as on the acceptor."""
+
+    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+        """Once before the first put: how long the buffers of a micro-batch of each stage are, and the slots that follow from that."""
+
+    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
+        """Copy the buffers into the slot. They must not change or be freed before the wait."""
+
+    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
+        """Copy the slot into the buffers. They must not be read before the wait."""
+
+    def release(self) -> None:
+        """Let the slots go: another program takes over. Both ends call it, and nothing may be under way."""
+
+    def abandon(self) -> None:
+        """Let go without the partner: the run is over, or a transfer failed."""
+
+
+class TwoSided(Evicting, Protocol):
+    """Both ends take part."""
+
+    one_sided: Literal[False]
 
     def learn(self) -> dict[int, tuple[int, ...]]:
         """Acceptor, once before its first slot is allocated: the evictor's sizes. Blocks until they are there."""
-
-    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        """Evictor: copy the buffers into the partner's slot. They must not change or be freed before the wait."""
-
-    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        """Evictor: copy the partner's slot into the buffers. They must not be read before the wait."""
 
     def host(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
         """Acceptor: take what the partner puts into this slot, whose memory is `buffers`."""
 
     def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
         """Acceptor: let the partner get this slot. The slot must not be refilled before the wait."""
+
+
+class OneSided(Evicting, Protocol):
+    """The evictor reaches into the slots by itself."""
+
+    one_sided: Literal[True]
+
+    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+        """Acceptor, once: make the memory the partner will reach into, as large as its sizes ask; returns bytes, 0 if none is needed.
+
+        Blocks until the partner has announced its sizes.
+        """
+
+
+Transport = TwoSided | OneSided

@@ -1,22 +1,26 @@
 """Carry bytes by `torch.distributed` point-to-point operations, NCCL and gloo by the same calls.
 
-In: pairs of ranks. Out: one two-sided transport a rank. Knows no schedule.
+In: a pair's process groups. Out: the two-sided transport of this rank. Knows no schedule.
 
-Every pair has two process groups, one per direction of the data, made eagerly by all ranks in one order and used once before the first
-step. A communicator runs its operations in issue order, and both ends issue from one program, so within a direction they match by
-order alone; there are no tags, which would hide an order that differs. Two directions in one communicator would wait for each other.
+A pair has two process groups for the transfers, one per direction of the data, made eagerly by all ranks in one order and used once
+before the first step. A communicator runs its operations in issue order, and both ends issue from one program, so within a direction
+they match by order alone; there are no tags, which would hide an order that differs. Two directions in one communicator would wait for
+each other.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+
+from bpipe.transport.base import Sizes
+from bpipe.transport.control import About, Control, Sent
+from bpipe.transport.layout import SlotLayout
 
 # NCCL opens at most this many point-to-point operations in one group call; more must be split, on both ends alike.
 MAX_BATCHED_OPERATIONS = 512
@@ -34,9 +38,6 @@ class Works:
             work.wait()
         self._works, self._buffers = [], []
 
-    def __add__(self, later: Works) -> Works:
-        return Works([*self._works, *later._works], [*self._buffers, *later._buffers])
-
 
 @dataclass(frozen=True)
 class PairGroups:
@@ -47,38 +48,28 @@ class PairGroups:
     receiving: dist.ProcessGroup
 
 
-def connect(pairs: Sequence[tuple[int, int]], backend: str, timeout_s: float, device: torch.device) -> PairGroups | None:
-    """Make the groups of all pairs; returns this rank's, or None where it is in no pair.
+def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
+    """A group of these ranks. Collective over the world: every rank calls it, in the same order. Elsewhere the result is not used."""
+    # Ranks outside a group get a constant that says so.
+    made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, group_desc=f"BPIPE_{name}")
+    return cast(dist.ProcessGroup, made)
 
-    `pairs` are (low, high) global ranks and must be equal on every rank of the world: making a group is collective. Then every pair
-    exchanges one byte in each direction, so that a network that does not connect fails here and not in the middle of a step.
+
+def pair_groups(low: int, high: int, backend: str, timeout_s: float, device: torch.device) -> PairGroups | None:
+    """The pair's groups, one a direction; None on any other rank. Collective over the world, as `new_group`.
+
+    The pair exchanges one byte in each direction, so that a network that does not connect fails here and not in the middle of a step.
     """
+    upward, downward = (new_group([low, high], backend, timeout_s, f"{name}_{low}_{high}") for name in ("UP", "DOWN"))
     rank = dist.get_rank()
-    mine: PairGroups | None = None
-    for low, high in pairs:
-        upward, downward = (
-            _new_group([low, high], timedelta(seconds=timeout_s), backend, f"BPIPE_{name}_{low}_{high}") for name in ("UP", "DOWN")
-        )
-        if rank == low:
-            mine = PairGroups(high, upward, downward)
-        elif rank == high:
-            mine = PairGroups(low, downward, upward)
-    if mine is not None:
-        _warm_up(mine, rank < mine.partner, device)
-    return mine
-
-
-def _new_group(ranks: list[int], timeout: timedelta, backend: str, name: str) -> dist.ProcessGroup:
-    # Ranks outside a group get a constant that says so; they never use it.
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=name))
-
-
-def _warm_up(groups: PairGroups, low: bool, device: torch.device) -> None:
-    """One byte each way, upward first on both ends."""
+    if rank not in (low, high):
+        return None
+    groups = PairGroups(high, upward, downward) if rank == low else PairGroups(low, downward, upward)
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     send, receive = (dist.isend, byte, groups.sending), (dist.irecv, torch.empty_like(byte), groups.receiving)
-    for operation, tensor, group in (send, receive) if low else (receive, send):
+    for operation, tensor, group in (send, receive) if rank == low else (receive, send):
         _batched(operation, [tensor], groups.partner, group).wait()
+    return groups
 
 
 def _batched(operation: Any, buffers: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:
@@ -93,29 +84,17 @@ def _batched(operation: Any, buffers: Sequence[torch.Tensor], partner: int, grou
 class Distributed:
     """The two-sided transport: what one end puts, the other must host."""
 
-    def __init__(self, groups: PairGroups, device: torch.device) -> None:
+    one_sided: Literal[False] = False
+
+    def __init__(self, control: Control, groups: PairGroups) -> None:
+        self._control = control
         self._groups = groups
-        self._device = device
 
-    def _send(self, buffers: Sequence[torch.Tensor]) -> Works:
-        return _batched(dist.isend, buffers, self._groups.partner, self._groups.sending)
-
-    def _receive(self, buffers: Sequence[torch.Tensor]) -> Works:
-        return _batched(dist.irecv, buffers, self._groups.partner, self._groups.receiving)
-
-    def announce(self, sizes: Mapping[int, Sequence[int]]) -> Works:
-        message = torch.tensor([n for stage, lengths in sizes.items() for n in (stage, len(lengths), *lengths)], dtype=torch.int64)
-        # Two calls, as the other end receives them: NCCL hangs where one end groups what the other does not.
-        count = self._send([torch.tensor([len(message)], dtype=torch.int64, device=self._device)])
-        return count + self._send([message.to(self._device)])
+    def announce(self, sizes: Sizes, layout: SlotLayout) -> Sent:
+        return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        count = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._receive([count]).wait()
-        message = torch.empty(int(count.item()), dtype=torch.int64, device=self._device)
-        self._receive([message]).wait()
-        numbers = iter(message.tolist())
-        return {stage: tuple(itertools.islice(numbers, next(numbers))) for stage in numbers}
+        return {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Works:
         return self._send(buffers)
@@ -128,3 +107,15 @@ class Distributed:
 
     def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Works:
         return self._send(buffers)
+
+    def release(self) -> None:
+        """The slots are the acceptor's; nothing is held here."""
+
+    def abandon(self) -> None:
+        """As `release`."""
+
+    def _send(self, buffers: Sequence[torch.Tensor]) -> Works:
+        return _batched(dist.isend, buffers, self._groups.partner, self._groups.sending)
+
+    def _receive(self, buffers: Sequence[torch.Tensor]) -> Works:
+        return _batched(dist.irecv, buffers, self._groups.partner, self._groups.receiving)

@@ -9,10 +9,9 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from bpipe.transport import AUTO, NAMES
 from megatron.scheduling.placement import PLACEMENTS
 from megatron.scheduling.refusals import reasons
-
-TRANSPORTS = ("auto", "nccl", "gloo")
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class SchedulingConfig:
     timeout_s: float
     minimum_bytes: int
     poison: bool
+    synchronous: bool
     report: str | None
     num_ranks: int
     num_chunks: int
@@ -45,9 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--bpipe-transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="How activations travel between the two ranks of a pair. auto: nccl between GPUs, gloo between CPUs.",
+        choices=(AUTO, *NAMES),
+        default=AUTO,
+        help="How activations travel between the two ranks of a pair. nccl, gloo: both ranks send and receive. peer: the evictor alone "
+        "copies, into memory of its partner on the same machine. host: into its own host memory. auto: whichever the pair's link "
+        "measures best at the start.",
     )
     group.add_argument(
         "--bpipe-placement",
@@ -73,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--bpipe-poison",
         action="store_true",
         help="For debugging: fill memory with NaN before it is freed and before it is loaded into, so that a missing wait shows.",
+    )
+    group.add_argument(
+        "--bpipe-sync-transfers",
+        action="store_true",
+        help="For measuring what overlap is worth: wait for every transfer where it is issued.",
     )
     group.add_argument(
         "--bpipe-report",
@@ -101,6 +108,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         timeout_s=args.bpipe_timeout,
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
+        synchronous=args.bpipe_sync_transfers,
         report=args.bpipe_report,
         num_ranks=args.pipeline_model_parallel_size,
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,

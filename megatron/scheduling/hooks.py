@@ -7,15 +7,17 @@ through. Knows nothing of how activations are found or moved.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
+from megatron.training import get_timers
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
@@ -24,8 +26,9 @@ from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.simulate.memory import num_transfers, peak_counts
-from bpipe.transport.distributed import Distributed, PairGroups, connect
-from megatron.scheduling import patches
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import Connection, Link
+from megatron.scheduling import links, patches
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.reporting import StageReport, say
 
@@ -38,11 +41,12 @@ class Hooks:
         self._engines: dict[int, Engine] = {}
         self._active: Engine | None = None
         self._meter = Meter() if config.report is not None else None
-        self._groups: PairGroups | None = None
+        self._connection: Connection | None = None
         self._connected = False
         self._forward_of: dict[int, Action] = {}
         self._last_num_microbatches = 0
         self._input_bytes = 0
+        self.links: list[Link] = []
         self._peaks: list[tuple[int, int, dict[int, int]]] = []
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
@@ -138,6 +142,8 @@ class Hooks:
                 minimum_bytes=self._config.minimum_bytes,
                 timeout_s=self._config.timeout_s,
                 poison=self._config.poison,
+                synchronous=self._config.synchronous,
+                timed=_timed,
             )
             engine = Engine(schedule, self._rank, self._transport(schedule, config.device, model), config, self._meter)
             self._engines[num_microbatches] = engine
@@ -158,16 +164,21 @@ class Hooks:
             say(describe(schedule))
         return schedule
 
-    def _transport(self, schedule: Schedule, device: torch.device, model: torch.nn.Module) -> Distributed | None:
+    def _transport(self, schedule: Schedule, device: torch.device, model: torch.nn.Module) -> Transport | None:
         if not moves_anything(schedule):
             return None
         if not self._connected:
-            backend = backend_for(self._config.transport, device)
-            self._groups = connect(all_pairs(schedule), backend, self._config.timeout_s, device)
+            self._connection, self.links, table = links.connect_pairs(schedule, self._config.transport, self._config.timeout_s, device)
             self._connected = True
+            say(table)
             # A device-wide synchronisation after every pipeline communication, on by default and without a flag, would end all overlap.
             get_model_config(model).batch_p2p_sync = False
-        return Distributed(self._groups, device) if self._groups is not None else None
+        return self._connection.transport() if self._connection is not None else None
+
+    def close(self) -> None:
+        """Training is over: end the threads that copy."""
+        if self._connection is not None:
+            self._connection.close()
 
     # -- measuring -----------------------------------------------------------------------------------------------------------------
 
@@ -192,9 +203,21 @@ class Hooks:
             saved_bytes=peaks[-1][2],
             moved_bytes=engine.moved_bytes,
             input_bytes=self._input_bytes,
+            num_slots=engine.num_slots,
             host_bytes=engine.host_bytes,
             balanced=self._config.balance,
         )
+
+
+@contextlib.contextmanager
+def _timed(name: str) -> Iterator[None]:
+    """Under this name in Megatron's timers, from --timing-log-level 2 on."""
+    timer = get_timers()(name, log_level=2)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
 
 
 def _as_list(tensors: Any) -> list[Any]:
@@ -219,29 +242,3 @@ def describe(schedule: Schedule) -> str:
         for s in evictors
     )
     return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"
-
-
-def backend_for(transport: str, device: torch.device) -> str:
-    """The process-group backend of a transport. Raises ValueError where it cannot reach the device's memory."""
-    fitting = "nccl" if device.type == "cuda" else "gloo"
-    if transport not in ("auto", fitting):
-        raise ValueError(f"--bpipe-transport {transport} cannot move memory of device {device}: use {fitting} or auto")
-    return fitting
-
-
-def all_pairs(schedule: Schedule) -> Sequence[tuple[int, int]]:
-    """The global ranks of every pair that moves anything, in every pipeline of the world; equal and in equal order on every rank.
-
-    Which ranks form a pipeline is asked of Megatron's groups, not computed again. Collective over the world.
-    """
-    mine = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, list(mine))
-    partners = schedule.partners or tuple(range(schedule.num_ranks))
-    pairs = set()
-    for pipeline in pipelines:
-        for stage, partner in enumerate(partners):
-            if num_transfers(schedule, stage).evictions:
-                low, high = sorted((pipeline[stage], pipeline[partner]))
-                pairs.add((low, high))
-    return sorted(pairs)

@@ -94,6 +94,7 @@ def scheduling(args: Any) -> Iterator[None]:
             reporter.finish(hooks.stage_report())
     finally:
         installed.remove()
+        hooks.close()
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import num_host_slots
 from bpipe.simulate.memory import live_bytes, num_transfers
 from megatron.scheduling import patches
 
@@ -59,6 +58,7 @@ class StageReport:
         saved_bytes: Mapping[int, int],
         moved_bytes: Mapping[int, int],
         input_bytes: int,
+        num_slots: int,
         host_bytes: int,
         balanced: bool,
     ) -> StageReport:
@@ -77,7 +77,7 @@ class StageReport:
             peak_microbatches=peak_microbatches,
             peak_bytes=peak_bytes,
             predicted_microbatches=_own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0)
-            + num_host_slots(schedule, stage),
+            + num_slots,
             predicted_bytes=_own_peak(schedule, stage, saved_bytes, moved_bytes, input_bytes) + host_bytes,
             evictions=transfers.evictions,
             loads=transfers.loads,

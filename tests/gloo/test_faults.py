@@ -45,7 +45,7 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
 
 BAD = [
     (["--bpipe", "--bpipe-transport", "pigeon"], "argument --bpipe-transport: invalid choice: 'pigeon'"),
-    (["--bpipe", "--bpipe-transport", "nccl"], "--bpipe-transport nccl cannot move memory of device cpu: use gloo or auto"),
+    (["--bpipe", "--bpipe-transport", "nccl"], "--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"),
     (["--bpipe", "--bpipe-timeout", "0"], "--bpipe-timeout 0: must be above 0 seconds"),
     (["--bpipe", "--global-batch-size", "7"], "(7) must be divisible by eval_micro_batch_size (2) * data_parallel_size (1)"),
     (

@@ -16,6 +16,16 @@ from tests.gloo.conftest import BPIPE, Case, Outcome
 FOUR_STAGES = [
     Case("m8", ["--global-batch-size", "16"]),
     Case("m8_balanced", ["--global-batch-size", "16", *BPIPE, "--bpipe-report", "{folder}/m8_balanced"]),
+    *(
+        Case(f"m8_{name}", ["--global-batch-size", "16", *BPIPE, *flags, "--bpipe-report", f"{{folder}}/m8_{name}"])
+        for name, flags in {
+            "gloo": ["--bpipe-transport", "gloo"],
+            "peer": ["--bpipe-transport", "peer"],
+            "host": ["--bpipe-transport", "host"],
+            "gloo_synchronous": ["--bpipe-transport", "gloo", "--bpipe-sync-transfers"],
+            "peer_synchronous": ["--bpipe-transport", "peer", "--bpipe-sync-transfers"],
+        }.items()
+    ),
     Case("m8_measured", ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"]),
     Case("m4", ["--global-batch-size", "8"]),
     Case("m4_balanced", ["--global-batch-size", "8", *BPIPE, "--bpipe-report", "{folder}/m4_balanced"]),
@@ -58,10 +68,29 @@ def test_four_stages_train_as_stock_does(four: Outcome, microbatches: int) -> No
     same(four, f"m{microbatches}", f"m{microbatches}_balanced", 4)
 
 
+TRANSPORTS = ["gloo", "peer", "host", "gloo_synchronous", "peer_synchronous"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) -> None:
+    same(four, "m8", f"m8_{transport}", 4)
+    said = four.logs[0].split(f"=== m8_{transport}\n")[1].split("===")[0]
+    assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in said
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "peaks", "evictions"),
-    [("m8_measured", [4, 3, 2, 1], [0, 0, 0, 0]), ("m8_balanced", [3, 3, 2, 3], [3, 0, 0, 0]), ("m4_balanced", [3, 3, 2, 3], [1, 0, 0, 0])],
+    [
+        ("m8_measured", [4, 3, 2, 1], [0, 0, 0, 0]),
+        ("m8_balanced", [3, 3, 2, 3], [3, 0, 0, 0]),
+        ("m8_gloo", [3, 3, 2, 3], [3, 0, 0, 0]),
+        ("m8_peer", [3, 3, 2, 3], [3, 0, 0, 0]),
+        # The acceptor is not asked for memory.
+        ("m8_host", [3, 3, 2, 1], [3, 0, 0, 0]),
+        ("m4_balanced", [3, 3, 2, 3], [1, 0, 0, 0]),
+    ],
 )
 def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[int], evictions: list[int]) -> None:
     reports = four.reports(case)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
 from bpipe.simulate.memory import num_transfers, peak_counts
+from bpipe.transport.layout import SlotLayout
 
 CPU = torch.device("cpu")
 WIDTH = 32
@@ -41,13 +43,15 @@ class Late:
 
 
 class LateTransport:
-    """One-sided and in one process: the partner's slots are a dictionary."""
+    """Two-sided, but the partner is not there: its slots are a dictionary."""
+
+    one_sided: Literal[False] = False
 
     def __init__(self) -> None:
         self.slots: dict[int, list[torch.Tensor]] = {}
         self.sizes: dict[int, Sequence[int]] = {}
 
-    def announce(self, sizes: Mapping[int, Sequence[int]]) -> Late:
+    def announce(self, sizes: Mapping[int, Sequence[int]], layout: SlotLayout) -> Late:
         self.sizes = dict(sizes)
         return Late(lambda: None)
 
@@ -68,6 +72,11 @@ class LateTransport:
         return Late(lambda: None)
 
     give_back = host
+
+    def release(self) -> None:
+        assert not self.slots, f"slots {sorted(self.slots)} are still taken"
+
+    abandon = release
 
 
 def schedule(p: int = 4, m: int = 8, balance: str = "bpipe") -> Schedule:
@@ -222,7 +231,7 @@ def test_a_failing_transfer_names_rank_stage_and_action() -> None:
 
     plan = schedule()
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
-    message = r"rank 0, stage 0: 0EVICT1 with stage 3 did not end \(it was leaving; the time-out is 1 s, --bpipe-timeout\): connection"
+    message = r"rank 0, stage 0: 0EVICT1 with stage 3 did not end \(it was leaving\); the time-out is 1 s, --bpipe-timeout: connection"
     with pytest.raises(TransferError, match=message):
         run_iteration(engine_for(plan, Broken()), plan, weight)
 

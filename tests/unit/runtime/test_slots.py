@@ -7,7 +7,8 @@ import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.slots import ALIGNMENT_BYTES, HostSlots, State
+from bpipe.runtime.slots import HostSlots, State
+from bpipe.transport.layout import ALIGNMENT_BYTES
 
 CPU = torch.device("cpu")
 HOST, RETURN = Action(0, Kind.HOST, 5), Action(0, Kind.RETURN, 5)

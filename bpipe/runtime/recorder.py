@@ -1,0 +1,89 @@
+"""Write down what an engine did in one iteration: every action with its times, bytes and waits.
+
+In: the engine's own calls, as it makes them. Out: rows, in the order of their start. Knows no file and no prediction.
+A computation is marked when it begins and ends; a transfer begins when it is issued and has ended at the latest when somebody waited for
+it: a one-sided copy knows when it really did, of a two-sided one no more can be said. What a wait held the computation up is its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bpipe.ir.action import Action, Kind
+from bpipe.runtime.streams import Clock, Mark, span_s
+from bpipe.transport.base import Pending
+
+COLUMNS = ("action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes")
+
+
+@dataclass
+class _Row:
+    action: Action
+    start: Mark
+    slot: int | None = None
+    end: Mark | None = None
+    waited: tuple[Mark, Mark] | None = None
+    pending: Pending | None = None
+    live_bytes: int | None = None
+
+
+class Recorder:
+    """The rows of the iteration under way. `recording` says whether this iteration is one of those to record."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begin: Mark | None = None
+        self._rows: list[_Row] = []
+        self._transfers: dict[Action, _Row] = {}
+
+    def begin(self) -> None:
+        """A new iteration starts now."""
+        self._rows, self._transfers = [], {}
+        self._begin = self._clock.mark()
+
+    def started(self, action: Action, slot: int | None = None, live_bytes: int | None = None) -> None:
+        """A computation begins, or a transfer has just been issued."""
+        row = _Row(action, self._clock.mark(), slot, live_bytes=live_bytes)
+        self._rows.append(row)
+        if slot is not None:
+            self._transfers[action] = row
+
+    def computed(self, live_bytes: int | None) -> None:
+        """The computation that began last has ended."""
+        row = next(row for row in reversed(self._rows) if row.slot is None)
+        row.end = self._clock.mark()
+        row.live_bytes = max(live_bytes or 0, row.live_bytes or 0) if live_bytes is not None else None
+
+    def mark(self) -> Mark:
+        """Now."""
+        return self._clock.mark()
+
+    def waited(self, action: Action, since: Mark, pending: Pending) -> None:
+        """The transfer was waited for, from `since` until now."""
+        row = self._transfers.get(action)
+        if row is not None:
+            row.end = self._clock.mark()
+            row.waited = since, row.end
+            row.pending = pending
+
+    def rows(self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> tuple[list[list[Any]], float]:
+        """All rows, in the order of `COLUMNS`, and the seconds the iteration took until now. Waits for the device."""
+        assert self._begin is not None
+        elapsed_s = self._clock.mark().since(self._begin)
+        rows = [self._row(row, self._begin, saved_bytes, moved_bytes) for row in self._rows]
+        rows.sort(key=lambda row: row[1])
+        return rows, elapsed_s
+
+    def _row(self, row: _Row, base: Mark, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> list[Any]:
+        assert row.end is not None, f"{row.action} was never waited for"
+        start_s, end_s = row.start.since(base), row.end.since(base)
+        exact = span_s(row.pending, base) if row.pending is not None else None
+        if exact is not None:
+            start_s, end_s = exact
+        wait_s = row.waited[1].since(row.waited[0]) if row.waited else 0.0
+        host = row.start.host_s - base.host_s, row.end.host_s - base.host_s
+        nbytes = {Kind.FORWARD: saved_bytes, Kind.BACKWARD: {}}.get(row.action.kind, moved_bytes).get(row.action.stage)
+        times = (round(value, 9) for value in (start_s, end_s, wait_s, *host))
+        return [str(row.action), *times, nbytes, row.slot, row.live_bytes]

@@ -1,0 +1,234 @@
+"""Connect the pairs of a world, and choose each pair's transport by what its link measures.
+
+In: pairs of ranks and what the user wants. Out: this rank's `Connection`, which makes transports. Collective over the world.
+Knows no schedule.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.transport import AUTO
+from bpipe.transport.base import Transport
+from bpipe.transport.control import About, Control
+from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.distributed import Distributed, PairGroups, new_group, pair_groups
+from bpipe.transport.lanes import Lane
+from bpipe.transport.layout import SlotLayout
+from bpipe.transport.memory import SharedMemory
+from bpipe.transport.one_sided import Host, Peer, Reaching
+
+# Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.
+PROBE_BYTES = 16 << 20
+PROBES = 4
+# A one-sided copy takes no compute unit and no moment of the partner's: worth a somewhat slower link.
+ONE_SIDED_ADVANTAGE = 1.25
+
+
+@dataclass(frozen=True)
+class Device:
+    """What connecting needs of this rank's device: how to make lanes, to wait for it, and to name its current stream."""
+
+    device: torch.device
+    lanes: Callable[[torch.device, float], tuple[Lane, Lane]]
+    synchronize: Callable[[torch.device], None]
+    current_stream: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where a rank is: two ranks share memory only on one boot of one machine, and see each other's processes only in one namespace."""
+
+    boot: str
+    namespace: str
+    host: str
+
+    @staticmethod
+    def here() -> Facts:
+        return Facts(_first_line("/proc/sys/kernel/random/boot_id"), _target("/proc/self/ns/pid"), socket.gethostname())
+
+
+@dataclass(frozen=True)
+class Link:
+    """What was found of one pair: the transport chosen, bytes a second of each candidate there and back, and why others cannot."""
+
+    ranks: tuple[int, int]
+    transport: str
+    bytes_per_s: Mapping[str, float]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
+    """The transports to try. Raises ValueError where the wanted one cannot reach the device's memory."""
+    on_cuda = device_type == "cuda"
+    # Host memory is where a CPU's activations are anyway: it can be asked for, but is never a way out.
+    automatic = ("nccl", "peer", "host") if on_cuda else ("gloo", "peer")
+    possible = ("nccl", "peer", "host") if on_cuda else ("gloo", "peer", "host")
+    if wanted == AUTO:
+        return automatic
+    if wanted not in possible:
+        raise ValueError(f"--bpipe-transport {wanted} cannot move memory of device {device_type}: use {', '.join(possible)} or auto")
+    return (wanted,)
+
+
+def obstacle(name: str, mine: Facts, theirs: Facts) -> str | None:
+    """Why two ranks cannot use a transport, or None where they may."""
+    if name != "peer":
+        return None
+    if mine.boot != theirs.boot:
+        return f"{mine.host} and {theirs.host} are two machines"
+    if mine.namespace != theirs.namespace:
+        return "the two processes are in different containers (process namespaces)"
+    return None
+
+
+def choose(bytes_per_s: Mapping[str, float]) -> str:
+    """The fastest of what was measured, one-sided ones with an advantage."""
+    return max(bytes_per_s, key=lambda name: bytes_per_s[name] * (ONE_SIDED_ADVANTAGE if name in ("peer", "host") else 1.0))
+
+
+class Connection:
+    """This rank's way to its partner. `transport()` makes the transport for one program; all of them share groups and lanes."""
+
+    def __init__(self, partner: int, control: Control, groups: Mapping[str, PairGroups], device: Device, lanes: tuple[Lane, Lane]) -> None:
+        self.partner = partner
+        self.control = control
+        self.link: Link | None = None
+        self._groups = groups
+        self._device = device
+        self._lanes = lanes
+
+    def transport(self, name: str | None = None) -> Transport:
+        """A transport of this name, or of the one that was chosen."""
+        if name is None:
+            assert self.link is not None
+            name = self.link.transport
+        if name in self._groups:
+            return Distributed(self.control, self._groups[name])
+        on_cuda = self._device.device.type == "cuda"
+        if name == "host":
+            return Reaching(Host(pinned=on_cuda), *self._lanes)
+        lender = DeviceMemory(self._device.current_stream) if on_cuda else SharedMemory()
+        return Reaching(Peer(self.control, lender), *self._lanes)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+
+def connect(pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device) -> tuple[Connection | None, list[Link]]:
+    """Connect all pairs: this rank's connection, or None where it is in no pair, and every pair's link, the same on all ranks.
+
+    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together. Raises ValueError or
+    RuntimeError on every rank alike where a pair has no transport.
+    """
+    names = candidates(wanted, device.device.type)
+    rank = dist.get_rank()
+    mine: tuple[int, Control, dict[str, PairGroups]] | None = None
+    for low, high in pairs:
+        group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
+        made = {name: pair_groups(low, high, name, timeout_s, device.device) for name in names if name in ("nccl", "gloo")}
+        if rank in (low, high):
+            partner = high if rank == low else low
+            mine = partner, Control(partner, group), {name: groups for name, groups in made.items() if groups is not None}
+    connection = None
+    found: dict[str, Any] | None = None
+    if mine is not None:
+        connection = Connection(*mine, device, device.lanes(device.device, timeout_s))
+        found = _find_link(connection, names, rank, device)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    links = sorted((Link(**each) for each in everyone if each is not None), key=lambda link: link.ranks)
+    # Both ranks of a pair told the same.
+    links = [link for before, link in zip([None, *links], links, strict=False) if link != before]
+    without = [link for link in links if not link.transport]
+    if without:
+        if connection is not None:
+            connection.close()
+        lines = [f"ranks {link.ranks[0]} and {link.ranks[1]}: {name}: {why}" for link in without for name, why in link.refused.items()]
+        raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
+    if connection is not None:
+        connection.link = next(link for link in links if rank in link.ranks)
+    return connection, links
+
+
+def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device) -> dict[str, Any]:
+    """Try every candidate with the partner and agree on one. Returns a `Link`'s fields, the same on both ranks."""
+    partner = connection.partner
+    mine = Facts.here()
+    theirs = Facts(**connection.control.exchange(About.FACTS, asdict(mine)))
+    measured: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        why = obstacle(name, mine, theirs)
+        if why is None:
+            speed, why = _probe(connection, name, device, evictor=rank < partner)
+            if why is None:
+                measured[name] = speed
+        if why is not None:
+            refused[name] = why
+    # The lower rank has held the clock, so its choice counts.
+    link = {"transport": choose(measured) if measured else "", "bytes_per_s": measured, "refused": refused}
+    theirs_link = connection.control.exchange(About.PROBE, link)
+    return {"ranks": (min(rank, partner), max(rank, partner)), **(link if rank < partner else theirs_link)}
+
+
+def _probe(connection: Connection, name: str, device: Device, evictor: bool) -> tuple[float, str | None]:
+    """Bytes a second there and back, or why it did not work. Both ranks take part; each step ends with both telling how it went."""
+    transport = connection.transport(name)
+    layout = SlotLayout.of([(0,)], {0: (PROBE_BYTES,)})
+    buffer = torch.arange(PROBE_BYTES // 8, device=device.device).view(torch.uint8)
+    back = torch.zeros_like(buffer)
+    times: list[float] = []
+    why: str | None = None
+    try:
+        if evictor:
+            transport.announce({0: (PROBE_BYTES,)}, layout).wait()
+        elif transport.one_sided:
+            transport.lend(lambda sizes: layout)
+        else:
+            transport.learn()
+        for _ in range(PROBES):
+            begin = time.perf_counter()
+            if evictor:
+                transport.put(0, [buffer]).wait()
+                transport.get(0, [back]).wait()
+            elif not transport.one_sided:
+                transport.host(0, [back]).wait()
+                transport.give_back(0, [back]).wait()
+            device.synchronize(device.device)
+            times.append(time.perf_counter() - begin)
+        if evictor and not torch.equal(buffer, back):
+            why = "what came back is not what was sent"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    other = connection.control.exchange(About.PROBE, why)
+    if why or other:
+        transport.abandon()
+    else:
+        transport.release()
+    # The first time also connects, allocates and touches pages.
+    return 2 * PROBE_BYTES / statistics.median(times[1:] or [1.0]), why or other
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return f"unknown on {socket.gethostname()}"
+
+
+def _target(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return f"unknown on {socket.gethostname()}"

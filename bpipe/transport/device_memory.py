@@ -1,0 +1,79 @@
+"""Memory of one GPU that another process's copy engines reach: allocated by its owner, opened through CUDA's IPC handles.
+
+In: a size, or a handle another process gave. Out: a `Region`. Knows no slots and no schedule.
+
+Outside torch's allocator on purpose: the memory lives as long as the run, so it must not pin a block of the allocator's, and memory of
+expandable segments has no IPC handle (pytorch/pytorch 165685). The evictor opens a handle with its own device current, so that the
+copies run on its own streams and no context is made on the partner's device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _runtime() -> Any:
+    # Not at the top: torch's CUDA builds bring it, a build without CUDA does not.
+    from cuda.bindings import runtime
+
+    return runtime
+
+
+def _checked(call: str, *arguments: Any) -> Any:
+    """Call the CUDA runtime. Raises RuntimeError naming the call and CUDA's error."""
+    status, *results = getattr(_runtime(), call)(*arguments)
+    if int(status) != 0:
+        raise RuntimeError(f"{call} failed: {status.name}")
+    return results[0] if results else None
+
+
+class DeviceRegion:
+    """Device memory by address. Copies are issued to the stream that is current, which `stream` returns as a number."""
+
+    def __init__(self, address: int, nbytes: int, stream: Callable[[], int], close: Callable[[], None]) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._stream = stream
+        self._close = close
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        self._copy(self._address + offset, source.data_ptr(), offset, source.numel())
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        self._copy(target.data_ptr(), self._address + offset, offset, target.numel())
+
+    def close(self) -> None:
+        self._close()
+
+    def _copy(self, to: int, source: int, offset: int, nbytes: int) -> None:
+        assert 0 <= offset <= offset + nbytes <= self._nbytes, f"{nbytes} bytes at {offset} of a region of {self._nbytes}"
+        kind = _runtime().cudaMemcpyKind.cudaMemcpyDefault
+        _checked("cudaMemcpyAsync", to, source, nbytes, kind, self._stream())
+
+
+class DeviceMemory:
+    """Memory of the current device, lent to another process on the same machine; also between two processes on one device."""
+
+    def __init__(self, stream: Callable[[], int]) -> None:
+        self._stream = stream
+
+    def make(self, nbytes: int) -> tuple[Any, DeviceRegion]:
+        address = int(_checked("cudaMalloc", nbytes))
+        handle = _checked("cudaIpcGetMemHandle", address)
+        region = DeviceRegion(address, nbytes, self._stream, lambda: _checked("cudaFree", address))
+        return {"handle": ctypes.string_at(handle.getPtr(), _HANDLE_BYTES).hex(), "nbytes": nbytes}, region
+
+    def open(self, handle: Any) -> DeviceRegion:
+        runtime = _runtime()
+        opened = runtime.cudaIpcMemHandle_t()
+        ctypes.memmove(opened.getPtr(), bytes.fromhex(handle["handle"]), _HANDLE_BYTES)
+        address = int(_checked("cudaIpcOpenMemHandle", opened, runtime.cudaIpcMemLazyEnablePeerAccess))
+        return DeviceRegion(address, handle["nbytes"], self._stream, lambda: _checked("cudaIpcCloseMemHandle", address))
+
+
+# CUDA_IPC_HANDLE_SIZE of CUDA's headers.
+_HANDLE_BYTES = 64

@@ -1,0 +1,86 @@
+"""Copy beside the computation where there is no GPU: one worker thread a direction stands for a copy engine's stream.
+
+In: jobs, and what each has to wait for. Out: a `Pending` each. On a GPU `bpipe.runtime.streams` gives lanes with the same two methods,
+which issue to the device's streams instead. Knows no slots and no bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from bpipe.transport.base import Pending
+
+Job = Callable[[], None]
+
+
+class Lane(Protocol):
+    """Copies of one direction, in the order they are asked for."""
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
+        """Do the job once all of `after` have ended and every earlier job of this lane has."""
+
+    def close(self) -> None:
+        """No more jobs. Ends what belongs to the lane."""
+
+
+class Ticket:
+    """A job of a thread lane. `span_s` says when it ran, on `time.perf_counter`'s clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self.span_s: tuple[float, float] | None = None
+
+    def wait(self) -> None:
+        if not self._ended.wait(self._timeout_s):
+            raise TimeoutError(f"no copy within {self._timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def run(self, job: Job, after: Sequence[Pending]) -> None:
+        try:
+            for pending in after:
+                pending.wait()
+            begin = time.perf_counter()
+            job()
+            self.span_s = (begin, time.perf_counter())
+        except BaseException as error:
+            # Raised again where somebody waits: a thread of its own has nobody to tell.
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+class ThreadLane:
+    """A worker thread. What `run` is given is done there, one after another."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[tuple[Ticket, Job, Sequence[Pending]] | None] = queue.SimpleQueue()
+        # A daemon, so that a run that failed elsewhere does not wait for a copy that will never come.
+        self._thread = threading.Thread(target=self._work, name=f"bpipe-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Ticket:
+        ticket = Ticket(self._timeout_s)
+        self._jobs.put((ticket, job, after))
+        return ticket
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(self._timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            asked = self._jobs.get()
+            if asked is None:
+                return
+            ticket, job, after = asked
+            ticket.run(job, after)
+            # A job holds tensors: gone as soon as it is done, not when the next one comes.
+            del asked, ticket, job, after

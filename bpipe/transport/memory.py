@@ -1,0 +1,93 @@
+"""Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own pinned memory, anywhere.
+
+In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no slots and no schedule.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any, Protocol
+
+import torch
+
+
+class Region(Protocol):
+    """A piece of memory to copy into and from. Both calls only start the copy where the current stream is a device's."""
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        """Copy all of `source`, contiguous uint8, to `offset` bytes from the region's start."""
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        """Copy into all of `target` from `offset`."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Lender(Protocol):
+    """The two ends of memory that one process makes and another reaches into."""
+
+    def make(self, nbytes: int) -> tuple[Any, Region]:
+        """On the acceptor: memory, and a JSON value by which the partner opens it. The memory lives until the region is closed."""
+
+    def open(self, handle: Any) -> Region:
+        """On the evictor. Raises OSError or RuntimeError where it cannot be reached."""
+
+
+class TensorRegion:
+    """A flat uint8 tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        self._tensor.narrow(0, offset, source.numel()).copy_(source, non_blocking=True)
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        target.copy_(self._tensor.narrow(0, offset, target.numel()), non_blocking=True)
+
+    def close(self) -> None:
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def own_memory(nbytes: int, pinned: bool) -> TensorRegion:
+    """This process's own host memory; pinned, so that a device copies to it by itself."""
+    return TensorRegion(torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned))
+
+
+class SharedMemory:
+    """Shared memory of two processes on one machine.
+
+    It has no name: the partner opens it through the maker's file descriptor. So nothing can be left in /dev/shm, however either process
+    ends, and the size of /dev/shm, which is 64 MB in most containers, is no limit.
+    """
+
+    def make(self, nbytes: int) -> tuple[Any, Region]:
+        descriptor = os.memfd_create("bpipe")
+        os.ftruncate(descriptor, max(nbytes, 1))
+        region = _Mapped(descriptor, nbytes)
+        # Pages come with their first use: better here than in the first iteration.
+        region.touch()
+        return {"process": os.getpid(), "descriptor": descriptor, "nbytes": nbytes}, region
+
+    def open(self, handle: Any) -> Region:
+        return _Mapped(os.open(f"/proc/{handle['process']}/fd/{handle['descriptor']}", os.O_RDWR | os.O_CLOEXEC), handle["nbytes"])
+
+
+class _Mapped(TensorRegion):
+    """A mapping of a descriptor, which it owns."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._descriptor = descriptor
+        # The tensor keeps the mapping alive, the mapping the memory.
+        super().__init__(torch.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), dtype=torch.uint8))
+
+    def touch(self) -> None:
+        self._tensor.zero_()
+
+    def close(self) -> None:
+        super().close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,185 @@
+"""Reach into slots without the partner's help: the two one-sided transports, which differ in whose memory the slots are.
+
+In: a way to the memory, and a lane of copies for each direction. Out: puts and gets. Knows no schedule.
+
+    FREE --put--> HOLDING --get--> FREE
+
+  [8] what touches a slot waits for what touched it last: a get for the put before it, a put for the get before it
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from bpipe.transport.base import Done, Pending, Sizes
+from bpipe.transport.control import About, Control
+from bpipe.transport.lanes import Lane
+from bpipe.transport.layout import SlotLayout
+from bpipe.transport.memory import Lender, Region, own_memory
+
+
+class Way(Protocol):
+    """How the evictor comes to the slots' memory."""
+
+    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+        """Evictor: the slots are about to be used."""
+
+    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+        """Acceptor: make the memory, if it is the acceptor's."""
+
+    def region(self) -> Region:
+        """Evictor: the slots' memory; blocks, the first time, until it is there."""
+
+    def release(self) -> None:
+        """Let go of it, in agreement with the partner."""
+
+    def abandon(self) -> None:
+        """Let go of it."""
+
+
+class Peer:
+    """The slots are the partner's memory: made by it once, reached by this rank from then on."""
+
+    def __init__(self, control: Control, lender: Lender) -> None:
+        self._control = control
+        self._lender = lender
+        self._lent: Region | None = None
+        self._opened: Region | None = None
+        self._announced = False
+
+    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+        self._announced = True
+        return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
+
+    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+        sizes = {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
+        layout = layout_of(sizes)
+        try:
+            handle, self._lent = self._lender.make(layout.nbytes)
+        except Exception as error:
+            # Or the partner would wait for its time-out to learn less.
+            self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()
+            raise
+        self._control.send(About.MEMORY, handle).wait()
+        return layout.nbytes
+
+    def region(self) -> Region:
+        if self._opened is None:
+            handle = self._control.receive(About.MEMORY)
+            if "error" in handle:
+                raise RuntimeError(f"the partner could not make memory for the slots: {handle['error']}")
+            self._opened = self._lender.open(handle)
+        return self._opened
+
+    def release(self) -> None:
+        if self._announced:
+            self.region().close()
+            self._opened = None
+            self._announced = False
+            self._control.send(About.MEMORY, "closed").wait()
+        if self._lent is not None:
+            # CUDA leaves open what happens to memory that is freed while another process has it open.
+            self._control.receive(About.MEMORY)
+        self.abandon()
+
+    def abandon(self) -> None:
+        for region in (self._opened, self._lent):
+            if region is not None:
+                region.close()
+        self._opened = self._lent = None
+
+
+class Host:
+    """The slots are this rank's own host memory, pinned on a machine with a GPU."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._region: Region | None = None
+
+    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+        self._region = own_memory(layout.nbytes, self._pinned)
+        return Done()
+
+    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+        return 0
+
+    def region(self) -> Region:
+        assert self._region is not None, "announce comes before the first put"
+        return self._region
+
+    def release(self) -> None:
+        self._region = None
+
+    abandon = release
+
+
+class _Slot(enum.Enum):
+    FREE = "free"
+    HOLDING = "holding"
+
+
+class Reaching:
+    """The one-sided transport over a way to memory."""
+
+    one_sided: Literal[True] = True
+
+    def __init__(self, way: Way, outward: Lane, homeward: Lane) -> None:
+        self._way = way
+        self._outward = outward
+        self._homeward = homeward
+        self._layout = SlotLayout((), 0)
+        self._states: dict[int, _Slot] = {}
+        self._last: dict[int, Pending] = {}
+
+    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+        self._layout = layout
+        return self._way.announce(sizes, layout)
+
+    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+        return self._way.lend(layout_of)
+
+    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
+        def copy() -> None:
+            region = self._way.region()
+            for offset, buffer in zip(self._offsets(slot, buffers), buffers, strict=True):
+                region.write(offset, buffer)
+
+        return self._move(self._outward, slot, copy, _Slot.FREE, _Slot.HOLDING)
+
+    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
+        def copy() -> None:
+            region = self._way.region()
+            for offset, buffer in zip(self._offsets(slot, buffers), buffers, strict=True):
+                region.read(offset, buffer)
+
+        return self._move(self._homeward, slot, copy, _Slot.HOLDING, _Slot.FREE)
+
+    def release(self) -> None:
+        for pending in self._last.values():
+            pending.wait()
+        self._forget()
+        self._way.release()
+
+    def abandon(self) -> None:
+        self._forget()
+        self._way.abandon()
+
+    def _forget(self) -> None:
+        self._last.clear()
+        self._states.clear()
+
+    def _offsets(self, slot: int, buffers: Sequence[torch.Tensor]) -> list[int]:
+        return self._layout.offsets(slot, (buffer.numel() for buffer in buffers))
+
+    def _move(self, lane: Lane, slot: int, copy: Callable[[], None], before: _Slot, afterwards: _Slot) -> Pending:
+        now = self._states.get(slot, _Slot.FREE)
+        if now is not before:
+            raise RuntimeError(f"slot {slot} is {now.value}, but must be {before.value} for this transfer: the program uses it twice")
+        self._states[slot] = afterwards
+        last = self._last.get(slot)
+        self._last[slot] = lane.run(copy, after=[last] if last is not None else [])  # [8]
+        return self._last[slot]
