@@ -33,6 +33,7 @@ COMMANDS = {
     "plan": "search a model's configurations on a cluster, and say whether balancing helps",
     "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
     "profile": "time one stage of a model on this machine's device",
+    "report": "lay a recorded run beside its prediction",
 }
 
 _COLOURS = {

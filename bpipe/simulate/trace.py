@@ -1,44 +1,195 @@
-"""Write a simulation as a Chrome trace. In: a Report. Out: JSON text for ui.perfetto.dev or chrome://tracing. Draws nothing itself.
+"""Write what ran, or what was simulated, as a Chrome trace. In: a `Track` a rank, or a Report. Out: JSON text for ui.perfetto.dev.
 
-A process is a rank; its threads are what it computes, what it sends away and what it takes in. Times are in microseconds.
+A process is a rank. Its threads are what it computes, what it evicts, what it loads, one for each slot in which it hosts, and where given
+what its host code did. Computations are named as Megatron's timers are, transfers by their action. An arrow leads from an eviction to the
+slot and on to the load. Slices of one thread must not overlap, so what does gets a second thread of the same name. Times are in
+microseconds. Draws nothing itself.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from bpipe.ir.action import Kind
+from bpipe.ir.action import COMPUTE, Action, Kind
 from bpipe.simulate.report import Report
+from bpipe.simulate.slots import with_slots
 
-_OUTWARD = (Kind.EVICT, Kind.RETURN)
-_THREADS = ("compute", "out", "in")
+# As Megatron's timers of the same spans; it has none for halves of a backward and for transfers.
+NAMES = {Kind.FORWARD: "forward-compute", Kind.BACKWARD: "backward-compute"}
+LOOP = "forward-backward"
+
+_FLOW = "activations"
+# A host slot's threads come after the three that every rank has, the host code's last.
+_THREADS = ("compute", "evict", "load")
+_FIRST_SLOT = len(_THREADS)
+_HOST_CODE = 1000
+
+
+class Slice(NamedTuple):
+    """An action on the device. `extra` is shown beside it; slot and iteration tell stays of one micro-batch apart."""
+
+    action: Action
+    start_s: float
+    end_s: float
+    slot: int | None = None
+    iteration: int = 0
+    extra: dict[str, Any] | None = None
+
+
+class Span(NamedTuple):
+    """What the host code did meanwhile; spans of one rank must nest."""
+
+    name: str
+    start_s: float
+    end_s: float
+    extra: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One rank: its slices in order of start, its host code, and from when on it holds how many bytes of activations."""
+
+    rank: int
+    label: str
+    slices: Sequence[Slice]
+    host: Sequence[Span] = ()
+    levels: Sequence[tuple[float, int]] = ()
 
 
 def write_trace(report: Report) -> str:
-    events: list[dict[str, Any]] = []
+    """The trace of a simulation."""
+    tracks = []
     for rank in range(report.schedule.num_ranks):
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        events += [
-            {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}} for thread, name in enumerate(_THREADS)
+        slices = [Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in report.computations[rank]]
+        slices += [Slice(timed.action, float(timed.start_s), float(timed.end_s), slot) for timed, slot in with_slots(report, rank)]
+        levels = [(float(level.start_s), level.held_bytes) for level in report.levels(rank)]
+        tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda one: one.start_s), levels=levels))
+    return write_tracks(tracks)
+
+
+def write_tracks(tracks: Iterable[Track]) -> str:
+    """Metadata first, then every event by time: a slice before what it contains, and before an arrow that touches it."""
+    metadata: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    flows: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
+    for track in tracks:
+        rank = _Rank(track)
+        rank.place(flows)
+        metadata += rank.metadata()
+        events += rank.events
+    events += _arrows(flows)
+    events.sort(key=lambda event: (event["ts"], _ORDER[event["ph"]], -event.get("dur", 0)))
+    return json.dumps({"traceEvents": metadata + events, "displayTimeUnit": "ms"}) + "\n"
+
+
+_ORDER = {"X": 0, "C": 1, "s": 2, "t": 3, "f": 4}
+
+
+@dataclass
+class _Rank:
+    """The events of one rank, and which thread each slice is on."""
+
+    track: Track
+    events: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=lambda: dict(enumerate(_THREADS)))
+    # By thread's name and number: the threads of that name and when each is free again.
+    free: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
+
+    def place(self, flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> None:
+        stays: Counter[tuple[int, int, int]] = Counter()
+        hosting: dict[tuple[int, int, int], Slice] = {}
+        for one in self.track.slices:
+            kind, key = one.action.kind, (one.iteration, one.action.stage, one.action.microbatch)
+            if kind in COMPUTE:
+                self._slice(0, NAMES.get(kind, str(one.action)), one)
+                continue
+            stays[key] += kind in (Kind.EVICT, Kind.HOST)
+            stay = (*key, stays[key])
+            if kind is Kind.HOST:
+                hosting[key] = one
+            elif kind is Kind.RETURN and key in hosting:
+                flows.setdefault(stay, {})["t"] = self._stay(hosting.pop(key), one)
+            elif kind in (Kind.EVICT, Kind.LOAD):
+                name = "evict" if kind is Kind.EVICT else "load"
+                thread = self._thread(name, _THREADS.index(name), one.start_s, one.end_s)
+                flows.setdefault(stay, {})["s" if kind is Kind.EVICT else "f"] = self._slice(thread, str(one.action), one)
+        for span in self.track.host:
+            self.names[_HOST_CODE] = "host code"
+            self._event(_HOST_CODE, span.name, "host", span.start_s, span.end_s, span.extra or {})
+        self.events += [
+            {"ph": "C", "pid": self.track.rank, "name": "activations", "ts": _microseconds(time), "args": {"bytes": held}}
+            for time, held in self.track.levels
         ]
-        for timed in (*report.computations[rank], *report.transfers[rank]):
-            action = timed.action
-            thread = 0 if action.kind.value in "FBIW" else 1 if action.kind in _OUTWARD else 2
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": thread,
-                    "name": str(action),
-                    "cat": action.kind.name.lower(),
-                    "ts": float(timed.start_s) * 1e6,
-                    "dur": float(timed.end_s - timed.start_s) * 1e6,
-                    "args": {"stage": action.stage, "microbatch": action.microbatch},
-                }
-            )
-        events += [
-            {"ph": "C", "pid": rank, "name": "activations", "ts": float(level.start_s) * 1e6, "args": {"bytes": level.held_bytes}}
-            for level in report.levels(rank)
+
+    def _stay(self, host: Slice, back: Slice) -> dict[str, Any]:
+        """From the hosting's start to the return's end the slot is taken; both transfers lie inside."""
+        slot, end_s = host.slot or 0, max(host.end_s, back.end_s)
+        thread = self._thread(f"host slot {slot}", _FIRST_SLOT + slot, host.start_s, end_s)
+        action = host.action
+        args = {"stage": action.stage, "microbatch": action.microbatch, "slot": slot}
+        event = self._event(thread, f"{action.stage}F{action.microbatch} hosted", "hosted", host.start_s, end_s, args)
+        begins = max(host.start_s, min(back.start_s, end_s))
+        self._slice(thread, str(action), host._replace(end_s=min(host.end_s, begins)))
+        self._slice(thread, str(back.action), back._replace(start_s=begins))
+        return event
+
+    def _thread(self, name: str, first: int, start_s: float, end_s: float) -> int:
+        """A thread of this name that is free at `start_s`; a new one where none is."""
+        threads = self.free.setdefault((name, first), {first: float("-inf")})
+        thread = next((one for one, free_s in threads.items() if free_s <= start_s), None)
+        if thread is None:
+            thread = first + 100 * len(threads)
+        threads[thread] = end_s
+        self.names[thread] = name
+        return thread
+
+    def _slice(self, thread: int, name: str, one: Slice) -> dict[str, Any]:
+        action = one.action
+        args = {"action": str(action), "stage": action.stage, "microbatch": action.microbatch, **(one.extra or {})}
+        if one.slot is not None:
+            args["slot"] = one.slot
+        return self._event(thread, name, action.kind.name.lower(), one.start_s, one.end_s, args)
+
+    def _event(self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
+        start, end = _microseconds(start_s), _microseconds(end_s)
+        event = {"ph": "X", "pid": self.track.rank, "tid": thread, "name": name, "cat": category, "ts": start, "args": args}
+        # Of two rounded ends, so that what follows without a gap does not overlap by a rounding.
+        event["dur"] = round(end - start, 3)
+        self.events.append(event)
+        return event
+
+    def metadata(self) -> list[dict[str, Any]]:
+        pid = self.track.rank
+        found: list[dict[str, Any]] = [
+            {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": self.track.label}},
+            {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}},
         ]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+        for thread, name in sorted(self.names.items()):
+            found.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}})
+            found.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        return found
+
+
+def _arrows(flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each from the start of the eviction over that of the stay to that of the load. A rank without a record leaves out its end."""
+    found = []
+    for number, ends in enumerate(flows.values(), 1):
+        if not {"s", "f"} <= ends.keys():
+            continue
+        at = 0.0
+        for phase in ("s", "t", "f"):
+            if phase in ends:
+                slice_ = ends[phase]
+                # A slot may be waiting for the eviction before it starts: the arrow must not go back in time.
+                at = min(max(at, slice_["ts"]), slice_["ts"] + slice_["dur"])
+                arrow = {"ph": phase, "id": number, "cat": _FLOW, "name": _FLOW, "pid": slice_["pid"], "tid": slice_["tid"], "ts": at}
+                found.append(arrow | ({"bp": "e"} if phase == "f" else {}))
+    return found
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,357 @@
+"""Say why a run differs from its prediction. In: a `Comparison` and which difference. Out: a sentence, or None: no likely cause found.
+
+Every cause is a condition on recorded numbers, and its sentence names them. Tried in order, the first that holds is taken:
+  an iteration      it was the first recorded, and most stages computed slower than later; one computation; one stage; transfers; neighbours
+  a computation     a few of them; those beside a transfer; all of them spread
+  standing still    transfers slower than probed; transfers longer than what they run beside
+  one transfer      slower than probed
+  waiting           another stage computed longer, or stood still longer, than predicted; messages took longer than typical, or are not
+                    in the prediction
+  a peak            more or fewer micro-batches at once; micro-batches of differing size; what cannot move; a received input
+Knows no format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median, quantiles
+
+from bpipe.ir.action import Kind
+from bpipe.report.compare import Comparison
+from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers
+from bpipe.report.record import Row
+from bpipe.report.replay import gaps, probed_speed
+from bpipe.report.units import bytes_text, percent_text, rate_text, seconds_text
+
+Finder = Callable[[Comparison], str | None]
+
+# Slower by less than this is not called slower.
+SLOWER = 1.1
+# A part explains a difference if it is at least this much of it.
+MOST_OF_IT = 0.5
+# A computation this much above the median is one that something else held up.
+OUTLIER = 1.5
+MIN_SAMPLES = 4
+
+
+def transfer_seconds(measured: Measured, place: int, stage: int) -> list[float]:
+    """Of every transfer that the stage made in the iterations shown and whose end is known."""
+    return [row.seconds for row in ended_transfers(measured, measured.shown, place, stage)]
+
+
+def idle_seconds(comparison: Comparison, place: int) -> float | None:
+    """Between the pipeline's first and last computation, neither computing nor standing still for a transfer."""
+    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in comparison.measured.shown]
+    found = [span - lane.busy_s - lane.exposed_s for span, lane in lanes if lane is not None]
+    return median(found) if found else None
+
+
+def _stages(comparison: Comparison, place: int) -> list[int]:
+    return [stage for stage, owner in enumerate(comparison.measured.schedule.stage_to_rank) if owner == place]
+
+
+def _excess(comparison: Comparison, row: Row) -> float:
+    """By how much a computation took longer than its stage's median."""
+    return row.seconds - comparison.prediction.basis.seconds[row.action.stage, row.action.kind]
+
+
+def _excess_of(comparison: Comparison, lane: Lane) -> float:
+    return sum(_excess(comparison, row) for row in lane.computations)
+
+
+@dataclass(frozen=True, slots=True)
+class OfIteration:
+    timeline: Timeline
+
+    def __call__(self, comparison: Comparison) -> str | None:
+        over = self.timeline.span_s - comparison.totals.predicted_pipeline_s
+        if over <= 0:
+            return self._faster(comparison, -over)
+        return (
+            self._warm_up(comparison) or self._one(comparison, over) or self._stage(comparison, over) or self._neighbours(comparison, over)
+        )
+
+    def _warm_up(self, comparison: Comparison) -> str | None:
+        all_of_them = comparison.measured.timelines
+        if len(all_of_them) < 2 or self.timeline.iteration != all_of_them[0].iteration:
+            return None
+        ratios = []
+        for place, lane in enumerate(self.timeline.lanes):
+            later = [other.lanes[place] for other in all_of_them[1:]]
+            typical = median([one.busy_s for one in later if one is not None] or [0.0])
+            if lane is not None and typical:
+                ratios.append(lane.busy_s / typical)
+        slower = sum(ratio > SLOWER for ratio in ratios)
+        if not ratios or slower < 0.75 * len(ratios):
+            return None
+        return (
+            f"Warm-up: it is the first that was recorded, and {slower} of {len(ratios)} stages computed {median(ratios):.2f} times as long "
+            f"as later."
+        )
+
+    def _one(self, comparison: Comparison, over: float) -> str | None:
+        rows = [row for lane in self.timeline.present for row in lane.computations]
+        slowest = max(rows, key=lambda row: _excess(comparison, row))
+        if _excess(comparison, slowest) < MOST_OF_IT * over:
+            return None
+        return f"One computation: {_against_median(comparison, slowest)}. Another process on that machine, or its first use of something?"
+
+    def _stage(self, comparison: Comparison, over: float) -> str | None:
+        excess = {place: _excess_of(comparison, lane) for place, lane in enumerate(self.timeline.lanes) if lane is not None}
+        worst = max(excess, key=lambda place: excess[place])
+        if excess[worst] >= MOST_OF_IT * over:
+            return f"Stage {worst} computed {seconds_text(excess[worst])} longer than its medians, over all of its micro-batches."
+        exposed = {
+            place: lane.exposed_s - comparison.stages[place].predicted_exposed_s
+            for place, lane in enumerate(self.timeline.lanes)
+            if lane is not None
+        }
+        worst = max(exposed, key=lambda place: exposed[place])
+        if exposed[worst] >= MOST_OF_IT * over:
+            return f"Stage {worst} stood still for transfers {seconds_text(exposed[worst])} longer than predicted."
+        return None
+
+    def _neighbours(self, comparison: Comparison, over: float) -> str | None:
+        """Noise on every stage adds up along the pipeline: each waits for the slowest before it."""
+        lost = 0.0
+        for lane in self.timeline.present:
+            lost = max(lost, sum(max(0.0, _excess(comparison, row)) for row in lane.computations))
+        if lost < MOST_OF_IT * over:
+            return None
+        return (
+            f"Computations vary: on one stage those slower than the median add up to {seconds_text(lost)}, and in a pipeline the slower "
+            f"neighbour sets the pace."
+        )
+
+    def _faster(self, comparison: Comparison, under: float) -> str | None:
+        least = min(_excess_of(comparison, lane) for lane in self.timeline.present)
+        if -least < MOST_OF_IT * under:
+            return None
+        return f"Its computations took up to {seconds_text(-least)} a stage less than the medians over all recorded iterations."
+
+
+def _against_median(comparison: Comparison, row: Row) -> str:
+    typical = comparison.prediction.basis.seconds[row.action.stage, row.action.kind]
+    return f"{row.action} took {seconds_text(row.seconds)}, its stage's median is {seconds_text(typical)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OfComputation:
+    stage: int
+    kind: Kind
+
+    def __call__(self, comparison: Comparison) -> str | None:
+        place = comparison.measured.schedule.stage_to_rank[self.stage]
+        lanes = [(timeline.iteration, timeline.lanes[place]) for timeline in comparison.measured.shown]
+        samples = [
+            (number, row, lane)
+            for number, lane in lanes
+            if lane is not None
+            for row in lane.computations
+            if row.action.stage == self.stage and row.action.kind is self.kind
+        ]
+        typical = comparison.prediction.basis.seconds[self.stage, self.kind]
+        over = sum(row.seconds - typical for _, row, _ in samples)
+        if over <= 0 or len(samples) < MIN_SAMPLES:
+            return None
+        return (
+            self._few(comparison, [(number, row) for number, row, _ in samples], typical, over)
+            or self._beside([(row, lane) for _, row, lane in samples], over)
+            or self._spread([row.seconds for _, row, _ in samples], typical)
+        )
+
+    def _few(self, comparison: Comparison, samples: Sequence[tuple[int, Row]], typical: float, over: float) -> str | None:
+        slow = [(number, row) for number, row in samples if row.seconds > OUTLIER * typical]
+        if not slow or len(slow) > max(1, len(samples) // 8) or sum(row.seconds - typical for _, row in slow) < MOST_OF_IT * over:
+            return None
+        number, slowest = max(slow, key=lambda pair: pair[1].seconds)
+        return (
+            f"{len(slow)} of {len(samples)} took more than {OUTLIER} times the median, the slowest in iteration {number}: "
+            f"{_against_median(comparison, slowest)}. Something else held them up, such as another process."
+        )
+
+    def _beside(self, samples: Sequence[tuple[Row, Lane]], over: float) -> str | None:
+        beside, alone = split_by_transfers(samples)
+        if min(len(beside), len(alone)) < MIN_SAMPLES or mean(alone) <= 0:
+            return None
+        ratio = mean(beside) / mean(alone)
+        if ratio < SLOWER or (mean(beside) - mean(alone)) * len(beside) < MOST_OF_IT * over:
+            return None
+        return f"Those beside a transfer took {ratio:.2f} times as long as those alone: they share cores or memory bandwidth."
+
+    def _spread(self, seconds: Sequence[float], typical: float) -> str | None:
+        low, _, high = quantiles(seconds, n=4)
+        if high - low < 0.2 * typical:
+            return None
+        return (
+            f"They vary throughout: a quarter took less than {seconds_text(low)}, a quarter more than {seconds_text(high)}. Shared cores?"
+        )
+
+
+def split_by_transfers(samples: Sequence[tuple[Row, Lane]]) -> tuple[list[float], list[float]]:
+    """Seconds of computations that overlapped a transfer of their rank by half or more, and of the others."""
+    beside: list[float] = []
+    alone: list[float] = []
+    for row, lane in samples:
+        overlap = max((min(row.end_s, other.end_s) - max(row.start_s, other.start_s) for other in lane.transfers), default=0.0)
+        (beside if overlap >= row.seconds / 2 else alone).append(row.seconds)
+    return beside, alone
+
+
+def _slower_than_probed(comparison: Comparison, place: int, stage: int) -> str | None:
+    """Whether transfers reached clearly less than the link's probe did when nothing else ran."""
+    measured = comparison.measured
+    probed = probed_speed(measured, place)
+    seconds = transfer_seconds(measured, place, stage)
+    size = comparison.prediction.report.costs.stages[stage].moved_bytes
+    if probed is None or not seconds or median(seconds) <= 0:
+        return None
+    reached = size / median(seconds)
+    if probed < SLOWER * reached:
+        return None
+    return (
+        f"Contention: transfers reached {rate_text(reached)}, and the same link {rate_text(probed)} when it was probed with nothing else "
+        f"running"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OfExposed:
+    place: int
+
+    def __call__(self, comparison: Comparison) -> str | None:
+        row = comparison.stages[self.place]
+        if (row.exposed_s or 0.0) <= row.predicted_exposed_s:
+            return None
+        for stage in _stages(comparison, self.place):
+            slower = _slower_than_probed(comparison, self.place, stage)
+            if slower is not None:
+                return slower + "."
+            seconds = transfer_seconds(comparison.measured, self.place, stage)
+            forward = comparison.prediction.basis.seconds[stage, Kind.FORWARD]
+            if seconds and median(seconds) > forward:
+                return (
+                    f"A transfer takes {seconds_text(median(seconds))}, longer than the forward of {seconds_text(forward)} that it has to "
+                    f"hide behind."
+                )
+        return self._one(comparison)
+
+    def _one(self, comparison: Comparison) -> str | None:
+        rows = [
+            (timeline.iteration, row)
+            for timeline in comparison.measured.shown
+            for lane in [timeline.lanes[self.place]]
+            if lane is not None
+            for row in lane.transfers
+        ]
+        total = sum(row.wait_s for _, row in rows)
+        number, worst = max(rows, key=lambda pair: pair[1].wait_s)
+        if worst.wait_s < MOST_OF_IT * total:
+            return None
+        return f"Most of it is one wait: {seconds_text(worst.wait_s)} for {worst.action} in iteration {number}."
+
+
+@dataclass(frozen=True, slots=True)
+class OfTransfer:
+    stage: int
+
+    def __call__(self, comparison: Comparison) -> str | None:
+        place = comparison.measured.schedule.stage_to_rank[self.stage]
+        slower = _slower_than_probed(comparison, place, self.stage)
+        if slower is None:
+            return None
+        exposed = comparison.stages[place].exposed_s or 0.0
+        share = exposed / comparison.totals.pipeline_s if comparison.totals.pipeline_s else 0.0
+        return f"{slower}. It cost {percent_text(share)} of the pipeline time." if share else f"{slower}. It cost no time: all are hidden."
+
+
+@dataclass(frozen=True, slots=True)
+class OfWaiting:
+    place: int
+
+    def __call__(self, comparison: Comparison) -> str | None:
+        idle = idle_seconds(comparison, self.place)
+        over = (idle or 0.0) - comparison.prediction.idle_s(self.place)
+        if over <= 0:
+            return None
+        return self._others(comparison, over) or self._messages(comparison, over)
+
+    def _others(self, comparison: Comparison, over: float) -> str | None:
+        places = [place for place in range(len(comparison.stages)) if place != self.place]
+        longer = {place: self._typical(comparison, place, lambda lane: _excess_of(comparison, lane)) for place in places}
+        worst = max(longer, key=lambda place: longer[place], default=None)
+        if worst is not None and longer[worst] >= MOST_OF_IT * over:
+            return f"It waited for stage {worst}, which computed {seconds_text(longer[worst])} longer than its medians."
+        stood = {place: (comparison.stages[place].exposed_s or 0.0) - comparison.stages[place].predicted_exposed_s for place in places}
+        worst = max(stood, key=lambda place: stood[place], default=None)
+        if worst is not None and stood[worst] >= MOST_OF_IT * over:
+            return f"It waited for stage {worst}, which stood still for transfers {seconds_text(stood[worst])} longer than predicted."
+        return None
+
+    def _typical(self, comparison: Comparison, place: int, value: Callable[[Lane], float]) -> float:
+        lanes = [timeline.lanes[place] for timeline in comparison.measured.shown]
+        return median([value(lane) for lane in lanes if lane is not None] or [0.0])
+
+    def _messages(self, comparison: Comparison, over: float) -> str | None:
+        measured, basis = comparison.measured, comparison.prediction.basis
+        owner = measured.schedule.stage_to_rank
+        found: list[list[float]] = []
+        for timeline in measured.shown:
+            pairs = [(sender, stage) for stage in _stages(comparison, self.place) for sender in (stage - 1, stage + 1)]
+            found.append([gap for sender, stage in pairs if 0 <= sender < len(owner) for gap in gaps(timeline, owner, sender, stage)])
+        typical = basis.message_s or 0.0
+        lost = median(sum(gap - typical for gap in one) for one in found)
+        if lost < MOST_OF_IT * over:
+            return None
+        count = median(len(one) for one in found)
+        longer = f"{seconds_text(lost)} in {count:g} messages from its neighbours"
+        if basis.message_s is None:
+            return f"Messages are not in the prediction, for too few could be told from waiting; they took {longer}."
+        return f"Messages took longer than the typical {seconds_text(typical)}: {longer} beyond that."
+
+
+@dataclass(frozen=True, slots=True)
+class OfPeak:
+    place: int
+
+    def __call__(self, comparison: Comparison) -> str | None:
+        row, size = comparison.stages[self.place], comparison.prediction.sizes[self.place]
+        if row.measured_bytes is None or row.predicted_bytes is None or size is None:
+            return None
+        over = row.measured_bytes - row.predicted_bytes
+        held = row.measured_microbatches
+        if held is not None and (held - row.predicted_microbatches) * over > 0:
+            word = "more" if over > 0 else "fewer"
+            return f"It held {held} micro-batches at once, {word} than the {row.predicted_microbatches} of the schedule."
+        sizes = [
+            other.bytes
+            for timeline in comparison.measured.shown
+            for lane in [timeline.lanes[self.place]]
+            if lane is not None
+            for other in lane.computations
+            if other.bytes
+        ]
+        if sizes and len(size.saved_bytes) == 1 and max(sizes) - min(sizes) >= MOST_OF_IT * abs(over) / max(1, row.predicted_microbatches):
+            return f"Its micro-batches differ in size, from {bytes_text(min(sizes))} to {bytes_text(max(sizes))}."
+        return self._stays(comparison, over) if over > 0 else None
+
+    def _stays(self, comparison: Comparison, over: int) -> str | None:
+        row, size = comparison.stages[self.place], comparison.prediction.sizes[self.place]
+        assert size is not None
+        stays = max((size.saved_bytes.get(stage, 0) - moved for stage, moved in size.moved_bytes.items()), default=0)
+        if stays > 0 and over <= stays * (row.evictions or 0):
+            return (
+                f"Storages that could not move: of every micro-batch that is away {bytes_text(stays)} stay, and the difference is at most "
+                f"those of its {row.evictions} evictions."
+            )
+        if (
+            size.received_bytes
+            and over <= SLOWER * size.received_bytes * row.predicted_microbatches
+            and over >= size.received_bytes / SLOWER
+        ):
+            return (
+                f"About {over / size.received_bytes:.1f} times the {bytes_text(size.received_bytes)} that it receives for a micro-batch: "
+                f"Megatron's loop may hold inputs longer than their backward."
+            )
+        return None

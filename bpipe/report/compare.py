@@ -1,0 +1,144 @@
+"""Lay a recorded run beside its prediction. In: a `Measured` and its `Prediction`. Out: a `Comparison`: a row a stage, totals, differences.
+
+Where several iterations are shown, times are the median over them, and bytes the most. Knows no format and no words but those of
+`differences` and `answers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from bpipe.ir.action import Kind
+from bpipe.report.measured import Lane, Measured, ended_transfers, peak_microbatches, steps_of
+from bpipe.report.record import Row
+from bpipe.report.replay import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage, measured and predicted. None: not measured, or there is no such thing.
+
+    `all_*` are the most over all pipelines, the one shown included. Bytes are activations; `weights_bytes` are beside them.
+    """
+
+    stage: int
+    rank: int | None
+    measured_bytes: int | None
+    predicted_bytes: int | None
+    bound_bytes: int | None
+    unbalanced_bytes: int | None
+    weights_bytes: int | None
+    device_peak_bytes: int | None
+    limit_bytes: int | None
+    measured_microbatches: int | None
+    predicted_microbatches: int
+    bound_microbatches: int | None
+    evictions: int | None
+    loads: int | None
+    bubble: float | None
+    predicted_bubble: float
+    exposed_s: float | None
+    predicted_exposed_s: float
+    bytes_per_s: float | None
+    all_measured_bytes: int | None
+    all_exposed_s: float | None
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Weights, where they are known, and activations."""
+        return None if self.all_measured_bytes is None else self.all_measured_bytes + (self.weights_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """`pipeline_s`: from the first computation to the last. `step_s`: a whole training step; None where the run did not say.
+
+    `mfu` is of `step_s`, in 0 to 1; None where FLOPs, step or the device's peak are not known.
+    """
+
+    pipeline_s: float
+    predicted_pipeline_s: float
+    loop_s: float
+    step_s: float | None
+    bubble: float
+    predicted_bubble: float
+    mfu: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    measured: Measured
+    prediction: Prediction
+    stages: tuple[StageRow, ...]
+    totals: Totals
+
+
+def compare(measured: Measured, prediction: Prediction) -> Comparison:
+    stages = tuple(_row(measured, prediction, place) for place in range(measured.schedule.num_ranks))
+    return Comparison(measured, prediction, stages, _totals(measured, prediction))
+
+
+def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
+    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in measured.shown]
+    present = [(span, lane) for span, lane in lanes if lane is not None]
+    record, peaks = measured.records[place], prediction.peaks[place]
+    others = measured.others(place)
+
+    def typical(value: Callable[[float, Lane], float]) -> float | None:
+        return median([value(span, lane) for span, lane in present]) if present else None
+
+    def most(values: list[int | None]) -> int | None:
+        return max((value for value in values if value is not None), default=None)
+
+    evictions, loads = (typical(lambda _, lane, kind=kind: lane.count(kind)) for kind in (Kind.EVICT, Kind.LOAD))  # type: ignore[misc]
+    return StageRow(
+        stage=place,
+        rank=measured.ranks[place],
+        measured_bytes=most([lane.peak_bytes for _, lane in present]),
+        predicted_bytes=peaks.num_bytes,
+        bound_bytes=peaks.bound_bytes,
+        unbalanced_bytes=prediction.unbalanced[place].num_bytes,
+        weights_bytes=record.weights_bytes if record else None,
+        device_peak_bytes=most([one.device_peak_bytes for one in others]),
+        limit_bytes=record.limit_bytes if record else None,
+        measured_microbatches=most([peak_microbatches(measured.schedule, place, lane) for _, lane in present]),
+        predicted_microbatches=peaks.microbatches,
+        bound_microbatches=peaks.bound_microbatches,
+        evictions=None if evictions is None else int(evictions),
+        loads=None if loads is None else int(loads),
+        bubble=typical(lambda span, lane: 1 - lane.busy_s / span if span else 0.0),
+        predicted_bubble=prediction.bubble(place),
+        exposed_s=typical(lambda _, lane: lane.exposed_s),
+        predicted_exposed_s=float(prediction.report.exposed_s[place]),
+        bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.shown, place)),
+        all_measured_bytes=most([row.live_bytes for one in others for row in one.rows]),
+        all_exposed_s=max((sum(row.wait_s for row in one.rows) for one in others), default=None),
+    )
+
+
+def _bytes_per_s(rows: list[Row]) -> float | None:
+    """Bytes of a stage's own transfers over how long they took."""
+    known = [row for row in rows if row.bytes]
+    return sum(row.bytes or 0 for row in known) / sum(row.seconds for row in known) if known else None
+
+
+def _totals(measured: Measured, prediction: Prediction) -> Totals:
+    shown = measured.shown
+    steps = list(steps_of(measured).values())
+    step = median(steps) if steps else None
+    info = measured.run.info
+    mfu = None
+    if step and info.flops_per_iteration and info.peak_flops and info.world_size:
+        mfu = info.flops_per_iteration / (step * info.peak_flops * info.world_size)
+    places = range(measured.schedule.num_ranks)
+    return Totals(
+        pipeline_s=median(timeline.span_s for timeline in shown),
+        predicted_pipeline_s=prediction.span_s,
+        loop_s=median(max(lane.source.elapsed_s for lane in timeline.present) for timeline in shown),
+        step_s=step,
+        bubble=median(1 - sum(lane.busy_s for lane in timeline.present) / (timeline.span_s * len(timeline.present)) for timeline in shown),
+        predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),
+        mfu=mfu,
+    )

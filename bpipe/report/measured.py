@@ -1,0 +1,256 @@
+"""Choose what a report is about, on one clock. In: a Run, perhaps an iteration's number. Out: one pipeline's places and their iterations.
+
+Shown is one pipeline: pipeline 0, or the first of which most ranks left a record. Of the others only maxima are asked for. Knows no
+prediction; refuses rows that the program they name does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.program import ProgramConfig, build
+from bpipe.report.record import Iteration, RankRecord, Row, Run
+
+_OWN = {Kind.EVICT, Kind.LOAD}
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One place in one iteration: rows by start in seconds of the common clock, with those that a one-sided partner made for it."""
+
+    source: Iteration
+    computations: tuple[Row, ...]
+    transfers: tuple[Row, ...]
+
+    @property
+    def busy_s(self) -> float:
+        return sum(row.seconds for row in self.computations)
+
+    @property
+    def exposed_s(self) -> float:
+        """How long the rank stood still for transfers."""
+        return sum(row.wait_s for row in self.transfers)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that was seen during a computation."""
+        return max((row.live_bytes for row in self.computations if row.live_bytes is not None), default=None)
+
+    def count(self, kind: Kind) -> int:
+        return sum(row.action.kind is kind for row in self.transfers)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One iteration of all places, `lanes[place]` None without a record. Time 0 is when the first rank began its loop."""
+
+    iteration: int
+    lanes: tuple[Lane | None, ...]
+
+    @property
+    def present(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane is not None]
+
+    @property
+    def begin_s(self) -> float:
+        """The first computation's start."""
+        return min(lane.computations[0].start_s for lane in self.present)
+
+    @property
+    def end_s(self) -> float:
+        """The last computation's end."""
+        return max(lane.computations[-1].end_s for lane in self.present)
+
+    @property
+    def span_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a report is about. `records[place]` and `ranks[place]` (None where nobody says which) are of the pipeline shown.
+
+    `timelines` are all recorded iterations of this program, `shown` those that the report measures: all of them, or one.
+    """
+
+    run: Run
+    program: ProgramConfig
+    schedule: Schedule
+    pipeline: int
+    records: tuple[RankRecord | None, ...]
+    ranks: tuple[int | None, ...]
+    timelines: tuple[Timeline, ...]
+    shown: tuple[Timeline, ...]
+    notes: tuple[str, ...]
+
+    def others(self, place: int) -> list[Iteration]:
+        """The shown iterations of this place in all pipelines, the shown one too."""
+        numbers = {timeline.iteration for timeline in self.shown}
+        return [
+            iteration
+            for record in self.run.ranks
+            if record.place == place
+            for number, iteration in record.iterations.items()
+            if number in numbers
+        ]
+
+
+def choose(run: Run, iteration: int | None = None) -> Measured:
+    """The part of a run to report on: `iteration`, or all that ran the program of the last one."""
+    programs = {number: found.program for record in run.ranks for number, found in record.iterations.items()}
+    if iteration is not None and iteration not in programs:
+        raise ValueError(f"{run.folder}: iteration {iteration} is not recorded, only {_listed(sorted(programs))}")
+    program = programs[max(programs) if iteration is None else iteration]
+    numbers = sorted(number for number, other in programs.items() if other == program)
+    schedule = build(program)
+    notes = list(run.notes)
+    if len(numbers) < len(programs):
+        left_out = _listed(sorted(set(programs) - set(numbers)))
+        notes.append(f"left out iterations {left_out}: they ran another number of micro-batches or another schedule")
+    pipeline, records = _pipeline(run, schedule.num_ranks, notes)
+    timelines = tuple(_timeline(run, schedule, records, number, notes) for number in numbers)
+    timelines = tuple(timeline for timeline in timelines if timeline.present)
+    shown = tuple(timeline for timeline in timelines if iteration in (None, timeline.iteration))
+    if not shown:
+        raise ValueError(f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}")
+    return Measured(run, program, schedule, pipeline, records, _ranks(run, schedule, records), timelines, shown, tuple(notes))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) if len(numbers) < 9 else f"{', '.join(map(str, numbers[:8]))} ... {numbers[-1]}"
+
+
+def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[RankRecord | None, ...]]:
+    """The pipeline shown: of those with the most records the first."""
+    by_pipeline: dict[int, dict[int, RankRecord]] = {}
+    for record in run.ranks:
+        by_pipeline.setdefault(record.pipeline, {})[record.place] = record
+    shown = min(by_pipeline, key=lambda number: (-len(by_pipeline[number]), number))
+    if shown:
+        notes.append(f"shown is pipeline {shown}: more of its ranks left a record than of those before it")
+    return shown, tuple(by_pipeline[shown].get(place) for place in range(num_places))
+
+
+def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -> tuple[int | None, ...]:
+    """The rank of every place; of one without a record it is what its partner calls it, or the only rank that is left."""
+    ranks = [None if record is None else record.rank for record in records]
+    for place, partner in enumerate(schedule.partners or ()):
+        other = records[partner]
+        if ranks[place] is None and other is not None:
+            ranks[place] = other.partner
+    world = run.info.world_size
+    if ranks.count(None) == 1 and world == len(ranks):
+        (left,) = set(range(world)) - set(ranks)
+        assert left is not None
+        ranks[ranks.index(None)] = left
+    return tuple(ranks)
+
+
+def _timeline(run: Run, schedule: Schedule, records: Sequence[RankRecord | None], number: int, notes: list[str]) -> Timeline:
+    found = [None if record is None else record.iterations.get(number) for record in records]
+    begin_s = min((one.begin_s for one in found if one is not None), default=0.0)
+    lanes: list[Lane | None] = []
+    for place, (record, one) in enumerate(zip(records, found, strict=True)):
+        if one is None:
+            if record is not None:
+                notes.append(f"rank {record.rank} did not record iteration {number}: was the run killed?")
+            lanes.append(None)
+            continue
+        _check_rows(run, schedule, place, one)
+        shift = one.begin_s - begin_s
+        rows = [_shifted(row, shift) for row in one.rows]
+        lanes.append(
+            Lane(
+                one, tuple(row for row in rows if row.action.kind in COMPUTE), tuple(row for row in rows if row.action.kind not in COMPUTE)
+            )
+        )
+    return Timeline(number, _with_other_ends(schedule, lanes))
+
+
+def _shifted(row: Row, shift: float) -> Row:
+    host_start_s = None if row.host_start_s is None else row.host_start_s + shift
+    host_end_s = None if row.host_end_s is None else row.host_end_s + shift
+    return row._replace(start_s=row.start_s + shift, end_s=row.end_s + shift, host_start_s=host_start_s, host_end_s=host_end_s)
+
+
+def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> None:
+    """The rows must be those of the program, in its order."""
+    expected = [slot.compute for slot in schedule.ranks[place] if slot.compute is not None]
+    actual = [row.action for row in one.rows if row.action.kind in COMPUTE]
+    if actual == expected:
+        return
+    index = next(
+        (index for index, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]), min(map(len, (actual, expected)))
+    )
+    has, wants = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
+    raise ValueError(
+        f"{run.folder}: in iteration {one.iteration}, computation {index} of stage {place} is {has}, but its program says {wants}. "
+        f"Was it recorded by another version of bpipe?"
+    )
+
+
+def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[Lane | None, ...]:
+    """An acceptor that takes no part in transfers has no rows of them: they are its partner's."""
+    if schedule.partners is None:
+        return tuple(lanes)
+    completed = list(lanes)
+    for place, lane in enumerate(lanes):
+        partner = lanes[schedule.partners[place]]
+        if lane is None or partner is None or any(row.action.kind not in _OWN for row in lane.transfers):
+            continue
+        ends = [_other_end(row) for row in partner.transfers if row.action.kind in _OWN]
+        if ends:
+            transfers = sorted((*lane.transfers, *ends), key=lambda row: row.start_s)
+            completed[place] = Lane(lane.source, lane.computations, tuple(transfers))
+    return tuple(completed)
+
+
+def _other_end(row: Row) -> Row:
+    action = Action(row.action.stage, OTHER_END[row.action.kind], row.action.microbatch)
+    return Row(action, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
+
+
+def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
+    """The most micro-batches the rank held at once, by the times of its rows, with the slots preallocated for its partner.
+
+    As in the schedule's own count: a forward and a load take at their start, a backward and an eviction give back at their end. What ends
+    when something starts was waited for, so it is over first.
+    """
+    last = {Kind.BACKWARD_WEIGHT} if any(row.action.kind is Kind.BACKWARD_WEIGHT for row in lane.computations) else {Kind.BACKWARD}
+    changes = []
+    for row in (*lane.computations, *lane.transfers):
+        if row.action.kind in (Kind.FORWARD, Kind.LOAD):
+            changes.append((row.start_s, 1))
+        elif row.action.kind in last or row.action.kind is Kind.EVICT:
+            changes.append((row.end_s, -1))
+    held = most = 0
+    for _, change in sorted(changes):
+        held += change
+        most = max(most, held)
+    return most + num_host_slots(schedule, place)
+
+
+def ended_transfers(measured: Measured, timelines: Sequence[Timeline], place: int, stage: int | None = None) -> list[Row]:
+    """The evictions and loads that a place made, of one stage or all, whose duration is known."""
+    record = measured.records[place]
+    lanes = [timeline.lanes[place] for timeline in timelines]
+    return [
+        row
+        for lane in lanes
+        if lane is not None and record is not None
+        for row in lane.transfers
+        if row.action.kind in _OWN and stage in (None, row.action.stage) and row.seconds > 0 and record.ended(row)
+    ]
+
+
+def steps_of(measured: Measured) -> Mapping[int, float]:
+    """Seconds of a whole training step, by iteration shown."""
+    return {
+        timeline.iteration: measured.run.step_s[timeline.iteration]
+        for timeline in measured.shown
+        if timeline.iteration in measured.run.step_s
+    }

@@ -1,0 +1,84 @@
+"""Say what a run will hold, as the run itself counts it. In: a Schedule, measured sizes of a micro-batch. Out: peaks and bounds in bytes.
+
+Beside `simulate.memory` this knows two things of the run: slots for a partner are preallocated, so they are held throughout; and Megatron's
+loop keeps the last backward's input until the next forward has returned. Knows no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bpipe.ir.action import Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.simulate.memory import live_bytes, peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankSizes:
+    """What one rank measured: of one micro-batch by stage, what it receives for one, and what its slots occupy."""
+
+    saved_bytes: Mapping[int, int]
+    moved_bytes: Mapping[int, int]
+    received_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeaks:
+    """Of one rank. `bound_*` is None without balancing; the bytes are None where nothing says how large a micro-batch is."""
+
+    microbatches: int
+    num_bytes: int | None
+    bound_microbatches: int | None
+    bound_bytes: int | None
+
+
+def own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Mapping[int, int], received: int) -> int:
+    """The most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer moves `moved[stage]` of it.
+
+    Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until the
+    next forward has returned: a forward right after a backward finds it still there. Its interleaved loop does so at times that depend on
+    how its communication overlaps; there an input more or less is not predicted.
+    """
+    stages = range(schedule.num_stages)
+    curve = live_bytes(schedule, rank, [saved.get(stage, 0) for stage in stages], [moved.get(stage, 0) for stage in stages])
+    peak = 0
+    after_backward = False
+    for slot, held in zip(schedule.ranks[rank], curve, strict=True):
+        if slot.compute is not None:
+            forward = slot.compute.kind is Kind.FORWARD
+            held += received * (forward and after_backward and schedule.num_chunks == 1)
+            after_backward = not forward
+        peak = max(peak, held)
+    return peak
+
+
+def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPeaks:
+    """What the rank will hold at most, and what it would if it filled its bound.
+
+    What stays behind of a micro-batch that is away, because it cannot move, is in both.
+    """
+    ones = {stage: 1 for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
+    count = own_peak(schedule, rank, ones, ones, 0) + num_host_slots(schedule, rank)
+    bound = None if schedule.bounds is None else schedule.bounds[rank]
+    if sizes is None:
+        return RankPeaks(count, None, bound, None)
+    peak = own_peak(schedule, rank, sizes.saved_bytes, sizes.moved_bytes, sizes.received_bytes) + sizes.host_bytes
+    largest = max(sizes.saved_bytes.values(), default=0)
+    return RankPeaks(count, peak, bound, None if bound is None else peak + (bound - count) * largest)
+
+
+def without_transfers(schedule: Schedule) -> Schedule:
+    """The same computations, nothing moved: what would have run without balancing."""
+    ranks = tuple(tuple(replace(slot, transfers=()) for slot in row) for row in schedule.ranks)
+    return replace(schedule, ranks=ranks, partners=None, bounds=None)
+
+
+def whole_peaks(schedule: Schedule, saved_bytes: Mapping[int, int]) -> tuple[int, ...] | None:
+    """Peaks of a run that has not been made, every transfer moving all that is saved; None unless every stage's size is known."""
+    if not all(stage in saved_bytes for stage in range(schedule.num_stages)):
+        return None
+    sizes = [saved_bytes[stage] for stage in range(schedule.num_stages)]
+    return peak_bytes(schedule, sizes, sizes)

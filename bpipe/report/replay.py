@@ -1,0 +1,244 @@
+"""Predict a recorded run from its own measurements. In: a `Measured`. Out: a `Prediction`: the schedule simulated, and peaks from it alone.
+
+Seconds of a computation are the median over all recorded iterations of its stage. A transfer takes what the link's probe says, or where
+there was none, the median of the measured ones. A message between stages takes the median gap between a computation and the one that was
+waiting for it. `Basis` says which. Knows no difference and no cause.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from bpipe.ir.action import Kind
+from bpipe.program import ProgramConfig, build
+from bpipe.report.measured import Measured, Timeline, ended_transfers
+from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
+from bpipe.report.record import Iteration, Row
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.report import Level, Report
+
+# Fewer gaps than this, in either direction, tell nothing of a message.
+MIN_GAPS = 3
+
+_FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a prediction was made from. By stage: seconds of computations by kind, bytes a second of transfers and who says so.
+
+    `message_s` is None where no message could be told from waiting; then the prediction has none. `assumed` are stages without a record.
+    """
+
+    seconds: Mapping[tuple[int, Kind], float]
+    bytes_per_s: Mapping[int, float]
+    bytes_source: Mapping[int, str]
+    message_s: float | None
+    message_between_s: float | None
+    assumed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """`peaks[place]` as the schedule says, `unbalanced` the same without transfers; `balanced_bytes` of a run that was not balanced."""
+
+    report: Report
+    basis: Basis
+    sizes: tuple[RankSizes | None, ...]
+    peaks: tuple[RankPeaks, ...]
+    unbalanced: tuple[RankPeaks, ...]
+    balanced_bytes: tuple[int, ...] | None
+
+    @property
+    def span_s(self) -> float:
+        return float(self.report.pipeline_s)
+
+    def bubble(self, place: int) -> float:
+        return 1 - float(self.report.busy_s(place)) / self.span_s if self.span_s else 0.0
+
+    def idle_s(self, place: int) -> float:
+        """Neither computing nor waiting for a transfer: waiting for neighbours."""
+        return self.span_s - float(self.report.busy_s(place)) - float(self.report.exposed_s[place])
+
+    def levels(self, place: int) -> list[Level]:
+        """Bytes over time as the run counts them: slots for the partner held throughout."""
+        size = self.sizes[place]
+        if size is None:
+            return []
+        stages = self.report.costs.stages
+        changes: list[tuple[float, int]] = [(0.0, size.host_bytes)]
+        for timed in (*self.report.computations[place], *self.report.transfers[place]):
+            kind, cost = timed.action.kind, stages[timed.action.stage]
+            if kind is _FORWARD or kind is Kind.LOAD:
+                changes.append((float(timed.start_s), cost.saved_bytes if kind is _FORWARD else cost.moved_bytes))
+            elif kind in (_BACKWARD, Kind.BACKWARD_WEIGHT, Kind.EVICT):
+                changes.append((float(timed.end_s), -(cost.moved_bytes if kind is Kind.EVICT else cost.saved_bytes)))
+        levels: dict[float, int] = {}
+        held = 0
+        for time, change in sorted(changes):
+            held += change
+            levels[time] = held
+        return [Level(time, held) for time, held in levels.items()]
+
+
+def replay(measured: Measured) -> Prediction:
+    """What the schedule, on the times and sizes that were measured, should have done."""
+    schedule = measured.schedule
+    sizes = tuple(_sizes(measured, place) for place in range(schedule.num_ranks))
+    seconds, assumed = _seconds(measured)
+    speeds, sources = _speeds(measured, sizes)
+    inside, between, nodes = _messages(measured)
+    stages = []
+    for stage, place in enumerate(schedule.stage_to_rank):
+        size = sizes[place]
+        saved = size.saved_bytes.get(stage, 0) if size else 0
+        moved = min(saved, size.moved_bytes.get(stage, saved)) if size else 0
+        weight = seconds.get((stage, Kind.BACKWARD_WEIGHT))
+        backward = seconds[stage, _BACKWARD] if weight is None else seconds[stage, Kind.BACKWARD_INPUT] + weight
+        stages.append(
+            StageCost(
+                forward_s=seconds[stage, _FORWARD],
+                backward_s=backward,
+                weight_s=weight,
+                transfer_s=moved / speeds[stage] if stage in speeds else 0,
+                moved_bytes=moved,
+                saved_bytes=saved,
+            )
+        )
+    links = Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes)
+    plain = without_transfers(schedule)
+    return Prediction(
+        report=simulate(schedule, Costs(tuple(stages), links, blocking=True)),
+        basis=Basis(seconds, speeds, sources, inside, between, assumed),
+        sizes=sizes,
+        peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
+        unbalanced=tuple(rank_peaks(plain, place, _without_slots(size)) for place, size in enumerate(sizes)),
+        balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance == "none" else None,
+    )
+
+
+def _without_slots(size: RankSizes | None) -> RankSizes | None:
+    return None if size is None else RankSizes(size.saved_bytes, {}, size.received_bytes, 0)
+
+
+def _balanced(program: ProgramConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
+    """What balancing would make of a run without it; None where there is nothing to balance or a size is not known."""
+    config = ProgramConfig(program.schedule, program.num_stages, program.num_microbatches, program.num_chunks, "bpipe")
+    saved = {stage: size for one in sizes if one is not None for stage, size in one.saved_bytes.items()}
+    return whole_peaks(build(config), saved)
+
+
+def _sizes(measured: Measured, place: int) -> RankSizes | None:
+    """Of the iteration shown in which they are largest; they only differ where micro-batches do."""
+    found: list[Iteration] = [lane.source for lane in (timeline.lanes[place] for timeline in measured.shown) if lane is not None]
+    if not found:
+        return None
+    one = max(found, key=lambda iteration: sum(iteration.saved_bytes.values()))
+    return RankSizes(one.saved_bytes, one.moved_bytes, one.received_bytes, max(iteration.host_bytes for iteration in found))
+
+
+def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:
+    """The median of every stage and kind, and the stages whose time had to be taken from the others."""
+    samples: dict[tuple[int, Kind], list[float]] = {}
+    for timeline in measured.timelines:
+        for lane in timeline.present:
+            for row in lane.computations:
+                samples.setdefault((row.action.stage, row.action.kind), []).append(row.seconds)
+    seconds = {key: median(values) for key, values in samples.items()}
+    kinds = {kind for _, kind in seconds}
+    assumed = tuple(stage for stage in range(measured.schedule.num_stages) if (stage, _FORWARD) not in seconds)
+    typical = {kind: median([value for (_, other), value in seconds.items() if other is kind]) for kind in kinds}
+    seconds |= {(stage, kind): typical[kind] for stage in assumed for kind in kinds}
+    return seconds, assumed
+
+
+def _speeds(measured: Measured, sizes: Sequence[RankSizes | None]) -> tuple[dict[int, float], dict[int, str]]:
+    """Bytes a second of every stage that is moved, and where the number is from."""
+    speeds: dict[int, float] = {}
+    sources: dict[int, str] = {}
+    owner = measured.schedule.stage_to_rank
+    moved = {action.stage for row in measured.schedule.ranks for slot in row for action in slot.transfers if action.kind is Kind.EVICT}
+    for stage in sorted(moved):
+        probed = probed_speed(measured, owner[stage])
+        if probed is not None:
+            speeds[stage], sources[stage] = probed, "probe"
+            continue
+        rows = ended_transfers(measured, measured.timelines, owner[stage], stage)
+        rates = [row.bytes / row.seconds for row in rows if row.bytes]
+        if rates:
+            speeds[stage], sources[stage] = median(rates), "measured"
+    known = list(speeds.values())
+    for stage in moved - speeds.keys() if known else ():
+        speeds[stage], sources[stage] = median(known), "other stages"
+    return speeds, sources
+
+
+def probed_speed(measured: Measured, place: int) -> float | None:
+    """What the probe of this place's pair said for the transport that ran."""
+    record = measured.records[place]
+    if record is None or record.partner is None:
+        return None
+    pair = frozenset((record.rank, record.partner))
+    for link in measured.run.info.links:
+        if link.ranks == pair:
+            return link.bytes_per_s.get(record.transport or link.transport or "")
+    return None
+
+
+def _messages(measured: Measured) -> tuple[float | None, float | None, tuple[int, ...]]:
+    """Seconds of a message inside a node and between nodes, and the node of every place."""
+    hosts = [None if record is None else record.host for record in measured.records]
+    names = list(dict.fromkeys(host for host in hosts if host is not None))
+    known = None not in hosts
+    nodes = tuple(names.index(host) for host in hosts if host is not None) if known and len(names) > 1 else ()
+    owner = measured.schedule.stage_to_rank
+    inside: list[float] = []
+    between: list[float] = []
+    for stage in range(len(owner) - 1):
+        message = message_seconds(measured.timelines, owner, stage)
+        if message is None:
+            continue
+        (between if nodes and nodes[owner[stage]] != nodes[owner[stage + 1]] else inside).append(message)
+    return (median(inside) if inside else None), (median(between) if between else None), nodes
+
+
+def message_seconds(timelines: Sequence[Timeline], owner: Sequence[int], stage: int) -> float | None:
+    """A message between a stage and the next: the mean of both directions' median gaps, so that what two clocks differ by drops out."""
+    forth, back = (
+        [gap for timeline in timelines for gap in gaps(timeline, owner, *pair)] for pair in ((stage, stage + 1), (stage + 1, stage))
+    )
+    if len(forth) < MIN_GAPS or len(back) < MIN_GAPS:
+        return None
+    return max(0.0, (median(forth) + median(back)) / 2)
+
+
+def gaps(timeline: Timeline, owner: Sequence[int], sender: int, receiver: int) -> list[float]:
+    """From a stage's computation to the one it allows on the neighbour, where the neighbour had nothing else to wait for.
+
+    That is: it had ended its computation before, and waited for no transfer.
+    """
+    ours, theirs = timeline.lanes[owner[sender]], timeline.lanes[owner[receiver]]
+    if ours is None or theirs is None or ours is theirs:
+        return []
+    kinds = (_FORWARD,) if receiver > sender else (_BACKWARD, Kind.BACKWARD_INPUT)
+    ends = {row.action.microbatch: row.end_s for row in ours.computations if row.action.stage == sender and row.action.kind in kinds}
+    waits = sorted(row.end_s for row in theirs.transfers if row.wait_s > 0)
+    found = []
+    for before, row in _pairs(theirs.computations):
+        if row.action.stage != receiver or row.action.kind not in kinds:
+            continue
+        end = ends[row.action.microbatch]
+        free = before.end_s if before is not None else float("-inf")
+        waited = bisect_left(waits, free) < bisect_right(waits, row.start_s)
+        if free < end and not waited:
+            found.append(row.start_s - end)
+    return found
+
+
+def _pairs(rows: Sequence[Row]) -> list[tuple[Row | None, Row]]:
+    return [(None, rows[0]), *pairwise(rows)]

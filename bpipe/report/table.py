@@ -1,0 +1,83 @@
+"""Write a report for the terminal. In: a `Report`. Out: text of at most 120 columns. Computes nothing."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from bpipe.report.compare import StageRow
+from bpipe.report.facts import facts
+from bpipe.report.report import Report
+from bpipe.report.units import bytes_text, percent_text, size_unit
+
+WIDTH = 120
+
+_Cell = Callable[[StageRow], str]
+
+
+def table(report: Report) -> str:
+    comparison = report.comparison
+    lines = _wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
+    lines += ["", *_stages(comparison.stages, report.num_pipelines)]
+    lines += ["", "largest differences between measurement and prediction:"]
+    for number, one in enumerate(report.differences, 1):
+        lines += _wrapped(f"{number}. {one.what}: measured {one.measured_text}, predicted {one.predicted_text}. {one.cause}", "   ")
+    if not report.differences:
+        lines.append("   none of more than half a percent")
+    lines.append("")
+    for answer in report.answers:
+        lines += _wrapped(answer, "")
+    for note in comparison.measured.notes:
+        lines += _wrapped(f"note: {note}", "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
+    """One line a stage below two of titles. A measured value has its prediction in brackets behind it, as in the quickstart's table."""
+    sizes = [size or 0 for row in rows for size in (row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes)]
+    unit, name = size_unit(sizes)
+
+    def size(value: int | None) -> str:
+        return "-" if value is None else f"{value / unit:.2f}"
+
+    columns: list[tuple[str, str, _Cell]] = [
+        ("", "stage", lambda row: str(row.stage)),
+        ("", "rank", lambda row: "-" if row.rank is None else str(row.rank)),
+        ("held", "micro-b.", lambda row: f"{_or(row.measured_microbatches)} ({row.predicted_microbatches})"),
+        (f"activations, {name}", "peak (predicted)", lambda row: f"{size(row.measured_bytes)} ({size(row.predicted_bytes)})"),
+    ]
+    if num_pipelines > 1:
+        columns.append(("all", "pipelines", lambda row: size(row.all_measured_bytes)))
+    columns += [
+        ("", "bound", lambda row: size(row.bound_bytes)),
+        ("without", "balancing", lambda row: size(row.unbalanced_bytes)),
+        ("weights,", "optimizer", lambda row: _size(row.weights_bytes)),
+        ("bubble, %", "(pred.)", lambda row: f"{_percent(row.bubble)} ({_percent(row.predicted_bubble)})"),
+        ("exposed, ms", "(pred.)", lambda row: f"{_milliseconds(row.exposed_s)} ({_milliseconds(row.predicted_exposed_s)})"),
+        ("evict", "/load", lambda row: f"{_or(row.evictions)}/{_or(row.loads)}"),
+        ("", "GB/s", lambda row: "-" if row.bytes_per_s is None else f"{row.bytes_per_s / 1e9:.2f}"),
+    ]
+    cells = [[top for top, _, _ in columns], [title for _, title, _ in columns]]
+    cells += [[cell(row) for _, _, cell in columns] for row in rows]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    return [" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _or(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _size(value: int | None) -> str:
+    return "-" if value is None else bytes_text(value)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else percent_text(share).removesuffix(" %")
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,95 @@
+"""Say what the page draws. In: a `Report`. Out: plain JSON values: head, rows, differences, and every iteration measured and simulated.
+
+Measured memory is what was seen during each computation, drawn until the next one; nobody looked in between. Computes nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpipe.ir.action import Kind
+from bpipe.report.compare import StageRow
+from bpipe.report.facts import facts
+from bpipe.report.measured import Lane, Timeline
+from bpipe.report.replay import Prediction
+from bpipe.report.report import Report
+from bpipe.simulate.slots import with_slots
+
+_KEYS = (
+    "stage",
+    "rank",
+    "measured_bytes",
+    "predicted_bytes",
+    "bound_bytes",
+    "unbalanced_bytes",
+    "weights_bytes",
+    "measured_microbatches",
+    "predicted_microbatches",
+    "evictions",
+    "loads",
+    "bubble",
+    "exposed_s",
+    "bytes_per_s",
+)
+
+
+def view(report: Report) -> dict[str, Any]:
+    comparison = report.comparison
+    simulated = [_simulated(comparison.prediction, row.stage) for row in comparison.stages]
+    notes = [["note", note] for note in comparison.measured.notes]
+    return {
+        "title": "bpipe report",
+        "facts": [[label, value] for label, value in facts(comparison)] + notes,
+        "answers": list(report.answers),
+        "stages": [{key: getattr(row, key) for key in _KEYS} for row in comparison.stages],
+        "differences": [
+            {"what": one.what, "measured": one.measured_text, "predicted": one.predicted_text, "cause": one.cause}
+            for one in report.differences
+        ],
+        "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in comparison.measured.shown],
+    }
+
+
+def _iteration(timeline: Timeline, rows: tuple[StageRow, ...], simulated: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "iteration": timeline.iteration,
+        "end_s": max(timeline.end_s, *(action[2] for row in simulated for action in row["actions"])),
+        "ranks": [
+            {
+                "rank": row.rank,
+                "label": f"stage {row.stage} ({'no record' if row.rank is None else f'rank {row.rank}'})",
+                "bound_bytes": row.bound_bytes,
+                "measured": None if lane is None else _measured(lane),
+                "simulated": planned,
+            }
+            for row, lane, planned in zip(rows, timeline.lanes, simulated, strict=True)
+        ],
+    }
+
+
+def _measured(lane: Lane) -> dict[str, Any]:
+    actions = sorted((*lane.computations, *lane.transfers), key=lambda row: row.start_s)
+    host_bytes = lane.source.host_bytes
+    memory = [(row.start_s, row.live_bytes) for row in lane.computations if row.live_bytes is not None]
+    if memory:
+        # Every micro-batch is over then; slots for the partner stay.
+        memory = [(0.0, host_bytes), *memory, (lane.computations[-1].end_s, host_bytes)]
+    return {
+        "actions": [[str(row.action), row.start_s, row.end_s, row.wait_s, row.bytes, row.slot] for row in actions],
+        "memory": [list(step) for step in memory],
+    }
+
+
+def _simulated(prediction: Prediction, place: int) -> dict[str, Any]:
+    report, stages = prediction.report, prediction.report.costs.stages
+    rows: list[list[Any]] = []
+    for timed in report.computations[place]:
+        size = stages[timed.action.stage].saved_bytes if timed.action.kind is Kind.FORWARD else None
+        rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, None])
+    for timed, slot in with_slots(report, place):
+        size = stages[timed.action.stage].moved_bytes
+        rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, slot])
+    return {
+        "actions": sorted(rows, key=lambda row: (row[1], row[2])),
+        "memory": [[level.start_s, level.held_bytes] for level in prediction.levels(place)],
+    }
