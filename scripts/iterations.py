@@ -55,6 +55,8 @@ def read_iterations(path: Path) -> Iterations:
         try:
             iteration = int(record.pop("iteration"))
             skipped = float(record.pop("skipped"))
+            # Never the same twice, and no result.
+            record.pop("elapsed_s", None)
             values = {name: exact(value) for name, value in record.items()}
             if values[LOSS] is None or "grad_norm" not in values:
                 raise KeyError(f"{LOSS} or grad_norm")

@@ -6,6 +6,7 @@ In: an argparse parser, later its namespace. Out: `SchedulingConfig`. Knows no t
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,11 @@ from megatron.scheduling.refusals import reasons
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """What the hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks."""
+    """What the hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
+
+    Iterations `report_first` to `report_last` are recorded. Every `metrics_interval` iterations Megatron's writers are told, if it has any.
+    `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count.
+    """
 
     balance: bool
     transport: str
@@ -27,11 +32,20 @@ class SchedulingConfig:
     report: str | None
     num_ranks: int
     num_chunks: int
+    report_first: int = 1
+    report_last: int = 0
+    peak_tflops: float | None = None
+    metrics_interval: int | None = None
+    flops_per_microbatch: float | None = None
 
     @property
     def active(self) -> bool:
         """Whether anything of Megatron is to be hooked at all."""
         return self.balance or self.report is not None
+
+    def flops(self, num_microbatches: int) -> float | None:
+        """The model's FLOPs of one iteration of the whole world."""
+        return None if self.flops_per_microbatch is None else self.flops_per_microbatch * num_microbatches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,8 +99,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--bpipe-report",
         metavar="DIR",
         default=None,
-        help="Write what every stage really held, beside what the schedule predicted, and each iteration's exact loss and "
-        "gradient norm. Works with and without --bpipe.",
+        help="Write what every stage really held, beside what the schedule predicted, each iteration's exact loss and gradient norm, "
+        "and a record of some iterations for `bpipe report DIR`. Works with and without --bpipe.",
+    )
+    group.add_argument(
+        "--bpipe-report-iterations",
+        default="3-5",
+        metavar="FIRST-LAST",
+        help="The iterations to record action by action: a number, or two with a hyphen between.",
+    )
+    group.add_argument(
+        "--bpipe-peak-tflops",
+        type=float,
+        default=None,
+        metavar="TFLOPS",
+        help="What one device can do at most in dense 16-bit TFLOP/s, for the MFU. By default from a table of devices.",
     )
     return parser
 
@@ -98,10 +125,17 @@ def config_from_args(args: Any) -> SchedulingConfig:
         problems.append(f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds")
     if args.bpipe_min_bytes < 1:
         problems.append(f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1")
+    if args.bpipe_peak_tflops is not None and args.bpipe_peak_tflops <= 0:
+        problems.append(f"--bpipe-peak-tflops {args.bpipe_peak_tflops:g}: must be above 0")
+    chosen = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", args.bpipe_report_iterations)
+    if chosen is None:
+        problems.append(f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be a number or two with a hyphen, such as 3-5")
     if args.bpipe or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe)
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
+    assert chosen is not None
+    writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
         transport=args.bpipe_transport,
@@ -112,4 +146,16 @@ def config_from_args(args: Any) -> SchedulingConfig:
         report=args.bpipe_report,
         num_ranks=args.pipeline_model_parallel_size,
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        report_first=int(chosen[1]),
+        report_last=int(chosen[2] or chosen[1]),
+        peak_tflops=args.bpipe_peak_tflops,
+        metrics_interval=args.tensorboard_log_interval if writers else None,
+        flops_per_microbatch=_flops_per_microbatch(args) if args.bpipe_report is not None else None,
     )
+
+
+def _flops_per_microbatch(args: Any) -> float:
+    # Not at the top: the CPU stand-in has to come before Megatron.
+    from megatron.training.training import num_floating_point_operations
+
+    return float(num_floating_point_operations(args, args.micro_batch_size * args.data_parallel_size))

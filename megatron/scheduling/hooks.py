@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +26,14 @@ from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.streams import Clock
 from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, Link
 from megatron.scheduling import links, patches
 from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.recording import Recorded
 from megatron.scheduling.reporting import StageReport, say
 
 
@@ -45,8 +49,14 @@ class Hooks:
         self._connected = False
         self._forward_of: dict[int, Action] = {}
         self._last_num_microbatches = 0
+        self._last_engine: Engine | None = None
+        self._last_s: float | None = None
+        self._judged = False
         self._input_bytes = 0
+        self._programs: dict[int, ProgramConfig] = {}
         self.links: list[Link] = []
+        self.recording = False
+        self.recorded: Recorded | None = None
         self._peaks: list[tuple[int, int, dict[int, int]]] = []
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
@@ -67,6 +77,8 @@ class Hooks:
                 return loop(**kwargs)
             engine = self._engine(kwargs["num_microbatches"], _as_list(kwargs["model"])[0])
             self._active = engine
+            recorder = engine.recorder = Recorder(Clock(self._device)) if self.recording else None
+            begin_s = time.time()
             try:
                 engine.begin()
                 result = loop(**kwargs)
@@ -78,7 +90,9 @@ class Hooks:
             finally:
                 self._active = None
                 self._forward_of.clear()
-            self._measured()
+            self._measured(engine)
+            if recorder is not None:
+                self._keep(engine, recorder, begin_s)
             return result
 
         return run
@@ -123,6 +137,10 @@ class Hooks:
     # -- set-up --------------------------------------------------------------------------------------------------------------------
 
     @property
+    def _device(self) -> torch.device:
+        return torch.device(torch.cuda.current_device())
+
+    @property
     def _rank(self) -> int:
         """This rank's place in its pipeline."""
         return int(parallel_state.get_pipeline_model_parallel_rank())
@@ -138,7 +156,7 @@ class Hooks:
             schedule = self._schedule(num_microbatches)
             config = EngineConfig(
                 name=f"rank {dist.get_rank()}",
-                device=torch.device(torch.cuda.current_device()),
+                device=self._device,
                 minimum_bytes=self._config.minimum_bytes,
                 timeout_s=self._config.timeout_s,
                 poison=self._config.poison,
@@ -150,16 +168,15 @@ class Hooks:
         return engine
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        balance = "bpipe" if self._config.balance else "none"
-        schedule = build(
-            ProgramConfig(
-                schedule="1f1b" if self._config.num_chunks == 1 else "interleaved-1f1b",
-                num_stages=self._config.num_ranks,
-                num_microbatches=num_microbatches,
-                num_chunks=self._config.num_chunks,
-                balance=balance,
-            )
+        program = ProgramConfig(
+            schedule="1f1b" if self._config.num_chunks == 1 else "interleaved-1f1b",
+            num_stages=self._config.num_ranks,
+            num_microbatches=num_microbatches,
+            num_chunks=self._config.num_chunks,
+            balance="bpipe" if self._config.balance else "none",
         )
+        schedule = build(program)
+        self._programs[num_microbatches] = program
         if self._config.balance:
             say(describe(schedule))
         return schedule
@@ -182,9 +199,36 @@ class Hooks:
 
     # -- measuring -----------------------------------------------------------------------------------------------------------------
 
-    def _measured(self) -> None:
+    def _measured(self, engine: Engine) -> None:
+        """An iteration's loop is over."""
         if self._meter is not None:
             self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes, self._meter.saved_bytes))
+        moved, now_s = sum(engine.moved_bytes.values()), time.perf_counter()
+        if self._last_s is not None and moved and engine is self._last_engine and not self._judged:
+            # Two iterations of one program lie behind: the time between their ends is that of an iteration.
+            self._judged = True
+            schedule = engine.schedule
+            window_s = (now_s - self._last_s) / (schedule.num_microbatches + (schedule.num_ranks - 1) / schedule.num_chunks)
+            partner = schedule.partners[self._rank] if schedule.partners else self._rank
+            link = next(link for link in self.links if dist.get_rank() in link.ranks)
+            enough, sentence = links.sufficiency(self._rank, partner, moved, window_s, link.bytes_per_s[link.transport])
+            say(sentence, everywhere=not enough or pipeline_begins_with_rank_0())
+        self._last_s, self._last_engine = now_s, engine
+
+    def _keep(self, engine: Engine, recorder: Recorder, begin_s: float) -> None:
+        assert self._meter is not None
+        rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**engine.hosted_bytes, **engine.moved_bytes})
+        self.recorded = Recorded(
+            program=self._programs[engine.schedule.num_microbatches],
+            begin_s=begin_s,
+            elapsed_s=elapsed_s,
+            rows=rows,
+            saved_bytes=self._meter.saved_bytes,
+            moved_bytes=engine.moved_bytes,
+            received_bytes=self._input_bytes,
+            host_bytes=engine.host_bytes,
+            peak_bytes=self._meter.peak_bytes,
+        )
 
     def stage_report(self) -> StageReport | None:
         """What this rank measured, beside the prediction; None where no iteration was trained.
@@ -222,6 +266,11 @@ def _timed(name: str) -> Iterator[None]:
 
 def _as_list(tensors: Any) -> list[Any]:
     return tensors if isinstance(tensors, list) else [tensors]
+
+
+def pipeline_begins_with_rank_0() -> bool:
+    """Whether this rank belongs to the pipeline that speaks for all."""
+    return 0 in dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
 
 def moves_anything(schedule: Schedule) -> bool:

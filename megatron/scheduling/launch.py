@@ -83,7 +83,7 @@ def scheduling(args: Any) -> Iterator[None]:
     from megatron.scheduling.reporting import Reporter
 
     hooks = Hooks(config)
-    reporter = Reporter(config.report) if config.report is not None else None
+    reporter = Reporter(config, hooks) if config.report is not None else None
     wraps = hooks.wraps()
     if reporter is not None:
         wraps |= reporter.wraps()
@@ -91,7 +91,7 @@ def scheduling(args: Any) -> Iterator[None]:
     try:
         yield
         if reporter is not None:
-            reporter.finish(hooks.stage_report())
+            reporter.finish()
     finally:
         installed.remove()
         hooks.close()

@@ -3,7 +3,8 @@
 In: measurements. Out: files under the folder of `--bpipe-report`, and single lines in the training log. Knows no tensors' insides.
 
     DIR/rank_00000.json     one stage: peaks measured and predicted, transfers an iteration
-    DIR/iterations.jsonl    {"iteration": 1, "lm loss": "0x1.9p+2", "grad_norm": "0x1.0p+0", "skipped": 0}; floats as `float.hex`
+    DIR/iterations.jsonl    {"iteration": 1, "lm loss": "0x1.9p+2", "grad_norm": "0x1.0p+0", "skipped": 0, "elapsed_s": 0.5}
+    DIR/run.json, DIR/record_00000.jsonl    see `recording`
 """
 
 from __future__ import annotations
@@ -11,24 +12,30 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
+from bpipe.models.flops import mfu
 from bpipe.simulate.memory import live_bytes, num_transfers
-from megatron.scheduling import patches
+from megatron.scheduling import metrics, patches
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.recording import RunRecord, device_name, held_bytes, peak_of, pipeline_index, write_whole
+
+if TYPE_CHECKING:
+    from megatron.scheduling.hooks import Hooks
 
 
-def say(line: str) -> None:
-    """One line in the training log, from rank 0."""
-    if dist.get_rank() == 0:
+def say(line: str, everywhere: bool = False) -> None:
+    """One line in the training log, from rank 0 or from the rank that calls."""
+    if everywhere or dist.get_rank() == 0:
         print(f"bpipe: {line}", flush=True)
 
 
@@ -71,13 +78,12 @@ class StageReport:
         return StageReport(
             rank=dist.get_rank(),
             stage=stage,
-            pipeline=_pipeline_index(),
+            pipeline=pipeline_index(),
             balanced=balanced,
             num_microbatches=schedule.num_microbatches,
             peak_microbatches=peak_microbatches,
             peak_bytes=peak_bytes,
-            predicted_microbatches=_own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0)
-            + num_slots,
+            predicted_microbatches=_own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0) + num_slots,
             predicted_bytes=_own_peak(schedule, stage, saved_bytes, moved_bytes, input_bytes) + host_bytes,
             evictions=transfers.evictions,
             loads=transfers.loads,
@@ -104,19 +110,15 @@ def _own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Ma
     return peak
 
 
-def _pipeline_index() -> int:
-    """Which pipeline of the world this rank belongs to, counted by the lowest rank of each."""
-    first = min(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
-    firsts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(firsts, first)
-    return sorted(set(firsts)).index(first)
-
-
 class Reporter:
-    """Collects what a run says of itself into a folder."""
+    """Collects what a run says of itself into a folder, from Megatron's training step and from the hooks."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, config: SchedulingConfig, hooks: Hooks) -> None:
+        assert config.report is not None
+        self._config = config
+        self._hooks = hooks
+        self._folder = Path(config.report)
+        self._record: RunRecord | None = None
         self._started = False
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
@@ -128,36 +130,51 @@ class Reporter:
 
         @functools.wraps(train_step)
         def step(*args: Any, **kwargs: Any) -> Any:
-            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+            given = signature.bind(*args, **kwargs).arguments
+            iteration = given["iteration"] + 1
+            peak = peak_of(device_name(), self._config.peak_tflops)
+            if self._record is None:
+                self._record = RunRecord(self._folder, self._config.balance, peak)
+            chosen = self._config.report_first <= iteration <= self._config.report_last
+            logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
+            self._hooks.recording = chosen or logged
+            begin_s = time.perf_counter()
             result = train_step(*args, **kwargs)
-            losses, skipped, grad_norm = result[0], result[1], result[5]
-            if dist.get_rank() == dist.get_world_size() - 1:
-                record = {"iteration": iteration + 1, **{name: _exact(value) for name, value in losses.items()}}
-                record |= {"grad_norm": _exact(grad_norm), "skipped": int(skipped)}
-                self._append(record)
+            elapsed_s = time.perf_counter() - begin_s
+            self._append(iteration, result, elapsed_s)
+            recorded = self._hooks.recorded
+            if recorded is not None:
+                flops = self._config.flops(recorded.program.num_microbatches)
+                if chosen:
+                    held = functools.partial(held_bytes, given["model"], given["optimizer"])
+                    self._record.add(iteration, recorded, flops, self._hooks.links, held)
+                if logged:
+                    share = None if peak is None or flops is None else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
+                    metrics.write(iteration, recorded.peak_bytes, recorded.exposed_s, share)
             return result
 
         return step
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, iteration: int, result: Sequence[Any], elapsed_s: float) -> None:
+        """The last rank's line: losses, gradient norm, and how long the step took."""
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        record: dict[str, Any] = {"iteration": iteration, **{name: _exact(value) for name, value in losses.items()}}
+        record |= {"grad_norm": _exact(grad_norm), "skipped": int(skipped), "elapsed_s": round(elapsed_s, 6)}
         path = self._folder / "iterations.jsonl"
         if not self._started:
             # A resumed run goes on where its checkpoint was; what was trained after it, or by another run before, is not this run's.
             self._started = True
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(_before(path, record["iteration"])))
+            path.write_text("".join(_before(path, iteration)))
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def finish(self, report: StageReport | None) -> None:
+    def finish(self) -> None:
         """Write this rank's row, whole or not at all."""
-        if report is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank_{report.rank:05d}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(report), indent=1) + "\n")
-        partial.replace(path)
+        report = self._hooks.stage_report()
+        if report is not None:
+            write_whole(self._folder / f"rank_{report.rank:05d}.json", asdict(report))
 
 
 def _before(path: Path, iteration: int) -> list[str]:

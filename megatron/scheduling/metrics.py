@@ -1,0 +1,35 @@
+"""Give Megatron's TensorBoard and Weights & Biases writers what balancing did, under names in Megatron's style.
+
+In: what each stage measured in an iteration. Out: scalars, where Megatron has writers (the last rank of the world).
+
+    bpipe-activation-bytes/stage-0     the most bytes of saved activations the stage held, slots for its partner included
+    bpipe-exposed-transfer-ms/stage-0  how long the stage's computation stood still for transfers
+    bpipe-mfu                          model FLOPs of the iteration over what all devices could do; only where the peak is known
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+
+def write(iteration: int, peak_bytes: int, exposed_s: float, mfu: float | None) -> None:
+    """Collective over the pipeline: every rank gives its own numbers, the one with the writers writes all of them."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(stages, (peak_bytes, exposed_s), group)
+    scalars: dict[str, float] = {}
+    for stage, (held, waited_s) in enumerate(stages):
+        scalars[f"bpipe-activation-bytes/stage-{stage}"] = float(held)
+        scalars[f"bpipe-exposed-transfer-ms/stage-{stage}"] = 1e3 * waited_s
+    if mfu is not None:
+        scalars["bpipe-mfu"] = mfu
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if board:
+        for name, value in scalars.items():
+            board.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(scalars, iteration)

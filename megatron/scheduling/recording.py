@@ -1,0 +1,208 @@
+"""Write the record of a run: what every rank did in a few chosen iterations, action by action.
+
+In: the engine's rows. Out: files under the folder of `--bpipe-report`, which `bpipe report` reads (docs/report.md has their format).
+
+    DIR/run.json              what is the same for all ranks; rank 0, whole, once
+    DIR/record_00003.jsonl    a rank: a header, then one line a recorded iteration, each written at once: a killed run leaves whole lines
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from bpipe.models.cluster import DEVICES
+from bpipe.program import ProgramConfig
+from bpipe.runtime.recorder import COLUMNS
+from bpipe.transport.connect import Facts, Link
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense 16-bit FLOP/s of one device, for the MFU, and who says so."""
+
+    flops_per_s: float
+    source: str
+
+
+def peak_of(device_name: str, given_tflops: float | None) -> Peak | None:
+    """The peak the user gave, or the one of the device table; None where neither knows."""
+    if given_tflops is not None:
+        return Peak(given_tflops * 1e12, "--bpipe-peak-tflops")
+    for device in DEVICES.values():
+        if device.name.split("-")[0] in device_name.lower():
+            return Peak(device.peak_flops_per_s, f"{device.source}, dense 16-bit")
+    return None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a rank noted of one iteration's pipelined loop. `begin_s`: unix time; rows as in `bpipe.runtime.recorder.COLUMNS`."""
+
+    program: ProgramConfig
+    begin_s: float
+    elapsed_s: float
+    rows: Sequence[Sequence[Any]]
+    saved_bytes: Mapping[int, int]
+    moved_bytes: Mapping[int, int]
+    received_bytes: int
+    host_bytes: int
+    peak_bytes: int
+
+    @property
+    def exposed_s(self) -> float:
+        """How long computation stood still for transfers."""
+        waits = COLUMNS.index("wait_s")
+        return float(sum(row[waits] for row in self.rows))
+
+
+class RunRecord:
+    """This rank's record in a folder."""
+
+    def __init__(self, folder: Path, balanced: bool, peak: Peak | None) -> None:
+        """Before the first step. Collective over the world: the clocks are compared."""
+        self._folder = folder
+        self._balanced = balanced
+        self._peak = peak
+        self._path = folder / f"record_{dist.get_rank():05d}.jsonl"
+        self._started = False
+        folder.mkdir(parents=True, exist_ok=True)
+        # Another run's, or this run's before it was resumed: one record is one run.
+        self._path.unlink(missing_ok=True)
+        self._clock_ahead_s = clock_ahead_s()
+        self._pipeline = pipeline_index()
+
+    def add(self, iteration: int, recorded: Recorded, flops: float | None, links: Sequence[Link], weights_bytes: Callable[[], int]) -> None:
+        """An iteration that was recorded is over, and its weights are updated."""
+        head = "" if self._started else self._begin(flops, links, weights_bytes())
+        line = {
+            "iteration": iteration,
+            "program": {name: value for name, value in asdict(recorded.program).items() if value is not None},
+            "begin_s": round(recorded.begin_s - self._clock_ahead_s, 6),
+            "elapsed_s": round(recorded.elapsed_s, 9),
+            "saved_bytes": recorded.saved_bytes,
+            "moved_bytes": recorded.moved_bytes,
+            "received_bytes": recorded.received_bytes,
+            "host_bytes": recorded.host_bytes,
+            # The CPU's stand-in has no counter and says 0.
+            "device_peak_bytes": torch.cuda.max_memory_allocated() or None,
+            "columns": COLUMNS,
+            "actions": recorded.rows,
+        }
+        with self._path.open("a") as file:
+            file.write(head + json.dumps(line, separators=(",", ":")) + "\n")
+
+    def _begin(self, flops: float | None, links: Sequence[Link], weights_bytes: int) -> str:
+        """Rank 0 says what run this is; every rank gets its header."""
+        self._started = True
+        if dist.get_rank() == 0:
+            run = {
+                "format": "bpipe-run",
+                "version": VERSION,
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "world_size": dist.get_world_size(),
+                "num_pipelines": dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size(),
+                "balanced": self._balanced,
+                "device": device_name(),
+                "torch": torch.__version__,
+                "megatron_core": version("megatron-core"),
+                "flops_per_iteration": flops,
+                "peak_flops": self._peak.flops_per_s if self._peak else None,
+                "peak_source": self._peak.source if self._peak else None,
+                "links": [asdict(link) for link in links],
+            }
+            write_whole(self._folder / "run.json", run)
+        rank = dist.get_rank()
+        link = next((link for link in links if rank in link.ranks), None)
+        header = {
+            "format": "bpipe-record",
+            "version": VERSION,
+            "rank": rank,
+            "pipeline": self._pipeline,
+            "place": parallel_state.get_pipeline_model_parallel_rank(),
+            "host": socket.gethostname(),
+            "device": device_name(),
+            "transport": link.transport if link else None,
+            "partner": sum(link.ranks) - rank if link else None,
+            "weights_bytes": weights_bytes,
+            "limit_bytes": _limit_bytes(),
+        }
+        return json.dumps(header) + "\n"
+
+
+def clock_ahead_s() -> float:
+    """How far this machine's clock is ahead of rank 0's, as well as leaving a barrier together tells: a fraction of a millisecond.
+
+    Collective over the world.
+    """
+    dist.barrier()
+    boot = Facts.here().boot
+    stamps: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stamps, (boot, time.time()))
+    first_boot, first_s = stamps[0]
+    return 0.0 if boot == first_boot else float(stamps[dist.get_rank()][1] - first_s)
+
+
+def pipeline_index() -> int:
+    """Which pipeline of the world this rank belongs to, counted by the lowest rank of each. Collective over the world."""
+    first = min(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    firsts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(firsts, first)
+    return sorted(set(firsts)).index(first)
+
+
+def device_name() -> str:
+    """As torch calls it, or "cpu"."""
+    device = torch.device(torch.cuda.current_device())
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _limit_bytes() -> int | None:
+    device = torch.device(torch.cuda.current_device())
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def held_bytes(model: Iterable[torch.nn.Module], optimizer: Any) -> int:
+    """Parameters, gradients and optimizer state of this rank, each storage once."""
+    storages: dict[int, int] = {}
+
+    def count(tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+
+    for chunk in model:
+        for parameter in chunk.parameters():
+            for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
+                count(tensor)
+        for buffer in chunk.named_buffers():
+            count(buffer[1])
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        inner = getattr(part, "optimizer", part)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                count(parameter)
+        for state in inner.state.values():
+            for value in state.values():
+                count(value)
+    return sum(storages.values())
+
+
+def write_whole(path: Path, value: Any) -> None:
+    """The file is there whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
