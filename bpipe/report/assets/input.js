@@ -115,15 +115,19 @@ function listenToPointer(timeline) {
   plot.addEventListener("pointerleave", () => { timeline.hover = null; showTip(null); timeline.drawMarks(); });
   plot.addEventListener("dblclick", () => timeline.reset());
   plot.addEventListener("wheel", (event) => onWheel(timeline, event, place(event)), { passive: false });
+  window.addEventListener("scroll", () => showTip(null), { passive: true });
   timeline.scroller.addEventListener("scroll", () => { showTip(null); timeline.request("scroll"); });
 }
 
 function onWheel(timeline, event, { x }) {
-  // Over the names, and where there is nothing more to zoom out of, the wheel does what it does everywhere.
+  // Over the names, and where there is nothing more to zoom out of, the wheel does what it does everywhere: but not with the rest of the
+  // turn that zoomed out.
   if (x < GUTTER) return;
   const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.shiftKey ? event.deltaY : 0;
   const isWhole = timeline.view.end - timeline.view.start >= timeline.unpacked.end;
-  if (isWhole && (sideways || event.deltaY > 0)) return;
+  const isNewTurn = event.timeStamp - (timeline.turnedAt ?? -Infinity) > 300;
+  if (isWhole && isNewTurn && (sideways || event.deltaY > 0)) return;
+  timeline.turnedAt = event.timeStamp;
   event.preventDefault();
   const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 33 : 1;
   if (sideways) timeline.pan((sideways * lines) / timeline.width);

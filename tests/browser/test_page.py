@@ -1,0 +1,371 @@
+"""The report in a real browser: it draws, zooms, answers the pointer and the keys, and says nothing to the console or the network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.ir.text import read_action
+from bpipe.report.page import render
+from tests.browser.conftest import Page
+from tests.browser.sample import SAVED, action_row, make_view
+
+MIB = 2**20
+MISSING = 5
+LANES = {"F": "compute", "B": "compute", "EVICT": "away", "RETURN": "away", "LOAD": "towards", "HOST": "towards"}
+MEASURED_LOAD_WITH_WAIT = "0LOAD10"
+
+
+@pytest.fixture(scope="module")
+def view() -> dict[str, Any]:
+    return make_view(8, 16, missing=(MISSING,), iterations=2)
+
+
+@pytest.fixture(scope="module")
+def path(view: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("report") / "report.html"
+    file.write_text(render(view), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def page(driver: Any, path: Path) -> Page:
+    return Page(driver, path)
+
+
+def at(page: Page, view: dict[str, Any], text: str, rank: int, side: str = "measured", share: float = 0.5) -> tuple[float, float]:
+    """Where an action of the first iteration lies, `share` of it from its start."""
+    action = read_action(text)
+    _, start, end, *_ = action_row(view, rank, side, action)
+    return page.place(rank, side, LANES[action.kind.value], start + share * (end - start))
+
+
+def near(one: tuple[int, ...], other: tuple[int, ...], tolerance: int = 12) -> bool:
+    return all(abs(a - b) <= tolerance for a, b in zip(one, other, strict=True))
+
+
+def held(view: dict[str, Any], rank: int, side: str, time: float) -> int:
+    return [num_bytes for start, num_bytes in view["iterations"][0]["ranks"][rank][side]["memory"] if start <= time][-1]
+
+
+def ms(text: str) -> float:
+    """Seconds the page wrote, in milliseconds."""
+    number, unit = text.split()
+    return float(number) * {"s": 1e3, "ms": 1.0, "µs": 1e-3}[unit]
+
+
+def facts(tip: str) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in tip.splitlines()[1:])
+
+
+# --- It draws ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_actions_are_drawn_where_they_are_and_gaps_are_not(page: Page, view: dict[str, Any]) -> None:
+    page.show(0, 0.2)
+    assert near(page.colour(*at(page, view, "0F1", 0, share=0.2)), page.shade("forward"))
+    assert near(page.colour(*at(page, view, "0EVICT4", 0)), page.shade("away"))
+    last_forward = action_row(view, 0, "measured", read_action("0F7"))
+    assert near(page.colour(*page.place(0, "measured", "compute", last_forward[2] + 0.02)), page.shade("lane")), "a bubble is empty"
+    page.show(0.2, 0.5)
+    assert near(page.colour(*at(page, view, "0LOAD4", 0)), page.shade("towards"))
+    forward, backward = (page.colour(*at(page, view, text, 4, share=0.1)) for text in ("4F6", "4B3"))
+    assert sum(forward) - sum(backward) > 60, "forwards and backwards differ in lightness, not in hue alone"
+
+
+def test_the_memory_curve_is_as_high_as_what_is_held(page: Page, view: dict[str, Any]) -> None:
+    """The middle of the band lies under the curve of a full rank, and above that of one that holds one micro-batch of five."""
+    time = 0.15
+    assert held(view, 0, "measured", time) == 5 * SAVED
+    assert near(page.colour(*page.place(0, "measured", "memory", time)), page.shade("held"))
+    early = action_row(view, 0, "measured", read_action("0F0"))[2] * 0.5
+    assert held(view, 0, "measured", early) == SAVED
+    x, y = page.place(0, "measured", "memory", early)
+    assert near(page.colour(x, y), page.shade("card"))
+    around = page.colours(x, y, 13, 50)
+    for name in ("bound", "predicted", "held"):
+        assert any(near(colour, page.shade(name), 45) for colour in around), name
+
+
+def test_waits_are_seen(page: Page, view: dict[str, Any]) -> None:
+    _, _, end, waited, *_ = action_row(view, 0, "measured", read_action(MEASURED_LOAD_WITH_WAIT))
+    assert waited > 0.002
+    page.show(end - 3 * waited, end + 3 * waited)
+    x, y = page.place(0, "measured", "compute", end - waited / 2)
+    colours = page.colours(x, y, 25, 1)
+    assert any(near(colour, page.shade("wait"), 30) for colour in colours)
+    assert any(near(colour, page.shade("wait-line"), 40) for colour in colours), "stripes, so that it needs no colour"
+
+
+@pytest.mark.parametrize(("name", "value"), [("sides", "measured"), ("sides", "simulated"), ("size", "small"), ("size", "medium")])
+def test_what_is_shown_can_be_chosen(page: Page, name: str, value: str) -> None:
+    before = page.picture()
+    page.choose(name, value)
+    assert page.picture() != before
+    assert page.complaints() == []
+
+
+def test_the_tables_say_what_the_view_says(page: Page, view: dict[str, Any]) -> None:
+    rows = page.run(
+        "return [...document.querySelectorAll('#stages tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    assert [row[0] for row in rows] == [str(stage["stage"]) for stage in view["stages"]]
+    assert rows[0][2:4] == ["5 (5)", f"{5 * SAVED / MIB:.2f} MiB"]
+    assert rows[MISSING][2:4] == ["– (5)", "–"]
+    assert page.run("return [...document.querySelectorAll('th')].every((cell) => cell.scope)")
+    assert view["differences"][0]["cause"] in page.text("#differences")
+    assert page.run("return [...document.querySelectorAll('#answers li')].map((item) => item.textContent)") == view["answers"]
+
+
+def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str, Any]) -> None:
+    script = "return [...document.querySelectorAll(`#bars rect.${arguments[0]}`)].map((bar) => Number(bar.getAttribute('height')))"
+    for name, key in (("before", "unbalanced_bytes"), ("after", "measured_bytes")):
+        legend = 12
+        heights = [height for height in page.run(script, name) if height != legend]
+        sizes = [stage[key] for stage in view["stages"] if stage[key] is not None]
+        assert [height / heights[0] for height in heights] == pytest.approx([size / sizes[0] for size in sizes], rel=1e-3)
+    assert page.run("return document.querySelector('#bars svg').getAttribute('aria-label')").startswith(
+        "Bars of saved activations, 8 stages"
+    )
+
+
+def test_a_rank_without_a_record_is_named(page: Page) -> None:
+    assert f"Without a record: stage {MISSING} (rank {MISSING})" in page.text("#missing")
+    assert page.hover(*page.place(MISSING, "measured", "compute", 0.1)) == f"stage {MISSING} (rank {MISSING}): no record of this rank"
+    assert "simulated" in page.hover(*page.place(MISSING, "simulated", "compute", 0.25))
+
+
+# --- It zooms and moves -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_zooms_around_the_pointer(page: Page) -> None:
+    time = 0.3
+    x, y = page.place(0, "measured", "compute", time)
+    whole, before = page.range(), page.picture()
+    page.wheel(x, y, -400)
+    start, end = page.range()
+    assert 0 < start < time < end < whole[1]
+    assert page.place(0, "measured", "compute", time)[0] == pytest.approx(x, abs=1.5), "what is under the pointer stays there"
+    assert page.picture() != before
+    page.wheel(x, y, 400)
+    assert page.range() == pytest.approx(whole)
+    page.press("0")
+    assert page.picture() == before
+
+
+def test_dragging_zooms_into_the_span(page: Page) -> None:
+    from_place, to_place = (page.place(1, "measured", "compute", time) for time in (0.2, 0.3))
+    page.drag(from_place, to_place)
+    assert page.range() == pytest.approx((0.2, 0.3), abs=0.002)
+    page.drag(page.place(1, "measured", "compute", 0.28), page.place(1, "measured", "compute", 0.26), shift=True)
+    assert page.range() == pytest.approx((0.22, 0.32), abs=0.002), "with shift it moves"
+    assert page.range()[1] - page.range()[0] == pytest.approx(0.1, abs=0.002)
+
+
+def test_a_double_click_shows_the_whole_iteration(page: Page) -> None:
+    from selenium.webdriver import ActionChains
+
+    whole = page.range()
+    page.show(0.1, 0.2)
+    page.hover(*page.place(0, "measured", "compute", 0.15))
+    ActionChains(page.driver).double_click().perform()
+    page.settle()
+    assert page.range() == pytest.approx(whole)
+
+
+def test_the_keys_do_the_same(page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    whole = page.range()
+    page.press("+", "+")
+    start, end = page.range()
+    assert end - start == pytest.approx((whole[1] - whole[0]) * 0.36)
+    page.press(Keys.ARROW_RIGHT)
+    assert page.range()[0] > start
+    page.press("-")
+    assert page.range()[1] - page.range()[0] == pytest.approx((end - start) / 0.6)
+    page.press("0")
+    assert page.range() == pytest.approx(whole)
+
+
+def test_buttons_do_the_same(page: Page) -> None:
+    whole = page.range()
+    for name in ("zoom-in", "pan-right", "pan-left", "zoom-out", "reset"):
+        before = page.range()
+        page.run("document.getElementById(arguments[0]).click()", name)
+        page.settle()
+        assert page.range() != pytest.approx(before) or name == "reset"
+    assert page.range() == pytest.approx(whole)
+
+
+def test_a_span_is_kept_within_the_iteration_and_never_empty(page: Page) -> None:
+    whole = page.range()
+    page.show(-5, 50)
+    assert page.range() == pytest.approx(whole)
+    page.show(0.1, 0.1)
+    start, end = page.range()
+    assert 0 < end - start < 1e-4
+    assert page.complaints() == []
+
+
+# --- It answers -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "side"),
+    [
+        ("0F3", 0, "measured"),
+        ("0B15", 0, "simulated"),
+        ("3B7", 3, "measured"),
+        ("7F9", 7, "simulated"),
+        (MEASURED_LOAD_WITH_WAIT, 0, "measured"),
+        ("1EVICT8", 1, "simulated"),
+        ("0HOST4", 7, "measured"),
+        ("0RETURN4", 7, "simulated"),
+    ],
+)
+def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, rank: int, side: str) -> None:
+    action = read_action(text)
+    _, start, end, waited, num_bytes, slot = action_row(view, rank, side, action)
+    told = page.hover(*at(page, view, text, rank, side))
+    assert told.startswith(f"{text}: ")
+    assert f"micro-batch {action.microbatch}" in told.splitlines()[0]
+    said = facts(told)
+    assert said[f"stage {rank} (rank {rank})"] == side
+    assert ms(said["start"]) == pytest.approx(1e3 * start, abs=2e-3)
+    assert ms(said["duration"]) == pytest.approx(1e3 * (end - start), rel=1e-3)
+    assert said.get("bytes moved", said.get("bytes saved")) == ("–" if num_bytes is None else f"{num_bytes / MIB:.2f} MiB")
+    assert said["slot"] == ("–" if slot is None else str(slot))
+    if waited > 0:
+        assert ms(said["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
+    else:
+        assert said["wait"] in ("none", "–")
+    other = "simulated" if side == "measured" else "measured"
+    assert ms(said[f"{other} duration"]) > 0, "the other side's is laid beside it"
+
+
+def test_hovering_a_wait_tells_for_what(page: Page, view: dict[str, Any]) -> None:
+    _, _, end, waited, *_ = action_row(view, 0, "measured", read_action(MEASURED_LOAD_WITH_WAIT))
+    told = page.hover(*page.place(0, "measured", "compute", end - waited / 2))
+    assert told.splitlines()[0] == f"computation stands still for {MEASURED_LOAD_WITH_WAIT}"
+    assert ms(facts(told)["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
+
+
+def test_hovering_the_memory_tells_both_and_the_bound(page: Page, view: dict[str, Any]) -> None:
+    time = 0.25
+    said = facts(page.hover(*page.place(2, "measured", "memory", time)))
+    for side in ("measured", "simulated"):
+        assert said[side] == f"{held(view, 2, side, time) / MIB:.2f} MiB"
+    assert said["bound"] == f"{5 * SAVED / MIB:.2f} MiB"
+
+
+def test_hovering_what_is_narrower_than_a_pixel_still_answers_after_zooming(page: Page, view: dict[str, Any]) -> None:
+    _, start, end, *_ = action_row(view, 2, "measured", read_action("2F9"))
+    page.show((start + end) / 2 - 1e-5, (start + end) / 2 + 1e-5)
+    assert page.hover(*page.place(2, "measured", "compute", (start + end) / 2)).startswith("2F9: forward")
+
+
+def test_the_keys_step_through_actions_and_say_them(page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.press(Keys.ARROW_DOWN)
+    assert page.text("#spoken").startswith("0F0: forward of micro-batch 0, stage 0 (rank 0) measured, start ")
+    page.press(".", ".")
+    assert page.text("#spoken").startswith("0F2: ")
+    page.press(",")
+    assert page.text("#spoken").startswith("0F1: ")
+    page.press(Keys.ARROW_DOWN)
+    assert page.text("#spoken").startswith("0EVICT")
+    assert page.tip().startswith("0EVICT")
+    page.press(Keys.ESCAPE)
+    assert page.tip() == ""
+
+
+def test_another_iteration_can_be_chosen(page: Page, view: dict[str, Any]) -> None:
+    before = page.picture()
+    page.choose("iteration", "1")
+    assert page.picture() != before
+    assert page.range()[1] >= view["iterations"][1]["end_s"] - 1e-6
+    assert page.hover(*page.place(0, "measured", "compute", 0.001)).startswith("0F0: ")
+
+
+# --- It is a good guest -----------------------------------------------------------------------------------------------------------------
+
+
+def test_themes(driver: Any, path: Path) -> None:
+    light = Page(driver, path, "light")
+    assert light.run("return document.documentElement.dataset.theme") == "light"
+    before = light.picture()
+    light.run("document.getElementById('theme').click()")
+    light.settle()
+    assert light.run("return document.documentElement.dataset.theme") == "dark"
+    assert light.picture() != before
+    assert sum(light.colour(*light.place(0, "measured", "memory", 0.001))) < 200, "the canvas too"
+    light.run("document.getElementById('theme').click(); localStorage.clear()")
+    dark = Page(driver, path, "dark")
+    assert dark.run("return document.documentElement.dataset.theme") == "dark"
+    assert dark.run("return getComputedStyle(document.body).backgroundColor") != "rgb(246, 247, 248)"
+
+
+def test_everything_with_a_name_for_those_who_do_not_see_it(page: Page) -> None:
+    script = """
+        return [...document.querySelectorAll("button, select, input, canvas[tabindex], [role=region]")].filter((one) =>
+            !(one.getAttribute("aria-label") || one.getAttribute("aria-labelledby") || one.textContent.trim() && one.tagName === "BUTTON"
+              || one.closest("label"))).map((one) => one.outerHTML)
+    """
+    assert page.run(script) == []
+    assert page.run("return document.documentElement.lang") == "en"
+    assert page.run("return document.title") == page.text("h1")
+
+
+def test_no_word_to_the_console_and_none_to_the_network(driver: Any, path: Path, view: dict[str, Any]) -> None:
+    page = Page(driver, path)
+    for time in (0.05, 0.3):
+        page.wheel(*page.place(0, "measured", "compute", time), -300)
+        page.hover(*page.place(3, "simulated", "compute", time))
+    page.choose("sides", "simulated")
+    page.run("document.getElementById('theme').click(); localStorage.clear()")
+    page.settle()
+    assert page.complaints() == []
+    assert [address for address in page.requests() if not address.startswith("data:")] == [path.as_uri()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"iterations": []}, {"differences": [], "answers": [], "facts": []}, {"stages": []}],
+    ids=["no iteration", "nothing to say", "no stage"],
+)
+def test_a_poor_view_is_still_a_page(driver: Any, view: dict[str, Any], change: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(render({**view, **change}), encoding="utf-8")
+    page = Page(driver, file)
+    assert page.complaints() == []
+    if change == {"iterations": []}:
+        assert "No iteration was recorded" in page.text("main")
+
+
+@pytest.mark.parametrize("size", [(16, 64), pytest.param((64, 512), marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+def test_a_large_run_stays_usable(driver: Any, size: tuple[int, int], tmp_path: Path, record_property: Any) -> None:
+    """The limits are those of a hand that waits, times five for a busy machine; what it took is printed with -rP."""
+    view = make_view(*size)
+    file = tmp_path / "report.html"
+    text = render(view)
+    file.write_text(text, encoding="utf-8")
+    page = Page(driver, file)
+    whole = page.range()[1]
+    for step in range(1, 9):
+        page.show(whole / 2 * (1 - 0.5**step), whole / 2 * (1 + 0.5**step))
+    _, start, end, *_ = action_row(view, 0, "measured", read_action("0F9"))
+    page.show(start - 0.01, end + 0.01)
+    assert page.hover(*page.place(0, "measured", "compute", (start + end) / 2)).startswith("0F9: forward")
+    timings = page.run("return bpipeTimings")
+    zooms = sorted(draw["frame_ms"] for draw in timings["draws"] if draw["why"] == "zoom")
+    print(f"{size}: {len(text) / 1e6:.1f} MB, first draw {timings['first_draw_ms']:.0f} ms after opening, zooms (ms, to the next frame):")
+    print(" ".join(f"{zoom:.0f}" for zoom in zooms))
+    assert timings["first_draw_ms"] < 15_000
+    assert zooms[len(zooms) // 2] < 1_500
+    assert page.complaints() == []
+    assert not re.search("NaN|undefined", page.text("main"))
