@@ -9,6 +9,7 @@ In: the engine's rows. Out: files under the folder of `--bpipe-report`, which `b
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -135,6 +136,8 @@ class RunRecord:
             "place": parallel_state.get_pipeline_model_parallel_rank(),
             "host": socket.gethostname(),
             "device": device_name(),
+            # Ranks of one machine that share fewer cores than they are slow each other down, which no prediction knows.
+            "cores": len(os.sched_getaffinity(0)),
             "transport": link.transport if link else None,
             "partner": sum(link.ranks) - rank if link else None,
             "weights_bytes": weights_bytes,

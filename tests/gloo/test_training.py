@@ -6,11 +6,16 @@ missing byte or wait would change a loss.
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from bpipe.program import ProgramConfig, build
 from tests.gloo.conftest import BPIPE, Case, Outcome
 
 FOUR_STAGES = [
@@ -20,7 +25,7 @@ FOUR_STAGES = [
         Case(f"m8_{name}", ["--global-batch-size", "16", *BPIPE, *flags, "--bpipe-report", f"{{folder}}/m8_{name}"])
         for name, flags in {
             "gloo": ["--bpipe-transport", "gloo"],
-            "peer": ["--bpipe-transport", "peer"],
+            "peer": ["--bpipe-transport", "peer", "--bpipe-report-iterations", "2-3", "--tensorboard-dir", "{folder}/board"],
             "host": ["--bpipe-transport", "host"],
             "gloo_synchronous": ["--bpipe-transport", "gloo", "--bpipe-sync-transfers"],
             "peer_synchronous": ["--bpipe-transport", "peer", "--bpipe-sync-transfers"],
@@ -101,6 +106,40 @@ def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[
     assert [report["evictions"] for report in reports] == [report["loads"] for report in reports] == evictions
     for report in reports:
         assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"stage {report['stage']}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("case", "iterations"), [("m8_gloo", [3]), ("m8_peer", [2, 3]), ("m8_measured", [3])])
+def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, iterations: list[int]) -> None:
+    """Each rank's rows are its program, computations in order; where the evictor copies by itself, the acceptor sees nothing of it."""
+    for rank in range(4):
+        path = Path(four.report_folder(case)) / f"record_{rank:05d}.jsonl"
+        header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert (header["rank"], header["place"], header["pipeline"]) == (rank, rank, 0)
+        assert header["weights_bytes"] > 0
+        assert [line["iteration"] for line in lines] == iterations
+        schedule = build(ProgramConfig(**lines[-1]["program"]))
+        program = [str(slot.compute) for slot in schedule.ranks[rank] if slot.compute is not None]
+        rows = [dict(zip(lines[-1]["columns"], row, strict=True)) for row in lines[-1]["actions"]]
+        computed = [row for row in rows if row["slot"] is None]
+        assert [row["action"] for row in computed] == program
+        assert all(before["end_s"] <= after["start_s"] for before, after in itertools.pairwise(computed))
+        moved = sorted(str(action) for slot in schedule.ranks[rank] for action in slot.transfers)
+        if case == "m8_peer":
+            moved = [action for action in moved if "HOST" not in action and "RETURN" not in action]
+        assert sorted(row["action"] for row in rows if row["slot"] is not None) == moved
+        assert all(0 <= row["start_s"] <= row["end_s"] and 0 <= row["wait_s"] <= lines[-1]["elapsed_s"] for row in rows)
+        assert max(row["live_bytes"] for row in computed) == four.reports(case)[rank]["peak_bytes"]
+
+
+@pytest.mark.timeout(300)
+def test_megatrons_writers_are_told(four: Outcome) -> None:
+    board = EventAccumulator(str(four.folder / "board")).Reload()
+    for stage, report in enumerate(four.reports("m8_peer")):
+        held = [event.value for event in board.Scalars(f"bpipe-activation-bytes/stage-{stage}")]
+        assert len(held) == 3, "one an iteration"
+        assert held[-1] == report["peak_bytes"]
+        assert [event.step for event in board.Scalars(f"bpipe-exposed-transfer-ms/stage-{stage}")] == [1, 2, 3]
 
 
 @pytest.mark.timeout(300)
