@@ -16,6 +16,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.program import ProgramConfig, build
+from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.memory import num_transfers
@@ -154,6 +155,7 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
         for stage in range(rank, setup.num_stages, setup.pipeline):
             cost = costs.stages[stage]
             if cost.whole_forward_s and available is not None:
-                required = cost.moved_bytes / float(cost.whole_forward_s)
-                needs.append(Bandwidth(cost.moved_bytes, required, required * 2 / 3, float(available)))
+                forward_s = float(cost.whole_forward_s)
+                required, steady = required_bytes_per_s(cost.moved_bytes, forward_s), steady_bytes_per_s(cost.moved_bytes, forward_s)
+                needs.append(Bandwidth(cost.moved_bytes, required, steady, float(available)))
     return max(needs, key=lambda need: need.required_bytes_per_s / need.available_bytes_per_s, default=None)

@@ -31,6 +31,7 @@ from bpipe.runtime.streams import Clock
 from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, Link
+from bpipe.transport.table import sufficiency
 from megatron.scheduling import links, patches
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.recording import Recorded
@@ -211,7 +212,7 @@ class Hooks:
             window_s = (now_s - self._last_s) / (schedule.num_microbatches + (schedule.num_ranks - 1) / schedule.num_chunks)
             partner = schedule.partners[self._rank] if schedule.partners else self._rank
             link = next(link for link in self.links if dist.get_rank() in link.ranks)
-            enough, sentence = links.sufficiency(self._rank, partner, moved, window_s, link.bytes_per_s[link.transport])
+            enough, sentence = sufficiency(self._rank, partner, moved, window_s, link.bytes_per_s[link.transport])
             say(sentence, everywhere=not enough or pipeline_begins_with_rank_0())
         self._last_s, self._last_engine = now_s, engine
 

@@ -1,0 +1,49 @@
+"""Say over what each pair talks, and whether that is enough. In: links and where they are. Out: lines of text. Moves nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from bpipe.simulate.bandwidth import steady_bytes_per_s
+from bpipe.transport.connect import Link
+
+# Two global ranks, or the places of two ranks in their pipeline.
+Pair = tuple[int, int]
+
+
+def describe(links: Iterable[Link], stages: Mapping[Pair, Pair]) -> str:
+    """One line for each pair of stages: the transport, what its links measured, and what else was tried."""
+    of_stages: dict[Pair, list[Link]] = defaultdict(list)
+    for link in links:
+        low, high = sorted(stages[link.ranks])
+        of_stages[low, high].append(link)
+    lines = ["links, measured there and back:"]
+    for pair, same in sorted(of_stages.items()):
+        for name in sorted({link.transport for link in same}):
+            chosen = [link for link in same if link.transport == name]
+            others = [other for other in chosen[0].bytes_per_s if other != name]
+            tried = [f"{other} {_range(link.bytes_per_s[other] for link in chosen if other in link.bytes_per_s)}" for other in others]
+            tried += [f"{other} not: {why}" for other, why in chosen[0].refused.items()]
+            count = "" if len(chosen) == 1 else f", {len(chosen)} pairs of ranks"
+            also = f" ({'; '.join(tried)})" if tried else ""
+            lines.append(f"  stages {pair[0]} and {pair[1]}{count}: {name} {_range(link.bytes_per_s[name] for link in chosen)}{also}")
+    return "\nbpipe: ".join(lines)
+
+
+def _range(bytes_per_s: Iterable[float]) -> str:
+    speeds = sorted(speed / 1e9 for speed in bytes_per_s)
+    low, high = f"{speeds[0]:.3g}", f"{speeds[-1]:.3g}"
+    return f"{low} GB/s" if low == high else f"{low} to {high} GB/s"
+
+
+def sufficiency(stage: int, partner: int, moved_bytes: int, window_s: float, bytes_per_s: float) -> tuple[bool, str]:
+    """Whether a link keeps up, and the sentence that says so. `window_s`: one micro-batch's forward and backward, all chunks."""
+    # A backward takes about twice as long as a forward.
+    needed = steady_bytes_per_s(moved_bytes, window_s / 3)
+    enough = needed <= bytes_per_s
+    verdict = "enough" if enough else "NOT enough: transfers will hold the computation up. Put the pair on one node, or move less"
+    return enough, (
+        f"stage {stage} moves {moved_bytes / 1e6:.4g} MB to stage {partner} and back while a micro-batch computes, about "
+        f"{1e3 * window_s:.3g} ms: {needed / 1e9:.3g} GB/s of the link's {bytes_per_s / 1e9:.3g} GB/s, {verdict}"
+    )
