@@ -24,14 +24,14 @@ class SchedulingConfig:
     """
 
     balance: bool
-    transport: str
-    timeout_s: float
-    minimum_bytes: int
-    poison: bool
-    synchronous: bool
-    report: str | None
     num_ranks: int
     num_chunks: int
+    transport: str = AUTO
+    timeout_s: float = 300.0
+    minimum_bytes: int = 65536
+    poison: bool = False
+    synchronous: bool = False
+    report: str | None = None
     report_first: int = 1
     report_last: int = 0
     peak_tflops: float | None = None
@@ -74,14 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--bpipe-timeout",
         type=float,
-        default=300.0,
+        default=SchedulingConfig.timeout_s,
         metavar="SECONDS",
         help="A transfer that has not ended after this time ends the run with an error that names it.",
     )
     group.add_argument(
         "--bpipe-min-bytes",
         type=int,
-        default=65536,
+        default=SchedulingConfig.minimum_bytes,
         metavar="BYTES",
         help="Saved tensors smaller than this stay where they are: moving them costs more than it frees.",
     )
