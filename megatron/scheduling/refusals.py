@@ -44,7 +44,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "CUDA graphs",
         lambda s: s.cuda_graph_impl not in (None, "none") or s.enable_cuda_graph or s.external_cuda_graph,
         "CUDA graphs fix the addresses of activations, which move",
-        "use --cuda-graph-impl none",
+        "use --cuda-graph-impl none, and drop --enable-cuda-graph / --external-cuda-graph",
     ),
     Refusal(
         "FP8 and FP4",

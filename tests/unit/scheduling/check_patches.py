@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import re
 from dataclasses import replace
+from fnmatch import fnmatch
 from importlib import metadata
 from unittest import mock
 
@@ -17,14 +20,14 @@ startup.prepare()
 # isort: split
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
+from megatron.training.arguments import add_megatron_arguments
 
 import megatron.scheduling
 from megatron.scheduling import patches
 from megatron.scheduling.arguments import SchedulingConfig
+from tests.unit.scheduling.test_docs import table
 
-CONFIG = SchedulingConfig(
-    balance=True, transport="auto", timeout_s=60.0, minimum_bytes=65536, poison=False, report=None, num_ranks=4, num_chunks=1
-)
+CONFIG = SchedulingConfig(balance=True, num_ranks=4, num_chunks=1)
 
 
 def functions() -> list[object]:
@@ -76,8 +79,39 @@ def a_version_never_tried_is_named_once() -> None:
     )
 
 
+# What a flag's name has in it if it may touch the pipeline, or what a micro-batch's forward leaves for its backward.
+NEAR = re.compile(
+    "pipeline|virtual|micro-?batch|(global|rampup|^-)-batch-size|step-batch|activation|recompute|offload|p2p|overlap|(context|tensor|sequence)-.*parallel|cuda-graph|fsdp"
+    "|fp8|fp4|expert|moe|wgrad|dgrad|mtp|packing|inprocess|rerun|fake|perform-rl|sft|yaml|shards|ring-exchange|latent-attention|cp-comm"
+    "|grad-reduce|param-gather|parallel-layout|per-dp-cp-rank|inter-document"
+)
+
+
+def every_flag_near_the_pipeline_is_in_a_table() -> None:
+    """A flag that a new Megatron brings is read before it is taken for harmless."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    cells = [
+        *(cell for row in table("What is supported") for cell in row[1:2]),
+        *(row[2] for row in table("What is refused")),
+        *(row[0] for row in table("What makes no difference")),
+    ]
+    known = [flag for cell in cells for flag in re.findall(r"`(--[^ `]+)", cell)]
+    missing = []
+    for action in parser._actions:
+        near = [flag for flag in action.option_strings if NEAR.search(flag)]
+        if near and not any(fnmatch(flag, pattern) for flag in action.option_strings for pattern in known):
+            missing.append(near[0])
+    assert not missing, f"docs/megatron.md says nothing of {missing}: are they supported, refused, or do they make no difference?"
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    of_others = {"--max-restarts", "--nnodes"}  # torchrun's
+    gone = [pattern for pattern in known if not any(fnmatch(flag, pattern) for flag in flags | of_others)]
+    assert not gone, f"docs/megatron.md names flags that Megatron does not have: {gone}"
+
+
 if __name__ == "__main__":
     removing_restores_megatrons_own()
     signatures_are_those_that_were_read()
     another_signature_is_refused_with_nothing_replaced()
     a_version_never_tried_is_named_once()
+    every_flag_near_the_pipeline_is_in_a_table()
