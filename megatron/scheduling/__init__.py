@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 
 
 def install(config: SchedulingConfig) -> Installed:
-    """Balance, or measure, every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back.
+    """Balance every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back.
 
     Call it before `pretrain`, which looks the pipelined loop up once. Raises RuntimeError where the installed Megatron differs from
-    the one that was tried, naming what differs.
+    the one that was tried, naming what differs. Nothing was parsed, so the first iteration looks at the model's configuration: a
+    ValueError says what of it cannot be balanced. The process groups exist by then, so no rank is moved: placement is the caller's.
     """
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import install as install_patches
 
-    return install_patches(Hooks(config).wraps())
+    hooks = Hooks(config)
+    installed = install_patches(hooks.wraps())
+    installed.closing(hooks.close)
+    return installed

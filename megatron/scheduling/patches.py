@@ -76,10 +76,11 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Installed:
-    """Patches that are in. `remove` puts every function back."""
+    """Patches that are in. `remove` puts every function back, then ends what `closing` was told of."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+        self._closing: list[Callable[[], None]] = []
 
     def add(self, patch: Patch, wrap: Wrap) -> None:
         original = getattr(importlib.import_module(patch.module), patch.name)
@@ -89,10 +90,16 @@ class Installed:
             self._originals.append((module, patch.name, original))
             setattr(module, patch.name, replacement)
 
+    def closing(self, close: Callable[[], None]) -> None:
+        """Call this when the patches have been taken out."""
+        self._closing.append(close)
+
     def remove(self) -> None:
         while self._originals:
             module, name, original = self._originals.pop()
             setattr(module, name, original)
+        while self._closing:
+            self._closing.pop()()
 
 
 def install(wraps: Mapping[Patch, Wrap]) -> Installed:
