@@ -5,6 +5,7 @@ In: an imported Megatron. Out: the same, mended, and the list of what was done. 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -65,6 +66,17 @@ def _torch_norm_with_sequence_parallelism() -> str | None:
     return "torch's norm takes part in sequence parallelism"
 
 
+def _recompute_norms_without_transformer_engine() -> str | None:
+    """Recomputing a norm asks Transformer Engine whether FP8 is on, also where it is not installed: a NameError in the first forward."""
+    from megatron.core.tensor_parallel import random
+
+    if hasattr(random, "FP8GlobalStateManager"):
+        return None
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    return "norms are recomputed without asking Transformer Engine for FP8"
+
+
 def _resume_distributed_optimizer_with_torch_adam() -> str | None:
     """Without Apex and Transformer Engine the distributed optimizer wraps torch's Adam, and cannot resume with it.
 
@@ -104,5 +116,6 @@ def _resume_distributed_optimizer_with_torch_adam() -> str | None:
 _REPAIRS: tuple[Callable[[], str | None], ...] = (
     _skip_compiling_helpers,
     _torch_norm_with_sequence_parallelism,
+    _recompute_norms_without_transformer_engine,
     _resume_distributed_optimizer_with_torch_adam,
 )
