@@ -3,6 +3,7 @@
 In: the engine's own calls, as it makes them. Out: rows, in the order of their start. Knows no file and no prediction.
 A computation is marked when it begins and ends; a transfer begins when it is issued and has ended at the latest when somebody waited for
 it: a one-sided copy knows when it really did, of a two-sided one no more can be said. What a wait held the computation up is its wait.
+`live_bytes` is the most that was held during a computation, `left_bytes` what was held at its end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.runtime.streams import Clock, Mark, span_s
 from bpipe.transport.base import Pending
 
-COLUMNS = ("action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes")
+COLUMNS = ("action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes", "left_bytes")
 
 
 @dataclass
@@ -27,6 +28,7 @@ class _Row:
     waited: tuple[Mark, Mark] | None = None
     pending: Pending | None = None
     live_bytes: int | None = None
+    left_bytes: int | None = None
 
 
 class Recorder:
@@ -54,7 +56,8 @@ class Recorder:
         """The computation that began last has ended."""
         row = next(row for row in reversed(self._rows) if row.slot is None)
         row.end = self._clock.mark()
-        row.live_bytes = max(live_bytes or 0, row.live_bytes or 0) if live_bytes is not None else None
+        if live_bytes is not None:
+            row.live_bytes, row.left_bytes = max(live_bytes, row.live_bytes or 0), live_bytes
 
     def mark(self) -> Mark:
         """Now."""
@@ -86,4 +89,4 @@ class Recorder:
         host = row.start.host_s - base.host_s, row.end.host_s - base.host_s
         nbytes = {Kind.FORWARD: saved_bytes, Kind.BACKWARD: {}}.get(row.action.kind, moved_bytes).get(row.action.stage)
         times = (round(value, 9) for value in (start_s, end_s, wait_s, *host))
-        return [str(row.action), *times, nbytes, row.slot, row.live_bytes]
+        return [str(row.action), *times, nbytes, row.slot, row.live_bytes, row.left_bytes]
