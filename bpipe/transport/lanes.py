@@ -30,7 +30,9 @@ class Lane(Protocol):
 class Ticket:
     """A job of a thread lane. `span_s` says when it ran, on `time.perf_counter`'s clock."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, job: Job, after: Sequence[Pending], timeout_s: float) -> None:
+        self._job: Job | None = job
+        self._after = after
         self._timeout_s = timeout_s
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -42,17 +44,21 @@ class Ticket:
         if self._error is not None:
             raise self._error
 
-    def run(self, job: Job, after: Sequence[Pending]) -> None:
+    def run(self) -> None:
+        """Do the job. Once, in the lane's thread."""
+        assert self._job is not None
         try:
-            for pending in after:
+            for pending in self._after:
                 pending.wait()
             begin = time.perf_counter()
-            job()
+            self._job()
             self.span_s = (begin, time.perf_counter())
         except BaseException as error:
             # Raised again where somebody waits: a thread of its own has nobody to tell.
             self._error = error
         finally:
+            # A job holds tensors. Let go before saying so: whoever waits may be about to free them.
+            self._job, self._after = None, ()
             self._ended.set()
 
 
@@ -61,14 +67,14 @@ class ThreadLane:
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._jobs: queue.SimpleQueue[tuple[Ticket, Job, Sequence[Pending]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         # A daemon, so that a run that failed elsewhere does not wait for a copy that will never come.
         self._thread = threading.Thread(target=self._work, name=f"bpipe-{name}", daemon=True)
         self._thread.start()
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Ticket:
-        ticket = Ticket(self._timeout_s)
-        self._jobs.put((ticket, job, after))
+        ticket = Ticket(job, after, self._timeout_s)
+        self._jobs.put(ticket)
         return ticket
 
     def close(self) -> None:
@@ -77,10 +83,7 @@ class ThreadLane:
 
     def _work(self) -> None:
         while True:
-            asked = self._jobs.get()
-            if asked is None:
+            ticket = self._jobs.get()
+            if ticket is None:
                 return
-            ticket, job, after = asked
-            ticket.run(job, after)
-            # A job holds tensors: gone as soon as it is done, not when the next one comes.
-            del asked, ticket, job, after
+            ticket.run()

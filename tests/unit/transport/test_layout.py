@@ -1,0 +1,71 @@
+"""Slots in one piece of memory: nothing overlaps, everything is aligned, and both ends of a pair lay out the same."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpipe.passes.host_slots import stages_in_slots
+from bpipe.program import ProgramConfig, build
+from bpipe.transport.layout import ALIGNMENT_BYTES, SlotLayout, aligned
+
+SIZES = st.dictionaries(st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4), min_size=1, max_size=3)
+NOBODY = 255
+
+
+@st.composite
+def slots_and_sizes(draw: st.DrawFn) -> tuple[list[frozenset[int]], dict[int, list[int]]]:
+    sizes = draw(SIZES)
+    stages = st.frozensets(st.sampled_from(sorted(sizes)), min_size=1)
+    return draw(st.lists(stages, max_size=5)), sizes
+
+
+@given(slots_and_sizes())
+def test_no_two_storages_of_different_slots_share_a_byte(drawn: tuple[list[frozenset[int]], dict[int, list[int]]]) -> None:
+    """Slow and obvious: paint every byte that any stage may write in a slot, and see whose it was."""
+    slots, sizes = drawn
+    layout = SlotLayout.of(slots, sizes)
+    owner = bytearray([NOBODY]) * layout.nbytes
+    for slot, stages in enumerate(slots):
+        for stage in stages:
+            mine: set[int] = set()
+            for offset, nbytes in zip(layout.offsets(slot, sizes[stage]), sizes[stage], strict=True):
+                assert offset % ALIGNMENT_BYTES == 0
+                place = range(offset, offset + nbytes)
+                assert {owner[byte] for byte in place} <= {NOBODY, slot}
+                assert mine.isdisjoint(place), "two storages of one micro-batch"
+                mine.update(place)
+                owner[offset : offset + nbytes] = bytearray([slot]) * nbytes
+
+
+@given(slots_and_sizes())
+def test_slots_take_no_more_than_their_largest_stage(drawn: tuple[list[frozenset[int]], dict[int, list[int]]]) -> None:
+    slots, sizes = drawn
+    largest = [max(sum(aligned(nbytes) for nbytes in sizes[stage]) for stage in stages) for stages in slots]
+    assert SlotLayout.of(slots, sizes).nbytes == sum(largest)
+
+
+@given(
+    p=st.integers(4, 8),
+    rounds=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 10**6), min_size=1, max_size=17),
+)
+def test_both_ends_of_a_pair_lay_out_the_same(p: int, rounds: int, lengths: list[int]) -> None:
+    """The evictor from what it knows, the acceptor from the sizes that came as a message."""
+    plan = build(ProgramConfig(schedule="1f1b", num_stages=p, num_microbatches=p * rounds, balance="bpipe"))
+    assert plan.partners is not None
+    for evictor, acceptor in enumerate(plan.partners):
+        slots = stages_in_slots(plan, acceptor)
+        sizes = {stage: [nbytes + stage for nbytes in lengths] for stage in sorted(frozenset().union(*slots), reverse=True)}
+        told = {stage: tuple(each) for stage, each in json.loads(json.dumps(list(sizes.items())))}
+        here, there = SlotLayout.of(stages_in_slots(plan, plan.partners[evictor]), sizes), SlotLayout.of(slots, told)
+        assert here == there
+        for slot, stages in enumerate(slots):
+            for stage in stages:
+                assert here.offsets(slot, sizes[stage]) == there.offsets(slot, told[stage])
+
+
+def test_a_rank_that_hosts_nothing_needs_nothing() -> None:
+    assert SlotLayout.of([], {}) == SlotLayout((), 0)
