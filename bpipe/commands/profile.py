@@ -1,66 +1,76 @@
-"""`bpipe profile`: time one stage of a model on this machine's device. In: flags. Out: JSON that `--profile` of other commands reads."""
+"""`bpipe profile`: time one stage of a model on this machine's device. In: flags. Out: JSON that `--profile` of other commands reads.
+
+What is timed is Megatron's own model, by `megatron.scheduling.profile` in a process of its own, which gets Megatron's flags. Imports
+neither torch nor Megatron.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 from bpipe.commands.flags import add_model_arguments, model_of
-from bpipe.models.layout import ATTENTION, PRECISIONS, RECOMPUTE
+from bpipe.models.cluster import DEVICES, Cluster
+from bpipe.models.layout import ATTENTION, PRECISIONS, RECOMPUTE, Setup
+from bpipe.plan.megatron_flags import megatron_flags
+
+PROGRAM = "megatron.scheduling.profile"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add = parser.add_argument_group("stage").add_argument
     add("--tensor", type=int, default=1, metavar="T", help="time one rank of this tensor parallelism, without its collectives (default 1)")
+    add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
     add("--micro-batch", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="sizes to time (default 1 2 4)")
     add("--layers", type=int, default=1, metavar="N", help="layers to time; readers scale to a stage's own number (default 1)")
     add("--recompute", choices=RECOMPUTE, default="none", help="default none")
-    add("--attention", choices=ATTENTION, default="flash", help="default flash")
+    add("--attention", choices=ATTENTION, default="flash", help="flash needs a GPU and Transformer Engine (default flash)")
     add("--precision", choices=PRECISIONS, default="bf16", help="default bf16")
-    add("--device", help="a torch device (default: cuda where there is one, else cpu)")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
     add("--repeats", type=int, default=5, metavar="N", help="the median of N runs counts (default 5)")
     add("--output", metavar="FILE", help="write there instead of to standard output")
 
 
 def run(options: argparse.Namespace) -> None:
-    import torch
-
-    from bpipe.measure.stage import Case, measure
-
-    model = model_of(options)
-    try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"--device {options.device}: {str(error).splitlines()[0]}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no CUDA device, leave it out or say cpu")
-    stages: list[dict[str, Any]] = []
+    for name in ("layers", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} is {getattr(options, name)}, but must be at least 1")
     for micro_batch in options.micro_batch:
-        case = Case(
-            model,
-            micro_batch,
-            options.layers,
-            options.tensor,
-            options.recompute,
-            options.attention,
-            options.precision,
-            device,
-            options.repeats,
-        )
-        stages.append(measure(case))
-        print(
-            f"micro-batch {micro_batch}: {stages[-1]['forward_s']:.4f} s forward, {stages[-1]['backward_s']:.4f} s backward",
-            file=sys.stderr,
-        )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    measured = {"device": name, "model": model.name, "sequence": model.sequence, "tensor": options.tensor, "recompute": options.recompute}
-    measured |= {"attention": options.attention, "precision": options.precision, "torch": torch.__version__}
-    text = json.dumps({"stages": stages, "measured": measured}, indent=1) + "\n"
-    if options.output is None:
-        print(text, end="")
-    else:
-        Path(options.output).write_text(text)
+        if micro_batch < 1:
+            raise ValueError(f"--micro-batch has {micro_batch}, but a micro-batch has at least 1 sequence")
+    ended = subprocess.run([sys.executable, "-m", PROGRAM, *flags(options)], env=_environment(options.device), check=False)
+    if ended.returncode:
+        # The program has said why.
+        sys.exit(ended.returncode)
+
+
+def flags(options: argparse.Namespace) -> list[str]:
+    """For the program: Megatron's flags of one replica, and what to time of it."""
+    model = model_of(options)
+    # Nothing of the device goes into the flags.
+    cluster = Cluster(next(iter(DEVICES.values())), 1, options.tensor)
+    setup = Setup(
+        model=model,
+        cluster=cluster,
+        tensor=options.tensor,
+        pipeline=1,
+        micro_batch=1,
+        global_batch=1,
+        sequence=model.sequence,
+        layers=(model.num_layers,),
+        recompute=options.recompute,
+        attention=options.attention,
+        precision=options.precision,
+        sequence_parallel=not options.no_sequence_parallel,
+    )
+    chosen = ["--profile-layers", options.layers, "--profile-repeats", options.repeats, "--profile-micro-batches", *options.micro_batch]
+    if options.output is not None:
+        chosen += ["--profile-output", options.output]
+    return [*megatron_flags(setup), "--vocab-size", str(model.vocabulary), *map(str, chosen)]
+
+
+def _environment(device: str | None) -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {**os.environ}

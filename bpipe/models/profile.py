@@ -2,7 +2,7 @@
 
     {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
 
-`bpipe profile` adds how it `measured`, and such a file is refused for setups of another tensor, sequence, recompute, attention, precision.
+`bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it.
 One entry for all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds several
 sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number. Anything left out comes
 from the cost model. Knows no device.
@@ -47,8 +47,9 @@ class Profile:
     def conflict(self, setup: Setup) -> str | None:
         """Why the file says nothing of this setup: it has other micro-batch sizes, or was measured with other choices. None: it does."""
         for name, value in self.measured:
-            if getattr(setup, name) != value:
-                return f"measured with {name} {value}, the setup has {getattr(setup, name)}: profile that, too"
+            mine = getattr(setup.model if name in _SIZES else setup, name)
+            if mine != value:
+                return f"measured with {name} {value}, the setup has {mine}: profile that, too"
         if any(entry.micro_batch in (None, setup.micro_batch) for entry in self.entries):
             return None
         sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
@@ -113,10 +114,12 @@ def read_profile(path: str) -> Profile:
     if not isinstance(measured, dict):
         raise ValueError(f"{path}: measured is {measured!r}, but must be an object")
     entries = tuple(_entry(path, index, stage) for index, stage in enumerate(stages))
-    return Profile(path, entries, tuple((name, measured[name]) for name in _CHOICES if name in measured))
+    return Profile(path, entries, tuple((name, measured[name]) for name in (*_SIZES, *_CHOICES) if name in measured))
 
 
-# What else decides how long a stage takes: `measured` of a file may name them, and then the file is for such setups only.
+# What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them, and then the file is
+# for such setups only.
+_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
 _CHOICES = ("tensor", "sequence", "recompute", "attention", "precision")
 _KEYS = {field.name for field in fields(Entry)}
 _WHOLE = ("saved_bytes", "micro_batch", "layers")

@@ -25,20 +25,20 @@ MASK_BYTES = 1
 RMS_NORM_BYTES = 4
 # The kind of mask that Megatron hands to a recomputed attention core, as a tensor.
 MASK_KIND_BYTES = 4
-# Megatron divides the loss by the number of tokens and of micro-batches: three numbers.
-LOSS_SCALARS_BYTES = 12
+# Megatron divides the loss by the number of tokens, a 32-bit tensor, and of micro-batches, which torch makes one of 64 bit.
+TOKEN_COUNT_BYTES, MICROBATCH_COUNT_BYTES = 4, 8
 
 
 class Saved(NamedTuple):
-    """`count` storages of `nbytes` each."""
+    """`num` storages of `nbytes` each."""
 
     name: str
     nbytes: int
-    count: int = 1
+    num: int = 1
 
 
 def total(rows: tuple[Saved, ...]) -> int:
-    return sum(row.nbytes * row.count for row in rows)
+    return sum(row.nbytes * row.num for row in rows)
 
 
 def shared(value: int, shards: int) -> int:
@@ -73,7 +73,7 @@ def layer_saved(setup: Setup, recompute: str | None = None) -> tuple[Saved, ...]
 
 def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
     """What a forward of one micro-batch saves on a stage."""
-    rows = [Saved(name, nbytes, count * setup.layers[stage]) for name, nbytes, count in layer_saved(setup)]
+    rows = [Saved(name, nbytes, num * setup.layers[stage]) for name, nbytes, num in layer_saved(setup)]
     if stage == 0:
         rows += _embedding(setup)
     if stage == setup.num_stages - 1:
@@ -136,22 +136,22 @@ def _core(setup: Setup) -> tuple[Saved, ...]:
     return (one, Saved("attention after dropout", one.nbytes), Saved("attention dropout mask", shared(mask * scores, setup.tensor)))
 
 
-def _dropout(setup: Setup, count: int) -> tuple[Saved, ...]:
+def _dropout(setup: Setup, num: int) -> tuple[Saved, ...]:
     if not setup.model.dropout:
         return ()
     element = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element_bytes(setup)
-    return (Saved("dropout mask", shared(element * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards), count),)
+    return (Saved("dropout mask", shared(element * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards), num),)
 
 
-def _norm(setup: Setup, count: int) -> tuple[Saved, ...]:
+def _norm(setup: Setup, num: int) -> tuple[Saved, ...]:
     """Norms as torch computes them, and the inputs of the matrices behind them."""
     shards, tokens, hidden = setup.sequence_shards, num_tokens(setup), setup.model.hidden_size
-    behind = Saved("norm output", sent_bytes(setup), count)
+    behind = Saved("norm output", sent_bytes(setup), num)
     if setup.model.rms_norm:
-        wide = Saved("norm input and normalized input", shared(RMS_NORM_BYTES * tokens * hidden, shards), 2 * count)
-        return (wide, Saved("norm scale", shared(RMS_NORM_BYTES * tokens, shards), count), behind)
-    statistics = Saved("norm mean and scale", shared(element_bytes(setup) * tokens, shards), 2 * count)
-    return (Saved("norm input", sent_bytes(setup), count), statistics, behind)
+        wide = Saved("norm input and normalized input", shared(RMS_NORM_BYTES * tokens * hidden, shards), 2 * num)
+        return (wide, Saved("norm scale", shared(RMS_NORM_BYTES * tokens, shards), num), behind)
+    statistics = Saved("norm mean and scale", shared(element_bytes(setup) * tokens, shards), 2 * num)
+    return (Saved("norm input", sent_bytes(setup), num), statistics, behind)
 
 
 def _attention(setup: Setup, recompute: str) -> tuple[Saved, ...]:
@@ -211,4 +211,4 @@ def _loss(setup: Setup) -> tuple[Saved, ...]:
     if setup.kernels == "gpu":
         return (softmax,)
     targets = (Saved("targets", TOKEN_BYTES * tokens), Saved("mask of targets", MASK_BYTES * tokens))
-    return (softmax, *targets, Saved("scalars of the loss", LOSS_SCALARS_BYTES))
+    return (softmax, *targets, Saved("number of tokens", TOKEN_COUNT_BYTES), Saved("number of micro-batches", MICROBATCH_COUNT_BYTES))

@@ -13,7 +13,20 @@ import pytest
 import bpipe
 
 PACKAGE = Path(bpipe.__file__).parent
-WITHOUT_TORCH = ["ir", "generate", "passes", "simulate", "models", "plan", "draw", "program.py", "cli.py", "__main__.py", "__init__.py"]
+WITHOUT_TORCH = [
+    "ir",
+    "generate",
+    "passes",
+    "simulate",
+    "models",
+    "plan",
+    "draw",
+    "commands",
+    "program.py",
+    "cli.py",
+    "__main__.py",
+    "__init__.py",
+]
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -168,46 +168,56 @@ def test_no_command_loads_torch_before_it_must() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize(
-    "changes", [[], ["--swiglu", "--rms-norm", "--num-query-groups", "2", "--attention", "unfused", "--recompute", "selective"]]
-)
-def test_profile_writes_what_simulate_reads(changes: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    sizes = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--sequence", "64", "--vocabulary", "128", *changes]
+SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--sequence", "64", "--vocabulary", "128"]
+
+
+def test_profile_starts_megatron_with_its_own_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        started.append(command)
+        assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit, match="3"):
+        main(["profile", *SMALL, "--tensor", "2", "--recompute", "full", "--device", "cpu", "--micro-batch", "2", "8", "--layers", "3"])
+    text = " ".join(started[0])
+    assert "-m megatron.scheduling.profile --num-layers 4 --hidden-size 64" in text
+    assert "--tensor-model-parallel-size 2" in text
+    assert "--recompute-granularity full" in text
+    assert text.endswith("--vocab-size 128 --profile-layers 3 --profile-repeats 5 --profile-micro-batches 2 8")
+    for wrong, message in (
+        (["--layers", "0"], "--layers is 0"),
+        (["--tensor", "3"], "does not divide 4"),
+        (["--micro-batch", "0"], "has 0"),
+    ):
+        assert main(["profile", *SMALL, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert len(started) == 1
+
+
+LLAMA = ["--swiglu", "--rms-norm", "--rotary", "--num-query-groups", "2", "--disable-bias-linear"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("model", "tensor"), [(SMALL, "1"), ([*SMALL, *LLAMA], "2")])
+def test_profile_writes_what_simulate_reads(model: list[str], tensor: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Megatron's own layers: a micro-batch saves what the model says of CPUs, and times are those of a stage's own number of layers."""
     path = tmp_path / "profile.json"
-    output(
-        capsys,
-        "profile",
-        *sizes,
-        "--micro-batch",
-        "1",
-        "2",
-        "--precision",
-        "fp32",
-        "--repeats",
-        "1",
-        "--device",
-        "cpu",
-        "--output",
-        str(path),
-    )
+    cut = ["--tensor", tensor, "--precision", "fp32", "--attention", "unfused"]
+    assert main(["profile", *model, *cut, "--micro-batch", "1", "2", "--repeats", "1", "--device", "cpu", "--output", str(path)]) == 0
     stages = json.loads(path.read_text())["stages"]
     assert [stage["micro_batch"] for stage in stages] == [1, 2]
     assert all(stage[key] > 0 for stage in stages for key in ("forward_s", "backward_s", "transfer_s", "output_s", "saved_bytes"))
-    rest = [
-        "--cluster",
-        "a100-80g:4",
-        "--pipeline",
-        "4",
-        "--global-batch",
-        "16",
-        "--precision",
-        "fp32",
-        "--profile",
-        str(path),
-        "--format",
-        "json",
-    ]
-    found = json.loads(output(capsys, "simulate", *sizes, *rest))
-    assert found["iteration_time_s"] > 16 * (stages[0]["forward_s"] + stages[0]["backward_s"])
-    assert main(["simulate", *sizes, *rest, "--recompute", "full"]) == 2
-    assert "the setup has full" in capsys.readouterr().err
+    rest = [*cut, "--cluster", f"a100-80g:1x{4 * int(tensor)}", "--pipeline", "4", "--global-batch", "32", "--micro-batch", "2"]
+    rest += ["--num-layers", "8"]
+    predicted = json.loads(output(capsys, "simulate", *model, *rest, "--kernels", "cpu", "--format", "json"))["stages"]
+    assert predicted[1]["activations_bytes"] == 3 * 2 * stages[1]["saved_bytes"], "three micro-batches of two layers"
+    found = json.loads(output(capsys, "simulate", *model, *rest, "--profile", str(path), "--format", "json"))
+    assert found["iteration_time_s"] > 16 * 2 * (stages[1]["forward_s"] + stages[1]["backward_s"])
+    assert main(["simulate", *model, *rest, "--profile", str(path), "--recompute", "full"]) == 2
+    assert "measured with recompute none, the setup has full" in capsys.readouterr().err
+    assert main(["simulate", *model, *rest, "--profile", str(path), "--hidden-size", "128"]) == 2
+    assert "measured with hidden_size 64, the setup has 128" in capsys.readouterr().err

@@ -1,1 +1,0 @@
-"""Times taken on this machine's device. Needs torch."""

@@ -1,0 +1,120 @@
+"""What Megatron's own layers save on a CPU, beside what the model says of kernels `cpu`: every storage of every case must agree.
+
+In a process of its own, because importing Megatron takes seconds. Tensor parallel ranks that are not there are fake ones. Prints the number
+of cases; ends with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import warnings
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+warnings.filterwarnings("ignore")
+
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import Setup
+from bpipe.models.model import Model, gpt
+from bpipe.models.saved import stage_saved
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.runtime import capture
+from megatron.scheduling import one_stage, startup
+
+with contextlib.redirect_stdout(io.StringIO()):
+    startup.prepare()
+
+from megatron.scheduling.arguments import add_arguments
+
+GPT = gpt("gpt", 4, 64, 4, 256, 32)
+LLAMA = replace(
+    GPT,
+    name="llama",
+    num_query_groups=2,
+    ffn_hidden_size=160,
+    gated=True,
+    rms_norm=True,
+    linear_bias=False,
+    learned_positions=False,
+    tied_embedding=False,
+    dropout=False,
+)
+GROUPED = replace(GPT, name="grouped", num_attention_heads=8, num_query_groups=4, kv_channels=16)
+ONE_GROUP = replace(GROUPED, name="one group", num_query_groups=1)
+ROTARY = replace(GPT, name="rotary", learned_positions=False)
+
+FIRST, INNER, LAST = 0, 1, 3
+
+
+def setup(model: Model, precision: str, recompute: str, tensor: int, sequence_parallel: bool, micro_batch: int, pipeline: int = 4) -> Setup:
+    return Setup(
+        model=model,
+        cluster=parse_cluster(f"a100-80g:{pipeline * tensor}"),
+        tensor=tensor,
+        pipeline=pipeline,
+        micro_batch=micro_batch,
+        global_batch=12,
+        sequence=model.sequence,
+        layers=(model.num_layers // pipeline,) * pipeline,
+        recompute=recompute,
+        attention="unfused",
+        precision=precision,
+        sequence_parallel=sequence_parallel,
+        kernels="cpu",
+    )
+
+
+def cases() -> list[tuple[Setup, tuple[int, ...]]]:
+    """Setups, and the stages of each to look at."""
+    cuts = ((1, True), (2, True), (2, False))
+    found = [
+        (setup(GPT, precision, recompute, t, sp, 2), (FIRST, INNER, LAST))
+        for precision, recompute, (t, sp) in product(("fp32", "bf16"), ("none", "selective", "full"), cuts)
+    ]
+    for precision, recompute, (t, sp) in product(("fp32", "bf16"), ("none", "selective"), cuts[:2]):
+        found.append((setup(LLAMA, precision, recompute, t, sp, 1), (FIRST, INNER, LAST)))
+    for model, recompute, micro_batch in product((GROUPED, ONE_GROUP, ROTARY), ("none", "selective"), (1, 2)):
+        found.append((setup(model, "fp32", recompute, 1, True, micro_batch), (INNER,)))
+    found.append((setup(replace(LLAMA, dropout=True), "bf16", "full", 1, True, 2), (FIRST, LAST)))
+    found.append((setup(replace(GPT, gated=True, rms_norm=True), "bf16", "none", 1, True, 3, pipeline=1), (0,)))
+    return found
+
+
+def saved_by_megatron(args: Any, stage: int) -> Counter[int]:
+    """How many storages of each size."""
+    with one_stage.stage(args, stage) as model:
+        runner = one_stage.Runner(args, model, args.micro_batch_size)
+        output = runner.forward()
+        return Counter(found.nbytes for found in capture.find([output.grad_fn], runner.inputs) if found.alone)
+
+
+def main() -> int:
+    num_cases = num_wrong = 0
+    for one, stages in cases():
+        with contextlib.redirect_stdout(io.StringIO()):
+            args = one_stage.parse([*megatron_flags(one), "--vocab-size", str(one.model.vocabulary)], add_arguments)
+        for stage in stages:
+            with contextlib.redirect_stdout(io.StringIO()):
+                found = saved_by_megatron(args, stage)
+            said: Counter[int] = Counter()
+            for row in stage_saved(one, stage):
+                said[row.nbytes] += row.num
+            num_cases += 1
+            if found != said:
+                num_wrong += 1
+                described = f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}"
+                print(f"{described}: besides {dict(found - said)}, missing {dict(said - found)}")
+    print(f"{num_cases} cases, {num_wrong} differ")
+    return 1 if num_wrong or not num_cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
