@@ -8,9 +8,10 @@ import argparse
 import contextlib
 import io
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from importlib import metadata
+from pathlib import Path
 from unittest import mock
 
 from megatron.scheduling import startup
@@ -19,11 +20,12 @@ startup.prepare()
 
 # isort: split
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 import megatron.scheduling
-from megatron.scheduling import patches
+from megatron.scheduling import patches, refusals
 from megatron.scheduling.arguments import SchedulingConfig
 from tests.unit.scheduling.test_docs import table
 
@@ -109,9 +111,20 @@ def every_flag_near_the_pipeline_is_in_a_table() -> None:
     assert not gone, f"docs/megatron.md names flags that Megatron does not have: {gone}"
 
 
+def refusals_read_what_megatron_has() -> None:
+    """A setting that a new Megatron calls otherwise would never be refused again."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    has = {action.dest for action in parser._actions} | {field.name for field in fields(TransformerConfig)}
+    read = set(re.findall(r"\b(?:s|settings)\.(\w+)", Path(refusals.__file__).read_text()))
+    assert "num_moe_experts" in read
+    assert read <= has, f"refusals.py reads what Megatron does not have: {read - has}"
+
+
 if __name__ == "__main__":
     removing_restores_megatrons_own()
     signatures_are_those_that_were_read()
     another_signature_is_refused_with_nothing_replaced()
     a_version_never_tried_is_named_once()
     every_flag_near_the_pipeline_is_in_a_table()
+    refusals_read_what_megatron_has()

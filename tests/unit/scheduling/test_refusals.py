@@ -1,0 +1,70 @@
+"""Every refusal applies to what it names, in Megatron's arguments and in a model's configuration, and to nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.scheduling.refusals import REFUSALS, reasons, refuse
+
+# Settings that are refused, by feature; several where several names lead to one feature.
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "interleaving with another micro-batch group": [
+        {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 8}
+    ],
+    "CUDA graphs": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
+    "FP8 and FP4": [{"fp8": "hybrid"}, {"fp4": "e2m1"}],
+    "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}, {"fine_grained_activation_offloading": True}],
+    "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}, {"delay_wgrad_compute": True}],
+    "paged stash": [{"moe_paged_stash": True}],
+    "mixture of experts": [{"num_experts": 8}, {"num_moe_experts": 8}],
+    "variable sequence lengths": [{"variable_seq_lengths": True}],
+    "packed sequences": [{"sft": True}, {"dataloader_inter_document_masking": True}, {"hybrid_context_parallel": True}],
+    "distributed saved activations": [{"distribute_saved_activations": True}],
+    "recomputation of the MLP with biases": [
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True}
+    ],
+    "partial recomputation of micro-batches": [{"num_microbatches_with_partial_activation_checkpoints": 0}],
+    "overlapped tensor-parallel communication": [{"tp_comm_overlap": True}],
+    "weights sharded beyond tensor parallelism": [{"gtp_weight_remat_size": 2}, {"expert_gtp_weight_remat_size": 2}],
+    "ring exchange": [{"use_ring_exchange_p2p": True}],
+    "FSDP": [{"use_megatron_fsdp": True}, {"use_torch_fsdp2": True}],
+    "in-process restart": [{"inprocess_restart": True}],
+    "reinforcement learning": [{"perform_rl_step": True}],
+    "a fake process group": [{"fake_process_group": True}],
+    "a YAML configuration": [{"yaml_cfg": "run.yaml"}],
+}
+
+# What looks like one of them and is none.
+ALLOWED: list[dict[str, Any]] = [
+    {},
+    {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 4},
+    {"pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 8},
+    {"cuda_graph_impl": "none", "enable_cuda_graph": False, "cpu_offloading_num_layers": 0, "gtp_weight_remat_size": 1},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "add_bias_linear": True},
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False},
+    {"recompute_granularity": "full", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True},
+    {"num_experts": None, "num_moe_experts": None, "moe_router_topk": 2},
+]
+
+
+def test_every_refusal_is_tried() -> None:
+    assert list(REFUSED) == [refusal.feature for refusal in REFUSALS]
+
+
+@pytest.mark.parametrize(("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried])
+def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
+    (refusal,) = (refusal for refusal in REFUSALS if refusal.feature == feature)
+    assert reasons(SimpleNamespace(**settings), balance=True) == [f"--bpipe: {refusal.reason}; {refusal.remedy}"]
+
+
+@pytest.mark.parametrize("settings", ALLOWED)
+def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
+    refuse(SimpleNamespace(**settings), balance=True)
+
+
+def test_all_reasons_come_at_once_and_name_what_was_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"^this run cannot start:\n  --bpipe-report: FP8.*\n  --bpipe-report: how much a mixture"):
+        refuse(SimpleNamespace(fp8="hybrid", num_moe_experts=4), balance=False)
