@@ -78,24 +78,31 @@ def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], size
     """Balance one pair; a rank paired with itself can only be within its bound as it is."""
     rows = [schedule.ranks[rank] for rank in pair]
     peaks = tuple(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
-    for index, (rank, bound, peak) in enumerate(zip(pair, bounds, peaks, strict=True)):
-        if peak <= bound:
+    if pair[0] == pair[1]:
+        alone = f"rank {pair[0]} has no partner and holds up to {peaks[0]} {sizes.unit}, its bound is {bounds[0]}"
+        return Shared(tuple(rows), peaks) if peaks[0] <= bounds[0] else Shared(refusal=alone)
+    for index, (rank, bound) in enumerate(zip(pair, bounds, strict=True)):
+        if peaks[index] <= bound:
             continue
-        if pair[0] == pair[1]:
-            return Shared(refusal=f"rank {rank} has no partner and holds up to {peak} {sizes.unit}, its bound is {bound}")
-        try:
-            plan = plan_evictions(schedule, rank, bound, sizes.saved, sizes.moved)
-        except OverBound as over:
-            reason = f"rank {rank} cannot keep to {bound} {sizes.unit}: in slot {over.slot} it needs {over.needed} at once"
-            return Shared(refusal=f"{reason}, {_least(schedule, rank, over.needed, sizes)} over all slots")
+        plan = _plan(schedule, rank, bound, sizes)
+        if isinstance(plan, str):
+            return Shared(refusal=plan)
         rows = [_with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
-    if rows != [schedule.ranks[rank] for rank in pair]:
+    if max(peak - bound for peak, bound in zip(peaks, bounds, strict=True)) > 0:
         peaks = tuple(_peak(schedule, rank, row, sizes) for rank, row in zip(pair, rows, strict=True))
-    for rank, bound, peak in zip(pair, bounds, peaks, strict=True):
+    for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
-            other = pair[0] if rank == pair[1] else pair[1]
             return Shared(refusal=f"rank {rank}, hosting for rank {other}, holds up to {peak} {sizes.unit}, its bound is {bound}")
     return Shared(tuple(rows), peaks)
+
+
+def _plan(schedule: Schedule, rank: int, bound: int, sizes: Sizes) -> Plan | str:
+    """What the rank evicts, or why no plan keeps the bound."""
+    try:
+        return plan_evictions(schedule, rank, bound, sizes.saved, sizes.moved)
+    except OverBound as over:
+        reason = f"rank {rank} cannot keep to {bound} {sizes.unit}: in slot {over.slot} it needs {over.needed} at once"
+        return f"{reason}, {_least(schedule, rank, over.needed, sizes)} over all slots"
 
 
 def smallest_bounds(schedule: Schedule, partners: Sequence[int] | None = None) -> tuple[int, ...]:
