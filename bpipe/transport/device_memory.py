@@ -63,8 +63,13 @@ class DeviceMemory:
 
     def make(self, nbytes: int) -> tuple[Any, DeviceRegion]:
         address = int(_checked("cudaMalloc", nbytes))
-        handle = _checked("cudaIpcGetMemHandle", address)
         region = DeviceRegion(address, nbytes, self._stream, lambda: _checked("cudaFree", address))
+        try:
+            handle = _checked("cudaIpcGetMemHandle", address)
+        except RuntimeError:
+            # Nobody else will ever have it: where IPC is not allowed, another transport takes over and needs the room.
+            region.close()
+            raise
         return {"handle": ctypes.string_at(handle.getPtr(), _HANDLE_BYTES).hex(), "nbytes": nbytes}, region
 
     def open(self, handle: Any) -> DeviceRegion:
