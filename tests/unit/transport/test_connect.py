@@ -1,0 +1,91 @@
+"""Which transports a pair tries, which it cannot use and why, and which it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bpipe.runtime.streams import copying_on
+from bpipe.transport import AUTO, NAMES
+from bpipe.transport.connect import Connection, Facts, Link, candidates, choose, obstacle
+from bpipe.transport.distributed import Distributed, PairGroups
+from bpipe.transport.one_sided import Host, Peer, Reaching
+
+HERE = Facts("boot-1", "pid:[1]", "node-a")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", ("gloo", "peer")), ("cuda", ("nccl", "peer", "host"))])
+def test_auto_tries_what_reaches_the_devices_memory(device: str, expected: tuple[str, ...]) -> None:
+    assert candidates(AUTO, device) == expected
+
+
+def test_every_transport_can_be_asked_for_somewhere() -> None:
+    possible = {name for name in NAMES for device in ("cpu", "cuda") if _allowed(name, device)}
+    assert possible == set(NAMES)
+    assert not _allowed("nccl", "cpu")
+    assert not _allowed("gloo", "cuda")
+
+
+def _allowed(name: str, device: str) -> bool:
+    try:
+        return candidates(name, device) == (name,)
+    except ValueError:
+        return False
+
+
+def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match="--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"):
+        candidates("nccl", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (Facts("boot-1", "pid:[1]", "node-a"), None),
+        (Facts("boot-2", "pid:[1]", "node-b"), "node-a and node-b are two machines"),
+        # Container images often give every machine one name.
+        (Facts("boot-2", "pid:[1]", "node-a"), "node-a and node-a are two machines"),
+        (Facts("boot-1", "pid:[2]", "node-a"), "the two processes are in different containers (process namespaces)"),
+    ],
+)
+def test_peer_needs_one_machine_and_one_process_namespace(theirs: Facts, why: str | None) -> None:
+    assert obstacle("peer", HERE, theirs) == why
+    for name in set(NAMES) - {"peer"}:
+        assert obstacle(name, HERE, theirs) is None
+
+
+def test_facts_name_this_machine() -> None:
+    here = Facts.here()
+    assert here == Facts.here()
+    assert all((here.boot, here.namespace, here.host))
+
+
+@pytest.mark.parametrize(
+    ("measured", "taken"),
+    [
+        ({"gloo": 1e9, "peer": 5e9}, "peer"),
+        ({"nccl": 100e9, "peer": 81e9, "host": 20e9}, "peer"),  # no compute units taken: worth a quarter
+        ({"nccl": 100e9, "peer": 79e9}, "nccl"),
+        ({"nccl": 12e9, "host": 20e9}, "host"),
+        ({"gloo": 1e9}, "gloo"),
+    ],
+)
+def test_the_fastest_link_is_taken_and_one_sided_ones_may_be_a_little_slower(measured: dict[str, float], taken: str) -> None:
+    assert choose(measured) == taken
+
+
+def test_a_connection_makes_the_transport_its_link_chose() -> None:
+    device = copying_on(torch.device("cpu"))
+    lanes = device.lanes(device.device, 1.0)
+    groups = {"gloo": PairGroups(1, None, None)}  # type: ignore[arg-type]
+    connection = Connection(1, None, groups, device, lanes)  # type: ignore[arg-type]
+    connection.link = Link((0, 1), "peer", {})
+    chosen = connection.transport()
+    assert isinstance(chosen, Reaching)
+    assert isinstance(chosen._way, Peer)
+    host = connection.transport("host")
+    assert isinstance(host, Reaching)
+    assert isinstance(host._way, Host)
+    assert isinstance(connection.transport("gloo"), Distributed)
+    connection.close()
+    assert not any(lane._thread.is_alive() for lane in lanes)  # type: ignore[attr-defined]

@@ -1,0 +1,82 @@
+"""Messages between the two ranks of a pair: each finds whoever asks for its kind, in whatever order the two are."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.transport import control
+from bpipe.transport.control import About, Control
+
+
+class Wire:
+    """What `torch.distributed` does between two ranks: messages with one tag keep their order, others do not care."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self.waited = 0
+
+    def isend(self, tensor: torch.Tensor, to: int, group: Any, tag: int) -> SimpleNamespace:
+        # What is sent is read when it is waited for, as late as it may be.
+        self.sent[to, tag].append(tensor)
+        return SimpleNamespace(wait=self._wait)
+
+    def irecv(self, tensor: torch.Tensor, source: int, group: Any, tag: int) -> SimpleNamespace:
+        me = 1 - source
+        return SimpleNamespace(wait=lambda: tensor.copy_(self.sent[me, tag].popleft()))
+
+    def _wait(self) -> None:
+        self.waited += 1
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+    monkeypatch.setattr(control, "dist", wire)
+    return wire
+
+
+def ends() -> tuple[Control, Control]:
+    return Control(1, None), Control(0, None)  # type: ignore[arg-type]
+
+
+VALUES = [None, "", "zu wenig Speicher: 17 €", {"0": [1, 2]}, [[3, [10**12, 0]], [0, []]], {"handle": "00" * 64}, ["x" * 100_000]]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
+    here, there = ends()
+    here.send(About.SIZES, value)
+    assert there.receive(About.SIZES) == value
+
+
+def test_what_a_message_is_about_tells_it_from_the_others(wire: Wire) -> None:
+    """An acceptor may part from its memory before its evictor has asked for it."""
+    here, there = ends()
+    here.send(About.MEMORY, "memory")
+    here.send(About.SIZES, "sizes")
+    here.send(About.MEMORY, "closed")
+    assert there.receive(About.SIZES) == "sizes"
+    assert [there.receive(About.MEMORY), there.receive(About.MEMORY)] == ["memory", "closed"]
+
+
+def test_what_is_being_sent_lives_until_it_is_waited_for(wire: Wire) -> None:
+    """Until then gloo reads it."""
+    sent = ends()[0].send(About.FACTS, "kept")
+    assert len(sent._tensors) == len(sent._works) == 2
+    sent.wait()
+    assert wire.waited == 2
+    assert sent._tensors == sent._works == []
+
+
+def test_an_exchange_tells_before_it_listens(wire: Wire) -> None:
+    """Both ends call it at once: neither may wait for the other to begin."""
+    here, there = ends()
+    there.send(About.PROBE, "from there")
+    assert here.exchange(About.PROBE, "from here") == "from there"
+    assert there.receive(About.PROBE) == "from here"
+    assert wire.waited == 2

@@ -1,0 +1,262 @@
+"""Reaching into slots: states, the order of what touches one slot, and how the two ends part."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from bpipe.transport.base import Pending, Sizes
+from bpipe.transport.lanes import Job, ThreadLane
+from bpipe.transport.layout import SlotLayout
+from bpipe.transport.memory import SharedMemory
+from bpipe.transport.one_sided import Reaching
+from tests.unit.transport.loopback import alone, peers
+
+SIZES: Sizes = {0: (1000, 24, 4096)}
+SLOTS = (frozenset({0}), frozenset({0}))
+LAYOUT = SlotLayout.of(SLOTS, SIZES)
+
+
+@pytest.fixture
+def lanes() -> Iterator[tuple[ThreadLane, ThreadLane]]:
+    pair = ThreadLane("out", 5.0), ThreadLane("home", 5.0)
+    yield pair
+    for lane in pair:
+        lane.close()
+
+
+@pytest.fixture(params=[peers, alone], ids=["peer", "host"])
+def pair(request: pytest.FixtureRequest, lanes: tuple[ThreadLane, ThreadLane]) -> Iterator[tuple[Reaching, Reaching]]:
+    """An evictor and an acceptor that know each other's memory."""
+    evictor, acceptor = request.param(*lanes)
+    evictor.announce(SIZES, LAYOUT).wait()
+    acceptor.lend(lambda sizes: SlotLayout.of(SLOTS, sizes))
+    yield evictor, acceptor
+    evictor.abandon()
+    acceptor.abandon()
+
+
+def buffers(seed: int | None = None) -> list[torch.Tensor]:
+    if seed is None:
+        return [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in SIZES[0]]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for nbytes in SIZES[0]]
+
+
+def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+def test_what_was_put_comes_back(pair: tuple[Reaching, Reaching]) -> None:
+    evictor, _ = pair
+    back = [buffers(), buffers()]
+    for slot in (0, 1):
+        evictor.put(slot, buffers(slot)).wait()
+    for slot in (1, 0):
+        evictor.get(slot, back[slot]).wait()
+    assert same(back[0], buffers(0))
+    assert same(back[1], buffers(1))
+
+
+def test_a_slot_can_be_used_again_and_again(pair: tuple[Reaching, Reaching]) -> None:
+    evictor, _ = pair
+    for seed in range(20):
+        back = buffers()
+        evictor.put(0, buffers(seed)).wait()
+        evictor.get(0, back).wait()
+        assert same(back, buffers(seed))
+
+
+def test_a_slot_that_is_taken_is_refused(pair: tuple[Reaching, Reaching]) -> None:
+    evictor, _ = pair
+    evictor.put(0, buffers(1)).wait()
+    with pytest.raises(RuntimeError, match="slot 0 is holding, but must be free for this transfer: the program uses it twice"):
+        evictor.put(0, buffers(2))
+    back = buffers()
+    evictor.get(0, back).wait()
+    assert same(back, buffers(1)), "what was refused must not have moved"
+
+
+def test_a_slot_that_holds_nothing_is_refused(pair: tuple[Reaching, Reaching]) -> None:
+    evictor, _ = pair
+    with pytest.raises(RuntimeError, match="slot 1 is free, but must be holding for this transfer"):
+        evictor.get(1, buffers())
+
+
+class Written(ThreadLane):
+    """Writes down what its jobs come after."""
+
+    def __init__(self) -> None:
+        super().__init__("written", 5.0)
+        self.asked: list[tuple[Pending, tuple[Pending, ...]]] = []
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:  # type: ignore[override]
+        pending = super().run(job, after)
+        self.asked.append((pending, tuple(after)))
+        return pending
+
+
+def test_what_touches_a_slot_waits_for_what_touched_it_last() -> None:
+    """[8]. And for nothing else: two slots have nothing to do with each other."""
+    lane = Written()
+    evictor, _ = alone(lane, lane)
+    evictor.announce(SIZES, LAYOUT)
+    first, other = evictor.put(0, buffers(0)), evictor.put(1, buffers(1))
+    home, again = evictor.get(0, buffers()), evictor.put(0, buffers(2))
+    assert lane.asked == [(first, ()), (other, ()), (home, (first,)), (again, (home,))]
+    evictor.release()
+    lane.close()
+
+
+def test_a_put_that_is_held_up_holds_up_its_get(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    evictor, _ = alone(*lanes)
+    evictor.announce(SIZES, LAYOUT)
+    gate = threading.Event()
+    lanes[0].run(lambda: None if gate.wait(5.0) else pytest.fail("never opened"))
+    evictor.put(0, buffers(3))
+    back = buffers()
+    got = evictor.get(0, back)
+    assert same(back, buffers())
+    gate.set()
+    got.wait()
+    assert same(back, buffers(3))
+
+
+def test_both_ends_use_the_same_layout(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    """The evictor computed its own; the acceptor's comes from the sizes in the message."""
+    sizes: Sizes = {3: (1000, 24), 0: (4096,)}
+    slots = (frozenset({0, 3}), frozenset({3}))
+    here = SlotLayout.of(slots, sizes)
+    seen: list[SlotLayout] = []
+
+    def layout_of(told: Sizes) -> SlotLayout:
+        seen.append(SlotLayout.of(slots, told))
+        return seen[0]
+
+    evictor, acceptor = peers(*lanes)
+    evictor.announce(sizes, here)
+    assert acceptor.lend(layout_of) == here.nbytes
+    assert seen == [here]
+    for end in (evictor, acceptor):
+        end.abandon()
+
+
+def test_host_needs_no_memory_of_the_acceptors(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    assert alone(*lanes)[1].lend(lambda sizes: LAYOUT) == 0
+
+
+class Watched(SharedMemory):
+    """Notes which of the two ends lets go first."""
+
+    def __init__(self, closed: list[str]) -> None:
+        self._closed = closed
+
+    def make(self, nbytes: int):  # type: ignore[no-untyped-def]
+        handle, region = super().make(nbytes)
+        self._watch(region, "lent")
+        return handle, region
+
+    def open(self, handle):  # type: ignore[no-untyped-def]
+        region = super().open(handle)
+        self._watch(region, "opened")
+        return region
+
+    def _watch(self, region, name: str) -> None:  # type: ignore[no-untyped-def]
+        close = region.close
+
+        def closing() -> None:
+            self._closed.append(name)
+            close()
+
+        region.close = closing
+
+
+def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    closed: list[str] = []
+    evictor, acceptor = peers(*lanes, lender=lambda: Watched(closed))
+    evictor.announce(SIZES, LAYOUT)
+    acceptor.lend(lambda sizes: LAYOUT)
+    evictor.put(0, buffers(1)).wait()
+    parting = threading.Thread(target=acceptor.release)
+    parting.start()
+    parting.join(0.05)
+    assert closed == [], "the acceptor let go first"
+    evictor.release()
+    parting.join(5.0)
+    assert closed == ["opened", "lent"]
+
+
+def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    evictor, _ = alone(*lanes)
+    evictor.announce(SIZES, LAYOUT)
+    gate, begun = threading.Event(), threading.Event()
+
+    def held() -> None:
+        begun.set()
+        assert gate.wait(5.0)
+
+    lanes[0].run(held)
+    evictor.put(0, buffers(1))
+    releasing = threading.Thread(target=evictor.release)
+    releasing.start()
+    releasing.join(0.05)
+    assert releasing.is_alive(), "released while a copy into the memory was still to come"
+    gate.set()
+    releasing.join(5.0)
+    assert not releasing.is_alive()
+
+
+@pytest.mark.parametrize("part", ["release", "abandon"])
+def test_after_parting_the_slots_are_free_and_nothing_is_open(lanes: tuple[ThreadLane, ThreadLane], part: str) -> None:
+    gc.collect()
+    opened = len(os.listdir("/proc/self/fd"))
+    evictor, acceptor = peers(*lanes)
+    for seed in range(3):
+        evictor.announce(SIZES, LAYOUT)
+        acceptor.lend(lambda sizes: LAYOUT)
+        evictor.put(0, buffers(seed)).wait()
+        for end in (evictor, acceptor):
+            getattr(end, part)()
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == opened
+
+
+class Failing(SharedMemory):
+    def make(self, nbytes: int):  # type: ignore[no-untyped-def]
+        raise OSError(12, "Cannot allocate memory")
+
+
+def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    evictor, acceptor = peers(*lanes, lender=Failing)
+    evictor.announce(SIZES, LAYOUT)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        acceptor.lend(lambda sizes: LAYOUT)
+    with pytest.raises(RuntimeError, match=r"the partner could not make memory for the slots: OSError: .* Cannot allocate memory"):
+        evictor.put(0, buffers(1)).wait()
+
+
+def test_a_partner_that_lends_nothing_is_a_time_out(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    evictor, _ = peers(*lanes, timeout_s=0.05)
+    evictor.announce(SIZES, LAYOUT)
+    with pytest.raises(TimeoutError, match=r"no message about MEMORY within 0\.05 s"):
+        evictor.put(0, buffers(1)).wait()
+
+
+def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    """The partner's memory is asked for in the lane's thread: the loop goes on, also in the very first iteration."""
+    evictor, acceptor = peers(*lanes)
+    evictor.announce(SIZES, LAYOUT)
+    put = evictor.put(0, buffers(7))
+    back = buffers()
+    got = evictor.get(0, back)
+    acceptor.lend(lambda sizes: LAYOUT)
+    for pending in (put, got):
+        pending.wait()
+    assert same(back, buffers(7))
+    for end in (evictor, acceptor):
+        end.abandon()
