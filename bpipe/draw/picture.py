@@ -7,7 +7,8 @@ word, transfers pointed boxes with a letter, away (E, R) or towards (L, H). Know
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
@@ -84,8 +85,8 @@ class Picture:
     words: list[Word] = field(default_factory=list)
 
 
-def lay_out(schedule: Schedule) -> Picture:
-    """The picture of a schedule."""
+def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
+    """The picture of a schedule; `subtitle` goes on after its name and size."""
     num_slots = len(schedule.ranks[0])
     lane_height = BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + LANE_GAP
     width = MARGIN_LEFT + max(num_slots * SLOT_WIDTH, 14 * SLOT_WIDTH) + MARGIN_RIGHT
@@ -93,6 +94,8 @@ def lay_out(schedule: Schedule) -> Picture:
     title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
     if schedule.num_chunks > 1:
         title += f", {schedule.num_chunks} chunks a rank"
+    if subtitle:
+        title += f", {subtitle}"
     picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))
     _legend(picture)
     curves = [live_counts(schedule, rank) for rank in range(schedule.num_ranks)]
@@ -107,6 +110,18 @@ def lay_out(schedule: Schedule) -> Picture:
                 _transfer(picture, x, y + BOX_HEIGHT + 2, index, len(cell.transfers), action)
         _curve(picture, y + BOX_HEIGHT + MOVE_HEIGHT + 4, curves[rank], top, None if schedule.bounds is None else schedule.bounds[rank])
     return picture
+
+
+def stack(pictures: Sequence[Picture]) -> Picture:
+    """One below the other, for comparing."""
+    stacked = Picture(max(picture.width for picture in pictures), sum(picture.height for picture in pictures))
+    y = 0
+    for picture in pictures:
+        for shape in picture.shapes:
+            stacked.shapes.append(replace(shape, points=tuple((left, top + y) for left, top in shape.points)))
+        stacked.words += [replace(word, y=word.y + y) for word in picture.words]
+        y += picture.height
+    return stacked
 
 
 def _box(x: float, y: float, width: float, height: float) -> tuple[tuple[float, float], ...]:

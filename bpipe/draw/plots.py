@@ -1,0 +1,199 @@
+"""Draw what was predicted or measured as charts. In: plain numbers. Out: matplotlib figures, and files of them that are the same each time.
+
+The colours are Okabe and Ito's; bars also differ by hatching and lines by marker and dashes, so nothing is told by colour alone. Every bar
+and point has an id in the svg that names it. Knows no schedule, no run and no planner.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+BLUE, SKY, VERMILION, GREEN, BLACK, GREY = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#000000", "#8a8a8a"
+MIB, GIB = 2**20, 2**30
+_PNG_DOTS_PER_INCH = 160
+# Text stays text, ids do not change from one drawing to the next.
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "bpipe",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "hatch.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "figure.constrained_layout.use": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Peaks of one stage's saved activations in two runs: bytes measured, bytes predicted, micro-batches held."""
+
+    stage: int
+    plain_bytes: int
+    plain_predicted_bytes: int
+    plain_microbatches: int
+    balanced_bytes: int
+    balanced_predicted_bytes: int
+    balanced_microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """One line: by how many percent an iteration is longer, for each batch size."""
+
+    label: str
+    batch_sizes: tuple[int, ...]
+    percents: tuple[float, ...]
+    is_synchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One configuration: its place is that in the list. `note` stands behind the bar."""
+
+    label: str
+    mfu_percent: float
+    is_balanced: bool
+    note: str = ""
+
+
+def memory_chart(stages: Sequence[StageMemory], title: str) -> Figure:
+    """Two bars a stage, without balancing and with it; a dash where the schedule alone said the bar would end."""
+    if not stages:
+        raise ValueError("there is no stage to draw")
+    figure, axes = _figure(8, 3.9, title)
+    width = 0.4
+    sides = (
+        ("plain", "without balancing, measured", -width / 2, {"color": SKY, "hatch": "///", "edgecolor": BLACK, "linewidth": 0.7}),
+        ("balanced", "with balancing, measured", width / 2, {"color": BLUE, "edgecolor": BLACK, "linewidth": 0.7}),
+    )
+    predicted = None
+    for name, label, shift, look in sides:
+        places = [stage.stage + shift for stage in stages]
+        heights = [getattr(stage, f"{name}_bytes") / MIB for stage in stages]
+        bars = axes.bar(places, heights, width, label=label, **look)
+        for stage, bar in zip(stages, bars, strict=True):
+            bar.set_gid(f"{name}-{stage.stage}")
+            count = getattr(stage, f"{name}_microbatches")
+            axes.annotate(
+                str(count), (bar.get_x() + width / 2, bar.get_height()), (0, 3), textcoords="offset points", ha="center", fontsize=8.5
+            )
+        ends = [getattr(stage, f"{name}_predicted_bytes") / MIB for stage in stages]
+        predicted = axes.hlines(ends, [place - width / 2 for place in places], [place + width / 2 for place in places])
+        predicted.set(color=VERMILION, linewidth=2.2, gid=f"{name}-predicted")
+    if predicted is not None:
+        predicted.set_label("predicted from the schedule")
+    axes.set(xlabel="stage (above each bar: micro-batches held)", ylabel="peak of saved activations, MiB")
+    axes.set_xticks([stage.stage for stage in stages])
+    axes.set_ylim(0, 1.1 * max(max(stage.plain_bytes, stage.balanced_bytes) for stage in stages) / MIB)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    return figure
+
+
+def overhead_chart(lines: Sequence[Overhead], title: str, batch: str) -> Figure:
+    """One line each: synchronous ones solid, asynchronous ones dashed."""
+    if not lines:
+        raise ValueError("there is no line to draw")
+    figure, axes = _figure(8, 3.9, title)
+    looks = ((VERMILION, "o"), (BLUE, "s"), (GREEN, "^"), (BLACK, "D"))
+    names = list(dict.fromkeys(line.label for line in lines))
+    top = max(max(line.percents) for line in lines)
+    # Ends that lie upon each other get one number.
+    named: list[float] = []
+    for line in lines:
+        colour, marker = looks[names.index(line.label) % len(looks)]
+        kind = "synchronous" if line.is_synchronous else "asynchronous"
+        (drawn,) = axes.plot(
+            line.batch_sizes,
+            line.percents,
+            color=colour,
+            marker=marker,
+            markerfacecolor=colour if line.is_synchronous else "white",
+            linestyle="-" if line.is_synchronous else "--",
+            label=f"{line.label}, {kind}",
+            clip_on=False,
+        )
+        drawn.set_gid(f"{kind}-{names.index(line.label)}")
+        last = line.percents[-1]
+        if all(abs(last - other) > 0.04 * top for other in named):
+            named.append(last)
+            # What ends on the axis is named above it.
+            lift = 7 if last < 0.04 * top else 0
+            end = (line.batch_sizes[-1], last)
+            axes.annotate(f"{last:.1f} %", end, (8, lift), textcoords="offset points", va="center", fontsize=8.5)
+    axes.set_xscale("log", base=2)
+    sizes = sorted({size for line in lines for size in line.batch_sizes})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set(xlabel=batch, ylabel="longer iteration, %")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def ranking_chart(rows: Sequence[Ranked], title: str) -> Figure:
+    """One bar each, the best on top; balanced configurations are solid, others hatched."""
+    if not rows:
+        raise ValueError("there is no configuration to draw")
+    figure, axes = _figure(9, 1.2 + 0.32 * len(rows), title)
+    seen: set[bool] = set()
+    for place, row in enumerate(rows):
+        look: dict[str, Any] = {"color": BLUE} if row.is_balanced else {"color": SKY, "hatch": "///"}
+        if row.is_balanced not in seen:
+            look["label"] = "fits only with balancing" if row.is_balanced else "fits without balancing"
+            seen.add(row.is_balanced)
+        (bar,) = axes.barh([place], [row.mfu_percent], 0.72, edgecolor=BLACK, linewidth=0.7, **look)
+        bar.set_gid(f"{'balanced' if row.is_balanced else 'plain'}-{place}")
+        text = f"{row.mfu_percent:.1f} %" + (f"  ({row.note})" if row.note else "")
+        axes.annotate(text, (row.mfu_percent, place), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
+    axes.set_yticks(range(len(rows)), [f"{place}. {row.label}" for place, row in enumerate(rows, 1)], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 10 * math.ceil(max(row.mfu_percent for row in rows) / 10 + (1.5 if any(row.note for row in rows) else 0.5)))
+    axes.set_xlabel("predicted MFU, %")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.7)
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=2)
+    return figure
+
+
+def to_svg(figure: Figure) -> str:
+    """The same text every time: no date, ids from a fixed salt."""
+    image = io.StringIO()
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        figure.savefig(image, format="svg", metadata={"Date": None, "Creator": None})
+    return "".join(line.rstrip() + "\n" for line in image.getvalue().splitlines())
+
+
+def to_png(figure: Figure) -> bytes:
+    image = io.BytesIO()
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        figure.savefig(image, format="png", dpi=_PNG_DOTS_PER_INCH, metadata={"Software": None})
+    return image.getvalue()
+
+
+def write(figure: Figure, stem: Path) -> list[Path]:
+    """`stem`.svg and `stem`.png."""
+    files = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
+    files[0].write_text(to_svg(figure), encoding="utf-8")
+    files[1].write_bytes(to_png(figure))
+    return files
+
+
+def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        figure = Figure((width, height), layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
+    return figure, axes

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Make the figures of the documentation. In: the repository, and the folder of a quickstart's two runs. Out: docs/figures, svg and png.
+
+Usage: scripts/make_figures.py [--runs runs/quickstart] [--output docs/figures]
+
+    schedule   1F1B of 4 stages and 8 micro-batches, without balancing and with it (Kim et al. 2023, figure 4)
+    memory     measured peaks of both runs' stages beside the predicted ones (figure 8); needs --runs, with plain/ and balanced/ in it
+    overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
+    ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
+
+Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validate.py. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from compare_runs import read_stages  # noqa: E402
+from iterations import ReportError, read_json, read_text  # noqa: E402
+from validate import STAGE_TIMES, StageTimes  # noqa: E402
+
+from bpipe.draw.picture import lay_out, stack  # noqa: E402
+from bpipe.draw.plots import Overhead, Ranked, StageMemory, memory_chart, overhead_chart, ranking_chart, write  # noqa: E402
+from bpipe.draw.png import render_png  # noqa: E402
+from bpipe.draw.svg import render_svg  # noqa: E402
+from bpipe.ir.action import Kind  # noqa: E402
+from bpipe.ir.schedule import Schedule, Slot  # noqa: E402
+from bpipe.models.cluster import parse_cluster  # noqa: E402
+from bpipe.models.model import PRESETS  # noqa: E402
+from bpipe.plan.search import Space, search  # noqa: E402
+from bpipe.program import ProgramConfig, build  # noqa: E402
+from bpipe.simulate.cost import StageCost, uniform  # noqa: E402
+from bpipe.simulate.engine import simulate  # noqa: E402
+
+BATCH_SIZES = (16, 32, 64, 128, 256)
+SCOPES = {"none": "nothing recomputed", "selective": "attention recomputed", "full": "layers recomputed"}
+
+
+def draw_schedule(stem: Path) -> list[Path]:
+    """Two halves, in the project's own picture of a schedule."""
+    subtitles = {"none": "without balancing", "bpipe": "with balancing"}
+    halves = stack([lay_out(build(ProgramConfig("1f1b", 4, 8, balance=balance)), text) for balance, text in subtitles.items()])
+    files = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
+    files[0].write_text(render_svg(halves), encoding="utf-8")
+    files[1].write_bytes(render_png(halves))
+    return files
+
+
+def read_memory(runs: Path) -> list[StageMemory]:
+    """Both runs of a quickstart. Raises ReportError where a rank's file is missing or the folders are swapped."""
+    reports = [read_json(path, read_text(path)) for path in sorted((runs / "plain").glob("rank_*.json"))]
+    if not reports:
+        raise ReportError(f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills")
+    num_stages = 1 + max(int(report.get("stage", 0)) for report in reports)
+    plain, balanced = (read_stages(runs / name, num_stages, name == "balanced") for name in ("plain", "balanced"))
+    return [
+        StageMemory(
+            stage,
+            plain[stage]["peak_bytes"],
+            plain[stage]["predicted_bytes"],
+            plain[stage]["peak_microbatches"],
+            balanced[stage]["peak_bytes"],
+            balanced[stage]["predicted_bytes"],
+            balanced[stage]["peak_microbatches"],
+        )
+        for stage in sorted(plain)
+    ]
+
+
+def draw_memory(stem: Path, runs: Path) -> list[Path]:
+    return write(memory_chart(read_memory(runs), "The quickstart: most memory of saved activations on each stage"), stem)
+
+
+def synchronous(schedule: Schedule) -> Schedule:
+    """The same transfers, but an evictor computes nothing while it transfers: each stands in a bubble of its own.
+
+    An eviction in a bubble ends before the next computation, and a load right before the backward that needs it holds that up
+    (bpipe.simulate.engine, rules 2 to 4). Acceptors are as they were. Only for simulation: the grid is no longer aligned.
+    """
+    rows = []
+    for row in schedule.ranks:
+        slots: list[Slot] = []
+        for slot in row:
+            if slot.compute is None:
+                slots.append(slot)
+                continue
+            evictions, loads = ([one for one in slot.transfers if one.kind is kind] for kind in (Kind.EVICT, Kind.LOAD))
+            slots += [Slot(None, (eviction,)) for eviction in evictions]
+            slots.append(Slot(slot.compute, tuple(one for one in slot.transfers if one.kind not in (Kind.EVICT, Kind.LOAD))))
+            slots += [Slot(None, (load,)) for load in loads]
+        rows.append(slots)
+    longest = max(map(len, rows))
+    return replace(schedule, ranks=tuple((*row, *[Slot()] * (longest - len(row))) for row in rows))
+
+
+def overheads(times: StageTimes, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> list[Overhead]:
+    """Both kinds of transfer at one stage's times. Raises ValueError for a batch that is no multiple of the micro-batch."""
+    costs = uniform(times.pipeline, StageCost(times.forward_ms, times.backward_ms, transfer_s=times.transfer_ms))
+    percents: dict[bool, list[float]] = {True: [], False: []}
+    for size in batch_sizes:
+        if size % times.micro_batch:
+            raise ValueError(f"batch size {size} is no multiple of the micro-batch size {times.micro_batch}")
+        config = ProgramConfig("1f1b", times.pipeline, size // times.micro_batch)
+        plain = simulate(build(config), costs).makespan_s
+        balanced = build(replace(config, balance="bpipe"))
+        for is_synchronous, schedule in ((True, synchronous(balanced)), (False, balanced)):
+            percents[is_synchronous].append(100 * (float(simulate(schedule, costs).makespan_s / plain) - 1))
+    return [Overhead(SCOPES[times.recompute], batch_sizes, tuple(percents[kind]), kind) for kind in (True, False)]
+
+
+def draw_overhead(stem: Path) -> list[Path]:
+    # With whole layers recomputed a transfer is a fiftieth of a forward: nothing to see.
+    measured = [times for times in STAGE_TIMES if times.model == "gpt3-13b" and times.recompute != "full"]
+    lines = [line for times in measured for line in overheads(times)]
+    title = "Predicted cost of balancing: GPT-3 13B in 8 stages, at the stage times of Kim et al. 2023"
+    return write(overhead_chart(lines, title, "batch size (micro-batches of 1)"), stem)
+
+
+def draw_ranking(stem: Path) -> list[Path]:
+    cluster = parse_cluster("a100-80g:4x8")
+    space = Space(PRESETS["gpt3-96b"], cluster, global_batch=128, sequence=2048, attention="unfused", precision="fp16")
+    rows = []
+    for found in search(space, 10).rows:
+        setup = found.prediction.setup
+        form = f"interleaved v={setup.chunks}" if setup.chunks > 1 else setup.schedule.upper()
+        label = f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}, {form}, {SCOPES[setup.recompute]}"
+        note = "" if found.needs_bytes is None else f"without: {found.needs_bytes / 2**30:.1f} GiB"
+        rows.append(Ranked(label, 100 * found.prediction.mfu, found.needs_bytes is not None, note))
+    limit = cluster.device.memory_bytes / 2**30
+    title = f"bpipe plan: GPT-3 96B on 32 A100s of {limit:.1f} GiB, batch 128, unfused attention"
+    return write(ranking_chart(rows, title), stem)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make the figures of the documentation.")
+    parser.add_argument("--runs", type=Path, help="folder of a quickstart's two runs, such as runs/quickstart")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures", help="default docs/figures")
+    options = parser.parse_args()
+    folder: Path = options.output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [*draw_schedule(folder / "schedule"), *draw_overhead(folder / "overhead"), *draw_ranking(folder / "ranking")]
+        if options.runs is None:
+            print("memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs runs/quickstart")
+        else:
+            files += draw_memory(folder / "memory", options.runs)
+    except (ReportError, ValueError, OSError) as error:
+        print(f"make_figures.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(str(file) for file in files))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Charts, compared by what stands in them: how many bars, how long, which words. Never by pixels."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from bpipe.draw.picture import lay_out, stack
+from bpipe.draw.plots import Overhead, Ranked, StageMemory, memory_chart, overhead_chart, ranking_chart, to_png, to_svg
+from bpipe.draw.svg import render_svg
+from bpipe.program import ProgramConfig, build
+
+SVG = "{http://www.w3.org/2000/svg}"
+MIB = 2**20
+# The quickstart's, in the README.
+PLAIN = (86.06, 73.80, 63.30, 52.79, 42.28, 31.77, 21.27, 12.27)
+BALANCED = (53.81, 52.80, 52.80, 52.79, 42.28, 52.77, 52.77, 55.27)
+STAGES = tuple(
+    StageMemory(stage, round(one * MIB), round(one * MIB), 8 - stage, round(other * MIB), round((other + 1) * MIB), 5 - (stage == 4))
+    for stage, (one, other) in enumerate(zip(PLAIN, BALANCED, strict=True))
+)
+LINES = (
+    Overhead("nothing recomputed", (16, 32, 64), (5.0, 10.0, 12.0), True),
+    Overhead("nothing recomputed", (16, 32, 64), (0.0, 0.0, 0.1), False),
+    Overhead("attention recomputed", (16, 32, 64), (2.0, 3.0, 4.0), True),
+)
+RANKED = (Ranked("t=4 p=8", 46.5, True, "without: 81.7 GiB"), Ranked("t=2 p=8", 40.6, False), Ranked("t=4 p=4", 40.1, False))
+
+
+def groups(svg: str) -> dict[str, list[list[tuple[float, float]]]]:
+    """The paths of every named part, as points."""
+    found: dict[str, list[list[tuple[float, float]]]] = {}
+    for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
+        paths = [path.attrib["d"] for path in group.findall(f"{SVG}path")]
+        points = [[(float(x), float(y)) for x, y in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path)] for path in paths]
+        found[group.attrib.get("id", "")] = points
+    return found
+
+
+def words(svg: str) -> list[str]:
+    return [text.text or "" for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def extent(points: list[tuple[float, float]], axis: int) -> float:
+    values = [point[axis] for point in points]
+    return max(values) - min(values)
+
+
+def test_memory_bars_are_as_high_as_the_bytes() -> None:
+    parts = groups(to_svg(memory_chart(STAGES, "title")))
+    heights = {(name, stage): extent(parts[f"{name}-{stage}"][0], 1) for name in ("plain", "balanced") for stage in range(8)}
+    unit = heights["plain", 0] / PLAIN[0]
+    for name, sizes in (("plain", PLAIN), ("balanced", BALANCED)):
+        assert [heights[name, stage] / unit for stage in range(8)] == pytest.approx(sizes, rel=1e-3)
+    for stage, (dash, bar) in enumerate(
+        zip(parts["balanced-predicted"], [parts[f"balanced-{stage}"][0] for stage in range(8)], strict=True)
+    ):
+        assert (min(y for _, y in bar) - dash[0][1]) / unit == pytest.approx(1, abs=0.01), f"stage {stage} is predicted 1 MiB higher"
+
+
+def test_memory_bars_say_how_many_microbatches() -> None:
+    said = words(to_svg(memory_chart(STAGES, "a title & more")))
+    assert "a title & more" in said
+    counts = [*range(8, 0, -1), 5, 5, 5, 5, 4, 5, 5, 5]
+    for number in range(9):
+        # The stages' own numbers are on the axis, and 0, 20, 40, ... MiB.
+        on_axes = (number < 8) + (number == 0)
+        assert said.count(str(number)) == counts.count(number) + on_axes
+    assert {"without balancing, measured", "with balancing, measured", "predicted from the schedule"} <= set(said)
+
+
+def test_lines_rise_as_the_numbers_do() -> None:
+    svg = to_svg(overhead_chart(LINES, "title", "batch size"))
+    parts = groups(svg)
+    lines = [parts[name][0] for name in ("synchronous-0", "asynchronous-0", "synchronous-1")]
+    zero = lines[1][0][1]
+    unit = (zero - lines[0][1][1]) / 10
+    for drawn, line in zip(lines, LINES, strict=True):
+        assert [(zero - y) / unit for _, y in drawn] == pytest.approx(line.percents, abs=1e-3)
+    gaps = [lines[0][place + 1][0] - lines[0][place][0] for place in range(2)]
+    assert gaps[0] == pytest.approx(gaps[1]), "doublings are equally far apart"
+    said = words(svg)
+    assert {"16", "32", "64", "12.0 %", "0.1 %", "nothing recomputed, synchronous", "nothing recomputed, asynchronous"} <= set(said)
+
+
+def test_ends_upon_each_other_get_one_number() -> None:
+    same = Overhead("attention recomputed", (16, 32, 64), (0.0, 0.0, 0.1), False)
+    assert words(to_svg(overhead_chart((*LINES, same), "title", "batch size"))).count("0.1 %") == 1
+
+
+def test_the_best_configuration_is_on_top_and_longest() -> None:
+    svg = to_svg(ranking_chart(RANKED, "title"))
+    parts = groups(svg)
+    bars = [parts[name][0] for name in ("balanced-0", "plain-1", "plain-2")]
+    unit = extent(bars[0], 0) / RANKED[0].mfu_percent
+    assert [extent(bar, 0) / unit for bar in bars] == pytest.approx([row.mfu_percent for row in RANKED])
+    assert [bar[0][1] for bar in bars] == sorted(bar[0][1] for bar in bars), "down is further"
+    said = words(svg)
+    assert {"1. t=4 p=8", "3. t=4 p=4", "46.5 %  (without: 81.7 GiB)", "fits only with balancing", "fits without balancing"} <= set(said)
+
+
+def test_bars_differ_without_colours() -> None:
+    for chart in (memory_chart(STAGES, "title"), ranking_chart(RANKED, "title")):
+        patterns = {bool(bar.get_hatch()) for bar in chart.axes[0].patches}
+        assert patterns == {True, False}
+    looks = {(line.get_linestyle(), line.get_marker()) for line in overhead_chart(LINES, "title", "batch size").axes[0].lines}
+    assert len(looks) == len(LINES)
+
+
+def test_the_same_numbers_are_the_same_files() -> None:
+    drawn = [(to_svg(memory_chart(STAGES, "title")), to_png(memory_chart(STAGES, "title"))) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert "<dc:date>" not in drawn[0][0]
+    assert drawn[0][1].startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize("draw", [memory_chart, ranking_chart])
+def test_nothing_to_draw_is_said(draw: object) -> None:
+    with pytest.raises(ValueError, match="there is no"):
+        draw((), "title")  # type: ignore[operator]
+
+
+def test_halves_lie_below_each_other() -> None:
+    halves = [
+        lay_out(build(ProgramConfig("1f1b", 4, 8, balance=balance)), text) for balance, text in (("none", "without"), ("bpipe", "with"))
+    ]
+    both = stack(halves)
+    assert (both.width, both.height) == (max(half.width for half in halves), sum(half.height for half in halves))
+    assert len(both.shapes) == sum(len(half.shapes) for half in halves)
+    titles = [word for word in both.words if word.text.startswith("1f1b: 4 ranks")]
+    assert [word.text.rsplit(", ", 1)[1] for word in titles] == ["without", "with"]
+    assert titles[1].y - titles[0].y == halves[0].height
+    evictions = [word for word in both.words if re.fullmatch(r"E\d", word.text)]
+    assert [word.text for word in evictions] == ["E1", "E3", "E5"], "those of the paper's figure 4"
+    assert all(word.y > halves[0].height for word in evictions), "the upper half has no transfers"
+    ElementTree.fromstring(render_svg(both))
