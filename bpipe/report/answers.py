@@ -26,24 +26,25 @@ def _bottleneck(comparison: Comparison) -> str:
     if row is None or row.all_measured_bytes is None or row.held_bytes is None:
         return "Which stage is the memory bottleneck cannot be said: no rank recorded what it held."
     rank = "" if row.rank is None else f" (rank {row.rank})"
-    parts = [f"Stage {row.stage}{rank} is the memory bottleneck: {bytes_text(row.all_measured_bytes)} of activations"]
+    text = f"Stage {row.stage}{rank} is the memory bottleneck: {bytes_text(row.all_measured_bytes)} of activations"
+    if row.bound_bytes is not None:
+        text += f" ({_beside_bound(row.all_measured_bytes - row.bound_bytes, row.bound_bytes)})"
     if row.weights_bytes is None:
-        parts.append(", weights not recorded")
+        text += ", weights not recorded"
     else:
-        parts.append(f" and {bytes_text(row.weights_bytes)} of weights, gradients and optimizer state")
+        text += f" and {bytes_text(row.weights_bytes)} of weights, gradients and optimizer state"
     if row.limit_bytes:
         free = row.limit_bytes - row.held_bytes
-        parts.append(
-            f", {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}, {bytes_text(abs(free))} {'free' if free >= 0 else 'over'}"
+        text += (
+            f": {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}, {bytes_text(abs(free))} {'free' if free >= 0 else 'over'}"
         )
-    if row.bound_bytes is not None:
-        over = row.all_measured_bytes - row.bound_bytes
-        if over > 0:
-            parts.append(f". That is {bytes_text(over)} above its bound of {bytes_text(row.bound_bytes)}")
-        else:
-            away = f"{bytes_text(-over)} away from" if over else "exactly"
-            parts.append(f", {away} its bound of {bytes_text(row.bound_bytes)} of activations")
-    return "".join(parts) + "."
+    return f"{text}."
+
+
+def _beside_bound(over: int, bound_bytes: int) -> str:
+    if not over:
+        return "exactly its bound"
+    return f"{bytes_text(abs(over))} {'above' if over > 0 else 'below'} its bound of {bytes_text(bound_bytes)}"
 
 
 def _balancing(comparison: Comparison) -> str:
@@ -76,7 +77,7 @@ def _would_buy(comparison: Comparison) -> str:
     before = [row.all_measured_bytes for row in comparison.stages if row.all_measured_bytes is not None]
     if after is None or not before:
         return "Balancing was off."
-    if max(after) >= max(before):
+    if not after:
         return f"Balancing was off, and with {comparison.measured.program.num_stages} stages there is nothing to balance."
     return (
         f"Balancing was off: with --bpipe the fullest stage would hold about {bytes_text(max(after))} of activations instead of "

@@ -1,12 +1,13 @@
 """Say why a run differs from its prediction. In: a `Comparison` and which difference. Out: a sentence, or None: no likely cause found.
 
 Every cause is a condition on recorded numbers, and its sentence names them. Tried in order, the first that holds is taken:
-  an iteration      it was the first recorded, and most stages computed slower than later; one computation; one stage; transfers; neighbours
+  an iteration      it was the first recorded, and most stages computed slower than later; one computation; one stage; transfers;
+                    computations of all stages vary
   a computation     a few of them; those beside a transfer; all of them spread
   standing still    transfers slower than probed; transfers longer than what they run beside
   one transfer      slower than probed
   waiting           another stage computed longer, or stood still longer, than predicted; messages took longer than typical, or are not
-                    in the prediction
+                    in the prediction; computations of other stages vary
   a peak            more or fewer micro-batches at once; micro-batches of differing size; what cannot move; a received input
 Knows no format.
 """
@@ -19,15 +20,13 @@ from statistics import mean, median, quantiles
 
 from bpipe.ir.action import Kind
 from bpipe.report.compare import Comparison
-from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers
+from bpipe.report.measured import SLOWER, Lane, Measured, Timeline, ended_transfers, warm_up_ratios
 from bpipe.report.record import Row
 from bpipe.report.replay import gaps, probed_speed
 from bpipe.report.units import bytes_text, percent_text, rate_text, seconds_text
 
 Finder = Callable[[Comparison], str | None]
 
-# Slower by less than this is not called slower.
-SLOWER = 1.1
 # A part explains a difference if it is at least this much of it.
 MOST_OF_IT = 0.5
 # A computation this much above the median is one that something else held up.
@@ -37,12 +36,12 @@ MIN_SAMPLES = 4
 
 def transfer_seconds(measured: Measured, place: int, stage: int) -> list[float]:
     """Of every transfer that the stage made in the iterations shown and whose end is known."""
-    return [row.seconds for row in ended_transfers(measured, measured.shown, place, stage)]
+    return [row.seconds for row in ended_transfers(measured, measured.typical, place, stage)]
 
 
 def idle_seconds(comparison: Comparison, place: int) -> float | None:
     """Between the pipeline's first and last computation, neither computing nor standing still for a transfer."""
-    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in comparison.measured.shown]
+    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in comparison.measured.typical]
     found = [span - lane.busy_s - lane.exposed_s for span, lane in lanes if lane is not None]
     return median(found) if found else None
 
@@ -60,6 +59,19 @@ def _excess_of(comparison: Comparison, lane: Lane) -> float:
     return sum(_excess(comparison, row) for row in lane.computations)
 
 
+def _slow_ones(comparison: Comparison, lane: Lane) -> float:
+    """What a lane's computations that were slower than the median add up to, beyond it."""
+    return sum(max(0.0, _excess(comparison, row)) for row in lane.computations)
+
+
+def _varies(lost: float) -> str:
+    """Noise on every stage adds up along the pipeline: each waits for the slowest before it."""
+    return (
+        f"Computations vary: on one stage those slower than the median add up to {seconds_text(lost)} beyond it, and in a pipeline the "
+        f"slower neighbour sets the pace."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class OfIteration:
     timeline: Timeline
@@ -73,21 +85,13 @@ class OfIteration:
         )
 
     def _warm_up(self, comparison: Comparison) -> str | None:
-        all_of_them = comparison.measured.timelines
-        if len(all_of_them) < 2 or self.timeline.iteration != all_of_them[0].iteration:
+        if self.timeline.iteration != comparison.measured.warm_up:
             return None
-        ratios = []
-        for place, lane in enumerate(self.timeline.lanes):
-            later = [other.lanes[place] for other in all_of_them[1:]]
-            typical = median([one.busy_s for one in later if one is not None] or [0.0])
-            if lane is not None and typical:
-                ratios.append(lane.busy_s / typical)
+        ratios = warm_up_ratios(comparison.measured.timelines)
         slower = sum(ratio > SLOWER for ratio in ratios)
-        if not ratios or slower < 0.75 * len(ratios):
-            return None
         return (
             f"Warm-up: it is the first that was recorded, and {slower} of {len(ratios)} stages computed {median(ratios):.2f} times as long "
-            f"as later."
+            f"as later. It is in no median."
         )
 
     def _one(self, comparison: Comparison, over: float) -> str | None:
@@ -113,16 +117,8 @@ class OfIteration:
         return None
 
     def _neighbours(self, comparison: Comparison, over: float) -> str | None:
-        """Noise on every stage adds up along the pipeline: each waits for the slowest before it."""
-        lost = 0.0
-        for lane in self.timeline.present:
-            lost = max(lost, sum(max(0.0, _excess(comparison, row)) for row in lane.computations))
-        if lost < MOST_OF_IT * over:
-            return None
-        return (
-            f"Computations vary: on one stage those slower than the median add up to {seconds_text(lost)}, and in a pipeline the slower "
-            f"neighbour sets the pace."
-        )
+        lost = max(_slow_ones(comparison, lane) for lane in self.timeline.present)
+        return _varies(lost) if lost >= MOST_OF_IT * over else None
 
     def _faster(self, comparison: Comparison, under: float) -> str | None:
         least = min(_excess_of(comparison, lane) for lane in self.timeline.present)
@@ -143,7 +139,7 @@ class OfComputation:
 
     def __call__(self, comparison: Comparison) -> str | None:
         place = comparison.measured.schedule.stage_to_rank[self.stage]
-        lanes = [(timeline.iteration, timeline.lanes[place]) for timeline in comparison.measured.shown]
+        lanes = [(timeline.iteration, timeline.lanes[place]) for timeline in comparison.measured.typical]
         samples = [
             (number, row, lane)
             for number, lane in lanes
@@ -240,7 +236,7 @@ class OfExposed:
     def _one(self, comparison: Comparison) -> str | None:
         rows = [
             (timeline.iteration, row)
-            for timeline in comparison.measured.shown
+            for timeline in comparison.measured.typical
             for lane in [timeline.lanes[self.place]]
             if lane is not None
             for row in lane.transfers
@@ -275,7 +271,7 @@ class OfWaiting:
         over = (idle or 0.0) - comparison.prediction.idle_s(self.place)
         if over <= 0:
             return None
-        return self._others(comparison, over) or self._messages(comparison, over)
+        return self._others(comparison, over) or self._messages(comparison, over) or self._noise(comparison, over)
 
     def _others(self, comparison: Comparison, over: float) -> str | None:
         places = [place for place in range(len(comparison.stages)) if place != self.place]
@@ -289,15 +285,20 @@ class OfWaiting:
             return f"It waited for stage {worst}, which stood still for transfers {seconds_text(stood[worst])} longer than predicted."
         return None
 
+    def _noise(self, comparison: Comparison, over: float) -> str | None:
+        places = [place for place in range(len(comparison.stages)) if place != self.place]
+        lost = max((self._typical(comparison, place, lambda lane: _slow_ones(comparison, lane)) for place in places), default=0.0)
+        return _varies(lost) if lost >= MOST_OF_IT * over else None
+
     def _typical(self, comparison: Comparison, place: int, value: Callable[[Lane], float]) -> float:
-        lanes = [timeline.lanes[place] for timeline in comparison.measured.shown]
+        lanes = [timeline.lanes[place] for timeline in comparison.measured.typical]
         return median([value(lane) for lane in lanes if lane is not None] or [0.0])
 
     def _messages(self, comparison: Comparison, over: float) -> str | None:
         measured, basis = comparison.measured, comparison.prediction.basis
         owner = measured.schedule.stage_to_rank
         found: list[list[float]] = []
-        for timeline in measured.shown:
+        for timeline in measured.typical:
             pairs = [(sender, stage) for stage in _stages(comparison, self.place) for sender in (stage - 1, stage + 1)]
             found.append([gap for sender, stage in pairs if 0 <= sender < len(owner) for gap in gaps(timeline, owner, sender, stage)])
         typical = basis.message_s or 0.0
@@ -326,7 +327,7 @@ class OfPeak:
             return f"It held {held} micro-batches at once, {word} than the {row.predicted_microbatches} of the schedule."
         sizes = [
             other.bytes
-            for timeline in comparison.measured.shown
+            for timeline in comparison.measured.typical
             for lane in [timeline.lanes[self.place]]
             if lane is not None
             for other in lane.computations

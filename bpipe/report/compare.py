@@ -1,7 +1,7 @@
 """Lay a recorded run beside its prediction. In: a `Measured` and its `Prediction`. Out: a `Comparison`: a row a stage, totals, differences.
 
-Where several iterations are shown, times are the median over them, and bytes the most. Knows no format and no words but those of
-`differences` and `answers`.
+Where several iterations are shown, times are the median over them, a warm-up left out, and bytes the most. Knows no format and no
+words.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def compare(measured: Measured, prediction: Prediction) -> Comparison:
 
 
 def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
-    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in measured.shown]
+    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in measured.typical]
     present = [(span, lane) for span, lane in lanes if lane is not None]
+    every = [lane for lane in (timeline.lanes[place] for timeline in measured.shown) if lane is not None]
     record, peaks = measured.records[place], prediction.peaks[place]
     others = measured.others(place)
 
@@ -96,14 +97,14 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
     return StageRow(
         stage=place,
         rank=measured.ranks[place],
-        measured_bytes=most([lane.peak_bytes for _, lane in present]),
+        measured_bytes=most([lane.peak_bytes for lane in every]),
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
         weights_bytes=record.weights_bytes if record else None,
         device_peak_bytes=most([one.device_peak_bytes for one in others]),
         limit_bytes=record.limit_bytes if record else None,
-        measured_microbatches=most([peak_microbatches(measured.schedule, place, lane) for _, lane in present]),
+        measured_microbatches=most([peak_microbatches(measured.schedule, place, lane) for lane in every]),
         predicted_microbatches=peaks.microbatches,
         bound_microbatches=peaks.bound_microbatches,
         evictions=None if evictions is None else int(evictions),
@@ -112,7 +113,7 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
         predicted_bubble=prediction.bubble(place),
         exposed_s=typical(lambda _, lane: lane.exposed_s),
         predicted_exposed_s=float(prediction.report.exposed_s[place]),
-        bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.shown, place)),
+        bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.typical, place)),
         all_measured_bytes=most([row.live_bytes for one in others for row in one.rows]),
         all_exposed_s=max((sum(row.wait_s for row in one.rows) for one in others), default=None),
     )
@@ -125,7 +126,7 @@ def _bytes_per_s(rows: list[Row]) -> float | None:
 
 
 def _totals(measured: Measured, prediction: Prediction) -> Totals:
-    shown = measured.shown
+    typical = measured.typical
     steps = list(steps_of(measured).values())
     step = median(steps) if steps else None
     info = measured.run.info
@@ -134,11 +135,13 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
         mfu = info.flops_per_iteration / (step * info.peak_flops * info.world_size)
     places = range(measured.schedule.num_ranks)
     return Totals(
-        pipeline_s=median(timeline.span_s for timeline in shown),
+        pipeline_s=median(timeline.span_s for timeline in typical),
         predicted_pipeline_s=prediction.span_s,
-        loop_s=median(max(lane.source.elapsed_s for lane in timeline.present) for timeline in shown),
+        loop_s=median(max(lane.source.elapsed_s for lane in timeline.present) for timeline in typical),
         step_s=step,
-        bubble=median(1 - sum(lane.busy_s for lane in timeline.present) / (timeline.span_s * len(timeline.present)) for timeline in shown),
+        bubble=median(
+            1 - sum(lane.busy_s for lane in timeline.present) / (timeline.span_s * len(timeline.present)) for timeline in typical
+        ),
         predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),
         mfu=mfu,
     )

@@ -97,7 +97,7 @@ def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.F
     """The mean of an iteration, the median over iterations, against the median of all: they differ by what is rare and slow."""
     for (stage, kind), predicted in comparison.prediction.basis.seconds.items():
         place = comparison.measured.schedule.stage_to_rank[stage]
-        samples = [_durations(timeline, place, stage, kind) for timeline in comparison.measured.shown]
+        samples = [_durations(timeline, place, stage, kind) for timeline in comparison.measured.typical]
         present = [one for one in samples if one]
         if present:
             measured = median(mean(one) for one in present)

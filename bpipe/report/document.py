@@ -33,6 +33,7 @@ def document(report: Report) -> dict[str, Any]:
             "balance": program.balance,
         },
         "iterations": [timeline.iteration for timeline in measured.shown],
+        "warm_up_iteration": measured.warm_up,
         "totals": {
             **asdict(comparison.totals),
             "flops_per_iteration": info.flops_per_iteration,

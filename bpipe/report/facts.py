@@ -19,7 +19,8 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     if info.num_pipelines is not None and info.num_pipelines > 1:
         found.append(("pipelines", f"{info.num_pipelines}, shown is {measured.pipeline}"))
     shown = [timeline.iteration for timeline in measured.shown]
-    found.append(("iteration" if len(shown) == 1 else "iterations", ", ".join(map(str, shown))))
+    warm_up = f" ({measured.warm_up} warmed up)" if measured.warm_up in shown and len(shown) > 1 else ""
+    found.append(("iteration" if len(shown) == 1 else "iterations", ", ".join(map(str, shown)) + warm_up))
     found.append(("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"))
     found.append(("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"))
     if totals.step_s is not None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.report.record import Iteration, RankRecord, Row, Run
+
+# Slower by less than this is not called slower; an iteration is a warm-up if this share of its stages were.
+SLOWER = 1.1
+MOST_STAGES = 0.75
 
 _OWN = {Kind.EVICT, Kind.LOAD}
 
@@ -74,7 +79,8 @@ class Timeline:
 class Measured:
     """What a report is about. `records[place]` and `ranks[place]` (None where nobody says which) are of the pipeline shown.
 
-    `timelines` are all recorded iterations of this program, `shown` those that the report measures: all of them, or one.
+    `timelines` are all recorded iterations of this program, `shown` those that the report measures: all of them, or one. `warm_up` is the
+    number of the first, where most stages computed slower in it than later: no typical time is taken from it if there are others.
     """
 
     run: Run
@@ -85,7 +91,18 @@ class Measured:
     ranks: tuple[int | None, ...]
     timelines: tuple[Timeline, ...]
     shown: tuple[Timeline, ...]
+    warm_up: int | None
     notes: tuple[str, ...]
+
+    @property
+    def steady(self) -> tuple[Timeline, ...]:
+        """All recorded iterations but a warm-up."""
+        return _without(self.timelines, self.warm_up)
+
+    @property
+    def typical(self) -> tuple[Timeline, ...]:
+        """The iterations shown but a warm-up."""
+        return _without(self.shown, self.warm_up)
 
     def others(self, place: int) -> list[Iteration]:
         """The shown iterations of this place in all pipelines, the shown one too."""
@@ -117,7 +134,41 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
     shown = tuple(timeline for timeline in timelines if iteration in (None, timeline.iteration))
     if not shown:
         raise ValueError(f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}")
-    return Measured(run, program, schedule, pipeline, records, _ranks(run, schedule, records), timelines, shown, tuple(notes))
+    ranks = _ranks(run, schedule, records)
+    notes += _higher_peaks(run, shown, records)
+    return Measured(run, program, schedule, pipeline, records, ranks, timelines, shown, _warm_up(timelines), tuple(notes))
+
+
+def _higher_peaks(run: Run, shown: Sequence[Timeline], records: Sequence[RankRecord | None]) -> list[str]:
+    """Ranks that held more in an iteration that is not shown than in those that are."""
+    higher = []
+    for place, record in enumerate(records):
+        lanes = [timeline.lanes[place] for timeline in shown]
+        peaks = [lane.peak_bytes for lane in lanes if lane is not None and lane.peak_bytes is not None]
+        if record is not None and peaks and run.run_peak_bytes.get(record.rank, 0) > max(peaks):
+            higher.append(f"rank {record.rank} {run.run_peak_bytes[record.rank]} bytes")
+    return [f"more was held in iterations that are not shown: {', '.join(higher)}"] if higher else []
+
+
+def _without(timelines: tuple[Timeline, ...], warm_up: int | None) -> tuple[Timeline, ...]:
+    return tuple(timeline for timeline in timelines if timeline.iteration != warm_up) or timelines
+
+
+def warm_up_ratios(timelines: Sequence[Timeline]) -> list[float]:
+    """How many times as long as later, by the median, each stage computed in the first iteration."""
+    ratios = []
+    for place, lane in enumerate(timelines[0].lanes):
+        later = [other.lanes[place] for other in timelines[1:]]
+        busy = [one.busy_s for one in later if one is not None]
+        if lane is not None and busy and median(busy) > 0:
+            ratios.append(lane.busy_s / median(busy))
+    return ratios
+
+
+def _warm_up(timelines: Sequence[Timeline]) -> int | None:
+    ratios = warm_up_ratios(timelines)
+    slower = sum(ratio > SLOWER for ratio in ratios)
+    return timelines[0].iteration if ratios and slower >= MOST_STAGES * len(ratios) else None
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -248,9 +299,9 @@ def ended_transfers(measured: Measured, timelines: Sequence[Timeline], place: in
 
 
 def steps_of(measured: Measured) -> Mapping[int, float]:
-    """Seconds of a whole training step, by iteration shown."""
+    """Seconds of a whole training step, by iteration that is typical."""
     return {
         timeline.iteration: measured.run.step_s[timeline.iteration]
-        for timeline in measured.shown
+        for timeline in measured.typical
         if timeline.iteration in measured.run.step_s
     }

@@ -1,6 +1,6 @@
 """Predict a recorded run from its own measurements. In: a `Measured`. Out: a `Prediction`: the schedule simulated, and peaks from it alone.
 
-Seconds of a computation are the median over all recorded iterations of its stage. A transfer takes what the link's probe says, or where
+Seconds of a computation are the median over all recorded iterations but a warm-up. A transfer takes what the link's probe says, or where
 there was none, the median of the measured ones. A message between stages takes the median gap between a computation and the one that was
 waiting for it. `Basis` says which. Knows no difference and no cause.
 """
@@ -45,7 +45,9 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`peaks[place]` as the schedule says, `unbalanced` the same without transfers; `balanced_bytes` of a run that was not balanced."""
+    """`peaks[place]` as the schedule says, `unbalanced` the same without transfers; `balanced_bytes` is what balancing would make of a run
+    that was not: empty where there is nothing to balance.
+    """
 
     report: Report
     basis: Basis
@@ -127,10 +129,13 @@ def _without_slots(size: RankSizes | None) -> RankSizes | None:
 
 
 def _balanced(program: ProgramConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
-    """What balancing would make of a run without it; None where there is nothing to balance or a size is not known."""
+    """What balancing would make of a run without it: nothing where there is nothing to balance, None where a size is not known."""
     config = ProgramConfig(program.schedule, program.num_stages, program.num_microbatches, program.num_chunks, "bpipe")
+    schedule = build(config)
+    if not any(slot.transfers for row in schedule.ranks for slot in row):
+        return ()
     saved = {stage: size for one in sizes if one is not None for stage, size in one.saved_bytes.items()}
-    return whole_peaks(build(config), saved)
+    return whole_peaks(schedule, saved)
 
 
 def _sizes(measured: Measured, place: int) -> RankSizes | None:
@@ -145,7 +150,7 @@ def _sizes(measured: Measured, place: int) -> RankSizes | None:
 def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:
     """The median of every stage and kind, and the stages whose time had to be taken from the others."""
     samples: dict[tuple[int, Kind], list[float]] = {}
-    for timeline in measured.timelines:
+    for timeline in measured.steady:
         for lane in timeline.present:
             for row in lane.computations:
                 samples.setdefault((row.action.stage, row.action.kind), []).append(row.seconds)
@@ -168,7 +173,7 @@ def _speeds(measured: Measured, sizes: Sequence[RankSizes | None]) -> tuple[dict
         if probed is not None:
             speeds[stage], sources[stage] = probed, "probe"
             continue
-        rows = ended_transfers(measured, measured.timelines, owner[stage], stage)
+        rows = ended_transfers(measured, measured.steady, owner[stage], stage)
         rates = [row.bytes / row.seconds for row in rows if row.bytes]
         if rates:
             speeds[stage], sources[stage] = median(rates), "measured"
@@ -200,7 +205,7 @@ def _messages(measured: Measured) -> tuple[float | None, float | None, tuple[int
     inside: list[float] = []
     between: list[float] = []
     for stage in range(len(owner) - 1):
-        message = message_seconds(measured.timelines, owner, stage)
+        message = message_seconds(measured.steady, owner, stage)
         if message is None:
             continue
         (between if nodes and nodes[owner[stage]] != nodes[owner[stage + 1]] else inside).append(message)

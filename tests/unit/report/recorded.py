@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.passes.host_slots import Hosting, host_slots, num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.report.memory import own_peak
+from bpipe.report.record import ONE_SIDED
 from bpipe.simulate import engine
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.memory import live_bytes
@@ -55,7 +56,8 @@ class Truth:
     slow: Mapping[tuple[int, str], float] = field(default_factory=dict)
     extra_bytes: Mapping[int, int] = field(default_factory=dict)
     moved_bytes: int = MOVED
-    one_sided: bool = False
+    received_bytes: int = RECEIVED
+    transport: str = "peer"
     num_pipelines: int = 1
     clock_error_s: Mapping[int, float] = field(default_factory=dict)
     weights_bytes: int | None = 30_000_000
@@ -80,7 +82,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     partners = schedule.partners or (None,) * places
     links = [
-        {"ranks": [place, partner], "transport": "peer", "bytes_per_s": {"peer": truth.probe, "gloo": truth.probe / 2}}
+        {"ranks": [place, partner], "transport": truth.transport, "bytes_per_s": {truth.transport: truth.probe, "nccl": 1.0}}
         for place, partner in enumerate(partners)
         if truth.probe and partner is not None and place < partner
     ]
@@ -110,7 +112,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
             rank = pipeline * places + place
             partner = None if partners[place] is None else pipeline * places + partners[place]
             header = {"format": "bpipe-record", "version": 1, "rank": rank, "pipeline": pipeline, "place": place, "host": "node-0"}
-            header |= {"device": "cpu", "transport": "peer" if partner is not None else None, "partner": partner}
+            header |= {"device": "cpu", "transport": None if partner is None else truth.transport, "partner": partner}
             header |= {"weights_bytes": truth.weights_bytes, "limit_bytes": truth.limit_bytes}
             lines = [header, *(_line(schedule, truth, place, index, *one) for index, one in enumerate(reports))]
             (folder / f"record_{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -177,7 +179,7 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
     host_bytes = num_host_slots(schedule, place) * truth.moved_bytes
     saved = {stage: _saved(stage) for stage in stages}
     moved = dict.fromkeys(sorted(moves), truth.moved_bytes)
-    peak = own_peak(schedule, place, saved, moved, RECEIVED) + host_bytes + truth.extra_bytes.get(place, 0)
+    peak = own_peak(schedule, place, saved, moved, truth.received_bytes) + host_bytes + truth.extra_bytes.get(place, 0)
     return {
         "iteration": number,
         "program": {
@@ -191,12 +193,23 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
         "elapsed_s": float(report.pipeline_s),
         "saved_bytes": {str(stage): size for stage, size in saved.items()},
         "moved_bytes": {str(stage): size for stage, size in moved.items()},
-        "received_bytes": RECEIVED,
+        "received_bytes": truth.received_bytes,
         "host_bytes": host_bytes,
         "device_peak_bytes": None,
         "columns": [*COLUMNS, "unknown"],
         "actions": [[*row, None] for row in _rows(schedule, truth, place, report, peak)],
     }
+
+
+def _asked(report: Report, place: int, action: Action, start: float) -> float:
+    """When somebody waits for a two-sided transfer, which is all that is known of its end."""
+    rows = report.computations[place]
+    if action.kind is Kind.LOAD:
+        return float(next(row.start_s for row in rows if row.action == Action(action.stage, Kind.BACKWARD, action.microbatch)))
+    if action.kind is Kind.HOST:
+        back = Action(action.stage, Kind.RETURN, action.microbatch)
+        return float(min(row.start_s for row in report.transfers[place] if row.action == back and row.start_s > start))
+    return min((float(row.end_s) for row in rows if row.end_s > start), default=start)
 
 
 def _rows(schedule: Schedule, truth: Truth, place: int, report: Report, peak: int) -> list[list[Any]]:
@@ -210,9 +223,11 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Report, peak: in
         action, start, end = timed.action, float(timed.start_s), float(timed.end_s)
         key = (action.stage, action.microbatch)
         stays[key] += action.kind in (Kind.EVICT, Kind.HOST)
-        if truth.one_sided and action.kind in (Kind.HOST, Kind.RETURN):
-            continue
         own = action.kind in (Kind.EVICT, Kind.LOAD)
+        if truth.transport in ONE_SIDED and not own:
+            continue
+        if truth.transport not in ONE_SIDED:
+            end = max(end, _asked(report, place, action, start))
         slot = slots[Hosting(*key, stays[key] - 1)]
         rows.append([str(action), start, end, left if own else 0.0, start, end, truth.moved_bytes, slot, None])
         left = 0.0 if own else left
@@ -224,3 +239,15 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Report, peak: in
         held = peak if index == top else min(live[index], peak)
         rows.append([str(timed.action), start, end, 0.0, start, end, _saved(timed.action.stage) if forward else None, None, held])
     return sorted(rows, key=lambda row: row[1])
+
+
+def edit_rows(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change every row of a rank's record, given as a dictionary by column."""
+    path = folder / f"record_{rank:05d}.jsonl"
+    head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+    for line in lines:
+        rows = [dict(zip(line["columns"], row, strict=True)) for row in line["actions"]]
+        for row in rows:
+            change(row)
+        line["actions"] = [list(row.values()) for row in rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head, *lines]))

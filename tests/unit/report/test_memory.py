@@ -1,0 +1,43 @@
+"""Peaks and bounds in bytes, as the run counts them, against sums that a person can check."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.program import ProgramConfig, build
+from bpipe.report.memory import RankSizes, own_peak, rank_peaks, whole_peaks, without_transfers
+
+BALANCED = build(ProgramConfig("1f1b", 8, 16, balance="bpipe"))
+
+
+def test_an_evictor_holds_its_bound_what_stays_behind_and_the_last_input() -> None:
+    """Stage 0 holds 5 micro-batches of 100, 40 of each of the 3 that are away, and 7 of the input that Megatron's loop still refers to."""
+    assert own_peak(BALANCED, 0, {0: 100}, {0: 60}, 7) == 5 * 100 + 3 * 40 + 7
+    assert rank_peaks(BALANCED, 0, RankSizes({0: 100}, {0: 60}, 7, 0)).num_bytes == 627
+
+
+def test_an_acceptor_holds_its_slots_throughout() -> None:
+    assert num_host_slots(BALANCED, 7) == 4
+    peaks = rank_peaks(BALANCED, 7, RankSizes({7: 100}, {}, 7, 4 * 60))
+    assert (peaks.microbatches, peaks.num_bytes, peaks.bound_bytes) == (5, 100 + 7 + 4 * 60, 100 + 7 + 4 * 60)
+
+
+def test_a_bound_that_is_not_reached_lies_above_the_peak() -> None:
+    peaks = rank_peaks(BALANCED, 4, RankSizes({4: 100}, {}, 0, 0))
+    assert (peaks.microbatches, peaks.num_bytes, peaks.bound_microbatches, peaks.bound_bytes) == (4, 400, 5, 500)
+
+
+def test_without_sizes_there_are_counts_only() -> None:
+    peaks = rank_peaks(BALANCED, 0, None)
+    assert (peaks.microbatches, peaks.num_bytes, peaks.bound_microbatches, peaks.bound_bytes) == (5, None, 5, None)
+
+
+@pytest.mark.parametrize("config", [("1f1b", 8, 16, 1), ("interleaved-1f1b", 4, 8, 2), ("gpipe", 4, 8, 1)])
+def test_without_transfers_a_program_is_the_one_that_is_not_balanced(config: tuple[str, int, int, int]) -> None:
+    assert without_transfers(build(ProgramConfig(*config, balance="bpipe"))) == build(ProgramConfig(*config))
+
+
+def test_whole_peaks_need_every_size() -> None:
+    assert whole_peaks(BALANCED, dict.fromkeys(range(8), 10)) == (50, 50, 50, 50, 40, 50, 50, 50)
+    assert whole_peaks(BALANCED, dict.fromkeys(range(7), 10)) is None

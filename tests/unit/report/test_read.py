@@ -1,0 +1,153 @@
+"""Reading a folder: what a killed run leaves is accepted and noted, what cannot be of one run is refused with the way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.report.read import read_run
+from tests.unit.report.recorded import write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", num_stages=4, num_microbatches=4, iterations=(5, 6), flops=1e12, peak_flops=1e13)
+
+
+def edit(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change the lines of a file of JSON lines, as values."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_everything_is_read(folder: Path) -> None:
+    run = read_run(folder)
+    assert [record.rank for record in run.ranks] == [0, 1, 2, 3]
+    assert run.notes == ()
+    assert (run.info.world_size, run.info.flops_per_iteration, run.info.peak_source) == (4, 1e12, "--bpipe-peak-tflops")
+    assert run.info.links[0].ranks == {0, 3}
+    assert set(run.step_s) == {5, 6}
+    one = run.ranks[0].iterations[6]
+    assert one.program.balance == "bpipe"
+    assert one.saved_bytes == {0: 11_000_000}
+    assert str(one.rows[0].action) == "0F0"
+    assert {str(row.action) for row in one.rows if row.slot is not None} == {"0EVICT1", "0LOAD1"}
+
+
+def test_columns_may_stand_in_any_order(folder: Path) -> None:
+    before = read_run(folder).ranks[0].iterations[5].rows
+
+    def reverse(lines: list[dict[str, Any]]) -> None:
+        for line in lines[1:]:
+            line["columns"].reverse()
+            line["actions"] = [row[::-1] for row in line["actions"]]
+
+    edit(folder / "record_00000.jsonl", reverse)
+    assert read_run(folder).ranks[0].iterations[5].rows == before
+
+
+def test_a_killed_run(folder: Path) -> None:
+    """Half a line, a rank that left nothing, one that left an empty file, and no run.json."""
+    torn = folder / "record_00001.jsonl"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    (folder / "record_00002.jsonl").unlink()
+    (folder / "record_00003.jsonl").write_text("")
+    run = read_run(folder)
+    assert set(run.ranks[1].iterations) == {5}
+    assert run.notes == (
+        "record_00001.jsonl ends in a torn line, which is left out: the run was killed while it wrote",
+        "record_00003.jsonl is empty",
+        "no record of ranks 2, 3 (of 4)",
+    )
+    (folder / "run.json").unlink()
+    assert read_run(folder).notes[0].startswith("run.json is missing")
+    assert read_run(folder).notes[-1] == "no record of stage 2 of pipeline 0, 3 of pipeline 0"
+
+
+def test_a_torn_header_counts_as_no_record(folder: Path) -> None:
+    (folder / "record_00003.jsonl").write_text('{"format": "bpipe-rec')
+    run = read_run(folder)
+    assert len(run.ranks) == 3
+    assert "no record of rank 3 (of 4)" in run.notes
+
+
+def header(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
+    return lambda lines: lines[0].update(changes)
+
+
+def line(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
+    return lambda lines: lines[1].update(changes)
+
+
+def ends_early(lines: list[dict[str, Any]]) -> None:
+    lines[1]["actions"][0][2] = -1.0
+
+
+PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 1, "balance": "bpipe"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (header(format="csv"), "record_00001.jsonl: it does not say that it is bpipe-record"),
+        (header(version=2), "version 2, this bpipe reads version 1"),
+        (header(rank=7), "the file says that it is of rank 7. Was it renamed?"),
+        (header(place=0), "ranks 0 and 1 both say they are at place 0 of pipeline 0"),
+        (header(place=9), "rank 1 is at place 9 of a pipeline of 4"),
+        (line(iteration=6), "line 3: iteration 6 stands there twice"),
+        (line(program=PROGRAM), "in iteration 5 rank 0 ran 1f1b of 4 stages, 4 micro-batches, 1 chunks, balance bpipe, rank 1 ran"),
+        (line(program=PROGRAM | {"schedule": "magic"}), "line 2: unknown schedule 'magic'"),
+        (line(begin_s=0.0), "began iteration 5 1763721600 s after rank 1 had ended it"),
+        (line(columns=["action"]), "line 2: columns start_s, end_s are missing"),
+        (line(actions=[["0F0", 1.0]]), "has 2 values for 10 columns"),
+        (line(actions=[["0X0", *[0.0] * 9]]), "'0X0' is no action"),
+        (ends_early, "1F0 ends at -1.0 s, before it starts"),
+        (lambda lines: lines[1].pop("saved_bytes"), "line 2: 'saved_bytes' is missing"),
+        (lambda lines: lines.insert(2, lines[0]), "line 3: a second header: two runs wrote into this file"),
+    ],
+)
+def test_what_is_no_record_of_one_run_is_refused(folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
+    path = folder / "record_00001.jsonl"
+    edit(path, change)
+    with pytest.raises(ValueError) as raised:
+        read_run(folder)
+    assert message in str(raised.value)
+
+
+def test_folders_without_a_record(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no folder: name the one that the run was given"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"holds no record_\*\.jsonl"):
+        read_run(tmp_path)
+    write_run(tmp_path, num_stages=4, num_microbatches=4, iterations=())
+    with pytest.raises(ValueError, match="no iteration is recorded in it"):
+        read_run(tmp_path)
+
+
+def test_a_damaged_file_is_not_a_torn_one(folder: Path) -> None:
+    path = folder / "record_00002.jsonl"
+    first, second, third = path.read_text().splitlines(keepends=True)
+    path.write_text(first + second[:50] + "\n" + third)
+    with pytest.raises(ValueError, match="line 2: no JSON"):
+        read_run(folder)
+
+
+def test_a_rank_that_the_run_does_not_have(folder: Path) -> None:
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 3}))
+    with pytest.raises(ValueError, match=r"a record of rank 3, but run.json says 3 ranks.*a folder of its own"):
+        read_run(folder)
+
+
+def test_run_json_of_something_else(folder: Path) -> None:
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not say that it is bpipe-run"):
+        read_run(folder)
+    (folder / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="not the description of a run"):
+        read_run(folder)

@@ -1,0 +1,167 @@
+"""What a report is written as: the answers, the table, JSON, and the view that the page takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.report.document import document
+from bpipe.report.page import render
+from bpipe.report.report import Report, report_of
+from bpipe.report.table import table
+from bpipe.report.view import view
+from tests.unit.report.recorded import edit_rows, write_run
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "report.md"
+
+
+def report(folder: Path, **changes: Any) -> Report:
+    return report_of(write_run(folder, **changes))
+
+
+def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
+    bottleneck, balancing = report(tmp_path, speed=0.4e9).answers
+    assert bottleneck == (
+        "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of weights, gradients and "
+        "optimizer state."
+    )
+    cost = re.fullmatch(
+        r"Balancing cost (\d+\.\d) % of an iteration's pipeline time: stage 0 stood still for transfers for .*; (.*)", balancing
+    )
+    assert cost is not None
+    assert float(cost.group(1)) > 5
+    assert cost.group(2) == "the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less."
+
+
+def test_hidden_transfers_cost_nothing(tmp_path: Path) -> None:
+    assert report(tmp_path).answers[1].startswith("Balancing cost no time: no stage stood still for transfers;")
+
+
+def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
+    fits = report(tmp_path / "a", limit_bytes=100_000_000).answers[0]
+    assert fits.endswith("optimizer state: 82.5 MiB of 95.4 MiB, 12.8 MiB free.")
+    over = report(tmp_path / "b", limit_bytes=100_000_000, extra_bytes={2: 30_000_000}).answers[0]
+    assert over.startswith("Stage 2 (rank 2) is the memory bottleneck: 81.6 MiB of activations (28.6 MiB above its bound of 53.0 MiB)")
+    assert over.endswith("110.2 MiB of 95.4 MiB, 14.8 MiB over.")
+    assert "weights not recorded" in report(tmp_path / "d", weights_bytes=None).answers[0]
+
+
+def test_the_answers_of_a_run_without_balancing(tmp_path: Path) -> None:
+    answers = report(tmp_path / "a", balance="none").answers
+    assert answers[0].startswith("Stage 0 (rank 0) is the memory bottleneck: 84.0 MiB of activations")
+    assert answers[1] == ("Balancing was off: with --bpipe the fullest stage would hold about 52.5 MiB of activations instead of 84.0 MiB.")
+    small = report(tmp_path / "b", balance="none", num_stages=2).answers[1]
+    assert small == "Balancing was off, and with 2 stages there is nothing to balance."
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"warm_up": 5, "noise": 0.3, "speed": 0.4e9},
+        {"num_stages": 64, "num_microbatches": 64, "iterations": (5,)},
+        {"balance": "none"},
+        {"num_pipelines": 2, "num_stages": 4},
+        {"iterations": tuple(range(100, 130)), "num_stages": 4, "num_microbatches": 4},
+    ],
+)
+def test_the_table_fits_a_terminal_and_lines_up(tmp_path: Path, changes: dict[str, Any]) -> None:
+    lines = table(report(tmp_path, **changes)).splitlines()
+    assert max(map(len, lines)) <= 120
+    head = next(index for index, line in enumerate(lines) if line.startswith("stage rank"))
+    rows = [line for line in lines[head + 1 :] if re.match(r" *\d+ +\d+ ", line)]
+    assert len(rows) == changes.get("num_stages", 8)
+    # Every column ends where its title does.
+    ends = {match.end() for match in re.finditer(r"stage|rank|bound|balancing|/load", lines[head])}
+    assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows for end in ends)
+
+
+def test_the_table_names_what_is_not_known(tmp_path: Path) -> None:
+    write_run(tmp_path, num_stages=4, flops=1e12, peak_flops=1e13)
+    assert re.search(r"MFU 4\.\d % of 10 TFLOP/s a device \(--bpipe-peak-tflops\)", " ".join(table(report_of(tmp_path)).split()))
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "record_00001.jsonl").unlink()
+    (tmp_path / "iterations.jsonl").unlink()
+    text = table(report_of(tmp_path))
+    assert "and the time of a step missing)" in " ".join(text.split())
+    assert "note: no record of stage 1 of pipeline 0" in text
+    assert re.search(r"^ +1 +1 +- \(3\) +- \(-\)", text, re.MULTILINE)
+
+
+def test_mfu_is_of_all_ranks_and_whole_steps(tmp_path: Path) -> None:
+    totals = report(tmp_path, flops=1e12, peak_flops=1e13, iterations=(5,)).comparison.totals
+    assert totals.step_s == pytest.approx(totals.pipeline_s + 0.05)
+    assert totals.mfu == pytest.approx(1e12 / (8 * 1e13 * totals.step_s))
+
+
+def test_all_pipelines_count_for_the_maxima(tmp_path: Path) -> None:
+    write_run(tmp_path, num_pipelines=2, num_stages=4)
+
+    def more(row: dict[str, Any]) -> None:
+        if row["action"] == "2F3":
+            row["live_bytes"], row["wait_s"] = 90_000_000, 0.01
+
+    edit_rows(tmp_path, 6, more)
+    row = report_of(tmp_path).comparison.stages[2]
+    assert (row.rank, row.all_measured_bytes, row.all_exposed_s) == (2, 90_000_000, 0.01)
+    assert (row.measured_bytes, row.exposed_s) == (22_036_768, 0)
+
+
+def keys(value: Any, prefix: str = "") -> set[str]:
+    """Every key with its path; those of a list once, and those that are data (stages, actions) not at all."""
+    found: set[str] = set()
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not re.match(r"\d", key):
+                found |= {f"{prefix}{key}"} | keys(inner, f"{prefix}{key}.")
+    elif isinstance(value, list):
+        for inner in value:
+            found |= keys(inner, prefix)
+    return found
+
+
+def documented(heading: str) -> set[str]:
+    """The keys in the first column of the table under a heading."""
+    section = DOCS.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return {key for line in section.splitlines() if line.startswith("| `") for key in re.findall(r"`([^`]+)`", line.split("|")[1])}
+
+
+def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
+    written = document(report(tmp_path, warm_up=5, flops=1.0, peak_flops=1.0))
+    assert json.loads(json.dumps(written, allow_nan=False)) == written
+    assert keys(written) == documented("JSON")
+
+
+def test_every_key_of_a_record_is_documented(tmp_path: Path) -> None:
+    write_run(tmp_path, iterations=(5,), num_stages=4)
+    head, line = (json.loads(text) for text in (tmp_path / "record_00000.jsonl").read_text().splitlines())
+    columns = set(line["columns"]) - {"unknown"}
+    assert keys(head) | keys(line) | columns == documented("The record of a rank")
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert keys(run) - {"unknown", "links.bytes_per_s.peer", "links.bytes_per_s.nccl"} == documented("The run")
+
+
+def test_the_view_is_what_the_page_takes(tmp_path: Path) -> None:
+    write_run(tmp_path, iterations=(5, 6))
+    (tmp_path / "record_00003.jsonl").unlink()
+    shown = view(report_of(tmp_path))
+    assert json.loads(json.dumps(shown, allow_nan=False)) == shown
+    assert render(shown).startswith("<!doctype html>") or render(shown).startswith("<!DOCTYPE html>")
+    assert [iteration["iteration"] for iteration in shown["iterations"]] == [5, 6]
+    for iteration in shown["iterations"]:
+        assert [rank["measured"] is None for rank in iteration["ranks"]] == [place == 3 for place in range(8)]
+        for rank in iteration["ranks"]:
+            for side in filter(None, (rank["measured"], rank["simulated"])):
+                actions = side["actions"]
+                assert len(actions) >= 32
+                assert all(0 <= start <= end <= iteration["end_s"] + 1e-9 for _, start, end, *_ in actions)
+                assert [row[1] for row in actions] == sorted(row[1] for row in actions)
+                assert [time for time, _ in side["memory"]] == sorted(time for time, _ in side["memory"])
+    acceptor = shown["iterations"][0]["ranks"][7]
+    for side in (acceptor["measured"], acceptor["simulated"]):
+        hosted = {(row[0], row[5]) for row in side["actions"] if "HOST" in row[0]}
+        assert hosted >= {("0HOST3", 0), ("0HOST4", 1)}
+        assert side["memory"][-1][1] == 4 * 10_500_000
