@@ -1,8 +1,9 @@
-"""The flags of a configuration: each once, with its values; and Megatron's own parser takes them and gives back the configuration."""
+"""The flags of a configuration: each once, with its values; and Megatron's own parser and validation take them and mean the same."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS
 from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.search import Space, search
 
 
 def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
@@ -47,36 +49,95 @@ def test_uneven_layers_are_said_with_two_flags() -> None:
         megatron_flags(odd)
 
 
+# What a rank does between torchrun and the first collective: Megatron's own parser with our flags, its validation, ours, the placement.
 PROGRAM = """
-import json, sys
-from megatron.scheduling import startup
-startup.prepare()
-from megatron.scheduling.arguments import add_arguments
-from megatron.training.arguments import parse_args
-found = []
-for flags in json.loads(sys.argv.pop()):
-    sys.argv[1:] = flags
-    args = parse_args(extra_args_provider=add_arguments)
-    names = "num_layers tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size global_batch_size seq_length".split()
-    names += "ffn_hidden_size kv_channels bpipe recompute_granularity num_layers_per_virtual_pipeline_stage fp16".split()
-    found.append({name: getattr(args, name) for name in names})
-print(json.dumps(found))
+import contextlib, io, json, os, sys
+from megatron.scheduling import launch
+launch.prepare()
+from megatron.scheduling.arguments import config_from_args
+from megatron.training import arguments
+
+YOURS = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --eval-interval 100".split()
+for world_size, flags in json.load(sys.stdin):
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(min(world_size, 8)))
+    sys.argv = ["pretrain_gpt.py", *YOURS, *flags]
+    with contextlib.redirect_stdout(io.StringIO()):
+        args = arguments.parse_args()
+        arguments.validate_args(args, {})
+    balanced = config_from_args(args).balance
+    names = "num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size micro_batch_size global_batch_size"
+    names += " seq_length ffn_hidden_size kv_channels num_query_groups recompute_granularity virtual_pipeline_model_parallel_size fp16 bf16"
+    names += " sequence_parallel use_distributed_optimizer swiglu normalization add_bias_linear untie_embeddings_and_output_weights"
+    names += " position_embedding_type attention_dropout decoder_first_pipeline_num_layers"
+    print("PARSED", json.dumps({"balanced": balanced, **{name: getattr(args, name) for name in names.split()}}))
 """
 
 
+def rows_of_plans() -> list[Setup]:
+    """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced ones of their own."""
+    spaces = [
+        Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 128, 2048, "unfused", precision="fp16"),
+        Space(PRESETS["gpt3-13b"], parse_cluster("a100-40g:1x8"), 32, 2048, "unfused", balances=("bpipe",), precision="fp32"),
+        Space(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 256, 8192, max_micro_batch=4),
+        Space(PRESETS["llama-65b"], parse_cluster("a100-80g:4x8"), 128, 2048, balances=("bpipe",), max_micro_batch=4),
+        Space(
+            PRESETS["llama3-405b"],
+            parse_cluster("h100-80g:32x8"),
+            256,
+            8192,
+            allow_uneven=True,
+            max_micro_batch=2,
+            distributed_optimizer=False,
+        ),
+    ]
+    return [found.prediction.setup for space in spaces for found in search(space, num_rows=4).rows]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_the_real_parser_takes_them() -> None:
+@pytest.mark.timeout(240)
+def test_megatron_validates_them_and_means_the_same() -> None:
     """In a process of its own: importing Megatron takes seconds, and changes the process where there is no GPU."""
-    flags = json.dumps([megatron_flags(one) for one in SETUPS])
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, flags], capture_output=True, text=True, timeout=170, check=False)
-    assert ended.returncode == 0, ended.stderr
-    for one, parsed in zip(SETUPS, json.loads(ended.stdout.splitlines()[-1]), strict=True):
-        assert parsed["num_layers"] == one.model.num_layers
-        assert (parsed["tensor_model_parallel_size"], parsed["pipeline_model_parallel_size"]) == (one.tensor, one.pipeline)
-        assert (parsed["micro_batch_size"], parsed["global_batch_size"], parsed["seq_length"]) == (1, 32, one.sequence)
-        assert (parsed["ffn_hidden_size"], parsed["kv_channels"]) == (one.model.ffn_hidden_size, one.model.kv_channels)
-        assert parsed["bpipe"] is (one.balance == "bpipe")
-        assert parsed["recompute_granularity"] == (None if one.recompute == "none" else one.recompute)
-        assert parsed["num_layers_per_virtual_pipeline_stage"] == (one.layers[0] if one.chunks > 1 else None)
-        assert parsed["fp16"] is (one.precision == "fp16")
+    rows = SETUPS + rows_of_plans()
+    assert len(rows) >= 15
+    assert {row.balance for row in rows} == {"none", "bpipe"}
+    assert any(row.chunks > 1 for row in rows)
+    asked = json.dumps([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=asked, capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    parsed = [json.loads(line.removeprefix("PARSED ")) for line in ended.stdout.splitlines() if line.startswith("PARSED ")]
+    for row, args in zip(rows, parsed, strict=True):
+        assert args == expected(row), " ".join(megatron_flags(row))
+
+
+def expected(setup: Setup) -> dict[str, Any]:
+    model = setup.model
+    uneven = len(set(setup.layers)) > 1
+    return {
+        "balanced": setup.balance == "bpipe",
+        "num_layers": model.num_layers,
+        "tensor_model_parallel_size": setup.tensor,
+        "pipeline_model_parallel_size": setup.pipeline,
+        "data_parallel_size": setup.data,
+        "micro_batch_size": setup.micro_batch,
+        "global_batch_size": setup.global_batch,
+        "seq_length": setup.sequence,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "kv_channels": model.kv_channels,
+        "num_query_groups": model.num_query_groups if model.num_query_groups != model.num_attention_heads else 1,
+        "recompute_granularity": None if setup.recompute == "none" else setup.recompute,
+        "virtual_pipeline_model_parallel_size": setup.chunks if setup.chunks > 1 else None,
+        "fp16": setup.precision == "fp16",
+        "bf16": setup.precision == "bf16",
+        "sequence_parallel": setup.tensor > 1,
+        "use_distributed_optimizer": setup.distributed_optimizer,
+        "swiglu": model.gated,
+        "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
+        "add_bias_linear": model.linear_bias,
+        "untie_embeddings_and_output_weights": not model.tied_embedding,
+        "position_embedding_type": "learned_absolute" if model.learned_positions else "rope",
+        "attention_dropout": 0.1 if model.dropout else 0.0,
+        "decoder_first_pipeline_num_layers": setup.layers[0] if uneven else None,
+    }
