@@ -17,8 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
-from bpipe.program import ProgramConfig, build
 from bpipe.runtime import engine as engine_module
 from bpipe.runtime import evictor
 from bpipe.runtime.capture import Found, find
@@ -27,9 +25,9 @@ from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
 from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.layout import SlotLayout
+from tests.unit.runtime.loop import WIDTH, gradient, inputs_of, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")
-WIDTH = 32
 
 
 class Late:
@@ -79,56 +77,9 @@ class LateTransport:
     abandon = release
 
 
-def schedule(p: int = 4, m: int = 8, balance: str = "bpipe") -> Schedule:
-    return build(ProgramConfig(schedule="1f1b", num_stages=p, num_microbatches=m, balance=balance))
-
-
 def engine_for(plan: Schedule, transport: LateTransport | None = None, meter: Meter | None = None, minimum_bytes: int = 1) -> Engine:
     config = EngineConfig("rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True)
     return Engine(plan, 0, transport or LateTransport(), config, meter)
-
-
-def inputs_of(microbatch: int, rows: int = 16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(microbatch)
-    return torch.randn(rows, WIDTH, generator=generator).requires_grad_()
-
-
-def stage(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-    hidden = torch.nn.functional.gelu(x @ weight)
-    return torch.softmax(hidden @ weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
-
-
-def run_iteration(engine: Engine | None, plan: Schedule, weight: torch.nn.Parameter, rows: Callable[[int], int] = lambda mb: 16) -> None:
-    """What a pipeline loop does on stage 0, with the engine's calls around it."""
-    outputs: dict[int, torch.Tensor] = {}
-    if engine:
-        engine.begin()
-    for step in steps(plan, 0)[1:]:
-        op = step.compute
-        assert op is not None
-        if engine:
-            engine.before(op)
-        if op.kind is Kind.FORWARD:
-            received = inputs_of(op.microbatch, rows(op.microbatch))
-            outputs[op.microbatch] = stage(weight, received)
-            if engine:
-                engine.after(op, [outputs[op.microbatch]], [received])
-        else:
-            output = outputs.pop(op.microbatch)
-            torch.autograd.backward(output, torch.full_like(output, 0.5 + op.microbatch))
-            del output
-            if engine:
-                engine.after(op)
-    if engine:
-        engine.end()
-
-
-def gradient(engine: Engine | None, plan: Schedule, iterations: int = 1) -> torch.Tensor:
-    weight = torch.nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
-    for _ in range(iterations):
-        run_iteration(engine, plan, weight)
-    assert weight.grad is not None
-    return weight.grad
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 4), (5, 9), (6, 6), (8, 16), (8, 8), (12, 20)])
@@ -291,7 +242,7 @@ def test_a_released_engine_measures_and_announces_again() -> None:
     plan = schedule()
     transport = LateTransport()
     engine = engine_for(plan, transport)
-    weight = torch.nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+    weight = new_weight()
     run_iteration(engine, plan, weight)
     announced, transport.sizes = transport.sizes, {}
     engine.release()

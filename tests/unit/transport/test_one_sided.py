@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -213,7 +212,6 @@ def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane
 
 @pytest.mark.parametrize("part", ["release", "abandon"])
 def test_after_parting_the_slots_are_free_and_nothing_is_open(lanes: tuple[ThreadLane, ThreadLane], part: str) -> None:
-    gc.collect()
     opened = len(os.listdir("/proc/self/fd"))
     evictor, acceptor = peers(*lanes)
     for seed in range(3):
@@ -222,7 +220,6 @@ def test_after_parting_the_slots_are_free_and_nothing_is_open(lanes: tuple[Threa
         evictor.put(0, buffers(seed)).wait()
         for end in (evictor, acceptor):
             getattr(end, part)()
-        gc.collect()
         assert len(os.listdir("/proc/self/fd")) == opened
 
 
