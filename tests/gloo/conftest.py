@@ -126,7 +126,7 @@ def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s
     return Outcome(folder, codes, time.monotonic() - begin, logs)
 
 
-def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float) -> Outcome:
+def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "worker.py") -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
     ports = _free_ports(len(cases))
     stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
@@ -135,18 +135,18 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float) -> 
         length = () if "--train-samples" in case.arguments else ITERATIONS
         described.append({"name": case.name, "port": port, "arguments": [*TINY, *length, *stages, *case.arguments]})
     (folder / "cases.json").write_text(json.dumps(described))
-    worker = [str(ROOT / "tests/gloo/worker.py"), str(folder / "cases.json"), str(folder)]
-    return finish(start(world, worker, folder, ports[0]), folder, timeout_s)
+    script = [str(ROOT / "tests/gloo" / worker), str(folder / "cases.json"), str(folder)]
+    return finish(start(world, script, folder, ports[0]), folder, timeout_s)
 
 
 @pytest.fixture(scope="session")
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """`run_cases(world, cases, timeout_s)`; a case's `{folder}` stands for the launch's folder."""
+    """`run_cases(world, cases, timeout_s, worker)`; a case's `{folder}` stands for the launch's folder."""
 
-    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0) -> Outcome:
+    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, worker: str = "worker.py") -> Outcome:
         folder = tmp_path_factory.mktemp(f"gloo{world}")
         placed = [Case(case.name, [argument.format(folder=folder) for argument in case.arguments]) for case in cases]
-        return train(world, placed, folder, timeout_s)
+        return train(world, placed, folder, timeout_s, worker)
 
     return run
 

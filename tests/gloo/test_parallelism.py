@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,20 +15,43 @@ LLAMA = (
     *("--num-query-groups", "2", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
 )
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
+SELECTIVE = ("--global-batch-size", "16", "--recompute-granularity", "selective", "--recompute-modules")
+# Megatron's own attention for the CPU does neither contexts nor latents; ours does, and everything around it is Megatron's.
+PLAIN_ATTENTION = ("--spec", "tests.gloo.layers", "attending_plainly")
+LATENT = (
+    *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8"),
+    *("--v-head-dim", "16", "--position-embedding-type", "rope", "--rope-type", "rope", "--normalization", "RMSNorm", *PLAIN_ATTENTION),
+)
 
 INPUT_BYTES = 64 * 2 * 64 * 4
+# Bytes that a stage's peak may differ from what is predicted.
+SLACK = {
+    # Megatron's interleaved loop holds up to two received inputs longer than their micro-batches, depending on how it overlaps.
+    "interleaved": 2 * INPUT_BYTES,
+    # The received input goes with the backward, where other runs hold it until the next forward has returned.
+    "recomputed_norms": INPUT_BYTES,
+}
 
 # One row a feature: each is trained by stock Megatron and balanced, in the same processes.
 ROWS = {
+    "m16": ("--global-batch-size", "32"),
     "interleaved_m8": (*INTERLEAVED, "--global-batch-size", "16"),
     "interleaved_m4": (*INTERLEAVED, "--global-batch-size", "8"),
     "interleaved_m16": (*INTERLEAVED, "--global-batch-size", "32"),
     "interleaved_v3": ("--num-layers", "12", "--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "16"),
     "interleaved_no_overlap": (*INTERLEAVED, "--global-batch-size", "16", "--no-overlap-p2p-communication"),
+    "interleaved_overlapped_ends": (*INTERLEAVED, "--global-batch-size", "16", "--overlap-p2p-communication-warmup-flush"),
+    "interleaved_layout": ("--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|t|t|t|t|t|tL", "--global-batch-size", "16"),
     "llama": ("--global-batch-size", "16", *LLAMA),
     "bf16": ("--global-batch-size", "16", "--bf16"),
     "fp16": ("--global-batch-size", "16", "--fp16", "--initial-loss-scale", "4294967296", "--loss-scale-window", "2"),
     "selective": ("--global-batch-size", "16", "--recompute-granularity", "selective"),
+    "recomputed_norms": (*SELECTIVE, "layernorm", "core_attn"),
+    "recomputed_mlp": (*SELECTIVE, "mlp", "--disable-bias-linear"),
+    "latent_attention": ("--global-batch-size", "16", *LATENT),
+    "recomputed_latents": (*SELECTIVE, "mla_up_proj", "core_attn", *LATENT),
+    "fused_cross_entropy": ("--global-batch-size", "16", "--cross-entropy-loss-fusion"),
+    "documents": ("--global-batch-size", "16", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
     "full_uniform": (
         *("--num-layers", "8", "--global-batch-size", "16", "--recompute-granularity", "full"),
         *("--recompute-method", "uniform", "--recompute-num-layers", "1", "--bpipe-min-bytes", "1024"),
@@ -38,21 +61,32 @@ ROWS = {
         *("--recompute-method", "block", "--recompute-num-layers", "1"),
     ),
     "uneven": ("--num-layers", "7", "--decoder-first-pipeline-num-layers", "1", "--global-batch-size", "16"),
+    "uneven_at_the_end": ("--num-layers", "7", "--decoder-last-pipeline-num-layers", "1", "--global-batch-size", "16"),
     "layout": ("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "16"),
     "account_for_both": (
         *("--num-layers", "6", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
         *("--global-batch-size", "16"),
     ),
-    "multi_token_prediction": ("--global-batch-size", "16", "--mtp-num-layers", "1", "--position-embedding-type", "rope"),
+    # Two layers in both: Megatron keeps one list of their losses for the whole process.
+    "multi_token_prediction": ("--global-batch-size", "16", "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
+    "repeated_prediction": (
+        *("--global-batch-size", "16", "--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--position-embedding-type", "rope"),
+    ),
     "per_token_loss": ("--global-batch-size", "16", "--calculate-per-token-loss"),
-    # 4, then 8 micro-batches: a program each, made once.
+    # 4, then 8 micro-batches: a program each, made once. Megatron's trainer refuses to go back; own_loop.py does.
     "batch_that_grows": (
         *("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48"),
         *("--bpipe-min-bytes", "1024"),
     ),
     "evaluation": ("--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"),
+    "evaluation_of_another_size": (
+        *("--global-batch-size", "16", "--eval-interval", "1", "--eval-iters", "1", "--eval-global-batch-size", "6"),
+        *("--eval-micro-batch-size", "1"),
+    ),
 }
 
+
+OVERLAPS = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 # Two ranks in another dimension, eight in all.
 WIDE_ROWS = {
@@ -60,8 +94,14 @@ WIDE_ROWS = {
     "sequence": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "data": (),
     "data_other_order": ("--use-tp-pp-dp-mapping",),
-    "distributed_optimizer": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-    "interleaved_overlaps": (*INTERLEAVED, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    "distributed_optimizer": OVERLAPS,
+    "interleaved_overlaps": (*INTERLEAVED, *OVERLAPS),
+    "interleaved_unaligned": (*INTERLEAVED, *OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"),
+    "interleaved_early_gather": (*INTERLEAVED, *OVERLAPS, "--overlap-param-gather-with-optimizer-step", "--ckpt-format", "torch"),
+    "interleaved_sequence": (*INTERLEAVED, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "context": ("--context-parallel-size", "2", *PLAIN_ATTENTION),
+    # Fewer micro-batches than stages, and yet more than the bound.
+    "fewer_than_stages": ("--num-layers", "8", "--pipeline-model-parallel-size", "8", "--global-batch-size", "12"),
 }
 
 
@@ -77,15 +117,21 @@ def chosen(rows: dict[str, tuple[str, ...]], request: pytest.FixtureRequest) -> 
     return rows if request.config.getoption("--slow") else {name: rows[name] for name in rows if name in ALWAYS}
 
 
+def pair(name: str, arguments: Sequence[str]) -> list[Case]:
+    """The same run by stock Megatron and balanced."""
+    balanced = f"{name}_balanced"
+    return [Case(name, arguments), Case(balanced, [*BPIPE, *arguments, "--bpipe-report", f"{{folder}}/{balanced}"])]
+
+
 @pytest.fixture(scope="module")
 def rows(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
     cases = []
     for name, arguments in chosen(ROWS, request).items():
-        cases += [Case(name, arguments), Case(f"{name}_balanced", [*BPIPE, *arguments, "--bpipe-report", f"{{folder}}/{name}_balanced"])]
-    return run_cases(4, cases, timeout_s=900)
+        cases += pair(name, arguments)
+    return run_cases(4, cases, timeout_s=1500)
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1560)
 @pytest.mark.parametrize("row", named(ROWS))
 def test_a_balanced_run_equals_stock(rows: Outcome, row: str) -> None:
     same(rows, row, f"{row}_balanced", 4)
@@ -94,8 +140,7 @@ def test_a_balanced_run_equals_stock(rows: Outcome, row: str) -> None:
         assert reports[0]["evictions"] > 0, "nothing was moved, so nothing was tested"
     for report in reports:
         assert report["peak_microbatches"] == report["predicted_microbatches"]
-        # Megatron's interleaved loop holds up to two received inputs longer than their micro-batches, depending on how it overlaps.
-        slack = 2 * INPUT_BYTES if row.startswith("interleaved") else 0
+        slack = SLACK.get("interleaved" if row.startswith("interleaved") else row, 0)
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= slack, f"stage {report['stage']}"
 
 
@@ -104,34 +149,35 @@ def wide_rows(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest)
     common = ("--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "32")
     cases = []
     for name, arguments in chosen(WIDE_ROWS, request).items():
-        cases += [Case(name, [*common, *arguments]), Case(f"{name}_balanced", [*common, *BPIPE, *arguments])]
+        cases += pair(name, [*common, *arguments])
     sharded = [*common, "--use-distributed-optimizer", "--train-iters", "4"]
     cases += [
         Case("sharded", [*sharded, *BPIPE, "--save", "{folder}/sharded", "--save-interval", "2"]),
         Case("sharded_resumed", [*sharded, *BPIPE, "--load", "{folder}/sharded", "--ckpt-step", "2"]),
     ]
-    return run_cases(8, cases, timeout_s=900)
+    return run_cases(8, cases, timeout_s=1500)
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1560)
 @pytest.mark.parametrize("row", named(WIDE_ROWS))
 def test_another_dimension_changes_nothing(wide_rows: Outcome, row: str) -> None:
     same(wide_rows, row, f"{row}_balanced", 8)
+    assert wide_rows.reports(f"{row}_balanced")[0]["evictions"] > 0, "nothing was moved, so nothing was tested"
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1560)
 def test_the_distributed_optimizer_resumes(wide_rows: Outcome) -> None:
     """Upstream's own resume fails without Apex and Transformer Engine, at first loudly and then silently; see repairs."""
     same(wide_rows, "sharded", "sharded_resumed", 8, last=2)
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1560)
 def test_a_skipped_iteration_is_skipped_on_both(rows: Outcome) -> None:
     """A loss scale too large for fp16 overflows, and Megatron skips the step."""
     assert any(step["skipped"] for step in rows.record("fp16", 3)["iterations"])
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1560)
 def test_a_batch_that_grows_has_a_program_each(rows: Outcome) -> None:
     said = rows.logs[0].split("=== batch_that_grows_balanced")[1].split("===")[0]
     assert said.count("4 stages, 4 micro-batches: at most 3 held") == 1

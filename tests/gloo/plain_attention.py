@@ -1,0 +1,46 @@
+"""A core attention in plain torch, for what Megatron's own cannot do without Transformer Engine: context parallelism and latent attention.
+
+In: Megatron's configuration and queries, keys and values of this rank's part of the sequence. Out: the attended values. Keys and values
+are gathered over the context-parallel ranks; the mask is causal in the positions of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+
+
+def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
+    """Where a rank's `length` tokens stand in the sequence: the sequence is cut in twice as many pieces as ranks, and each rank has two."""
+    piece = length // 2
+    starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
+    return torch.cat([torch.arange(start, start + piece) for start in starts])
+
+
+class PlainAttention(MegatronModule):
+    """softmax(q k^T / sqrt(d)) v with dropout, as a textbook has it."""
+
+    def __init__(
+        self, config: Any, layer_number: int, *, softmax_scale: float | None = None, k_channels: int | None = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.dropout = torch.nn.Dropout(config.attention_dropout)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Tensors are (sequence, batch, heads, channels); the result joins heads and channels."""
+        group = parallel_state.get_context_parallel_group()
+        here = positions(query.size(0), group.size(), group.rank())
+        everywhere = torch.cat([positions(query.size(0), group.size(), rank) for rank in range(group.size())])
+        if group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(each, group=group) for each in (key, value))
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
+        scores = scores.masked_fill(everywhere[None, :] > here[:, None], float("-inf"))
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            weights = self.dropout(scores.softmax(dim=-1))
+        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
