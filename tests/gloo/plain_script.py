@@ -50,7 +50,7 @@ def forward(data: Any, module: Any) -> tuple[torch.Tensor, Any]:
     return module(sample.get("tokens"), sample.get("position_ids"), None, labels=labels), partial(mean_loss)
 
 
-def datasets(num_samples: list[int]) -> Any:
+def datasets(num_samples: list[int], on_every_stage: bool = False) -> Any:
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -64,7 +64,7 @@ def datasets(num_samples: list[int]) -> Any:
     )
 
     def here() -> bool:
-        return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        return on_every_stage or parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
 
     return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, here, config).build()
 

@@ -51,34 +51,45 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
                 process.kill()
 
 
+SCRIPTS = [
+    pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2"), id="gpt"),
+    pytest.param("plain_script_bert.py", ("--num-layers", "4"), id="bert", marks=pytest.mark.slow),
+    pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), id="hybrid", marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.timeout(180)
-def test_an_unmodified_script_is_balanced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "flags"), SCRIPTS)
+def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
     """The script imports only Megatron and torch; its model, loss and data are its own."""
-    script = str(ROOT / "tests/gloo/plain_script.py")
+    script = str(ROOT / "tests/gloo" / name)
     assert "bpipe" not in Path(script).read_text()
     folders = []
-    for name, more in (("stock", ()), ("balanced", BPIPE)):
-        folder = tmp_path / name
+    for case, more in (("stock", ()), ("balanced", BPIPE)):
+        folder = tmp_path / case
         folder.mkdir()
         folders.append(folder)
-        command = [
-            "-m",
-            "megatron.scheduling.launch",
-            script,
-            *FOUR,
-            *ITERATIONS,
-            "--label-shift",
-            "2",
-            "--bpipe-report",
-            str(folder),
-            *more,
-        ]
+        command = ["-m", "megatron.scheduling.launch", script, *FOUR, *flags, *ITERATIONS, "--bpipe-report", str(folder), *more]
         outcome = finish(start(4, command, folder, _free_ports(1)[0]), folder, 80)
         assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     stock, balanced = (iterations(folder) for folder in folders)
     assert len(stock) == 3
+    assert len({step["lm loss"] for step in stock}) == 3
     assert balanced == stock
     assert json.loads((folders[1] / "rank_00000.json").read_text())["evictions"] == 3
+
+
+@pytest.mark.timeout(120)
+def test_a_loop_of_ones_own_is_balanced(tmp_path: Path) -> None:
+    """`install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
+    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop.py")], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+    assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
+    for rank, log in enumerate(outcome.logs):
+        assert f"rank {rank}: plain, balanced and plain again are equal" in log
+    # A program for each of the two numbers of micro-batches, made once although both come twice.
+    for num_microbatches in (8, 4):
+        assert outcome.logs[0].count(f"4 stages, {num_microbatches} micro-batches: at most 3 held") == 1
+    assert "refused: this run cannot start:\n  --bpipe: how much a mixture of experts saves" in outcome.logs[0]
 
 
 @pytest.mark.timeout(180)

@@ -1,0 +1,117 @@
+"""A training loop of one's own around Megatron's pipelined loop: trained plain, then with `install`, then plain again.
+
+In: the launcher's environment. Out: exit code 0 where all three trained the same bits, the second one moved activations, and `remove` gave
+Megatron's own functions back; a line for each. Uses megatron.core alone, none of Megatron's trainer.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.scheduling import install, startup
+
+startup.prepare()
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.scheduling.arguments import SchedulingConfig
+
+# What Megatron's trainer never does: back to a number of micro-batches that was there before.
+NUM_MICROBATCHES = (8, 4, 8, 4)
+LENGTH, VOCABULARY = 64, 128
+SETTINGS: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "pipeline_model_parallel_size": 4,
+    "pipeline_dtype": torch.float32,
+    "use_cpu_initialization": True,
+}
+
+
+def forward(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
+    tokens = next(data)
+    places = torch.arange(LENGTH).expand_as(tokens)
+    losses = model(tokens, places, None, labels=tokens.roll(-1, dims=1))
+
+    def mean(losses: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return losses.mean(), losses.mean().item()
+
+    return losses, mean
+
+
+def train(**settings: Any) -> tuple[list[str], str]:
+    """Iterations of differing length from the same beginning: every micro-batch's loss, and a hash of the weights they ended with."""
+    torch.manual_seed(7)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    model = GPTModel(
+        TransformerConfig(**SETTINGS, **settings),
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    tokens = torch.Generator().manual_seed(11)
+    losses = []
+    for num_microbatches in NUM_MICROBATCHES:
+        optimizer.zero_grad()
+        batch = [torch.randint(VOCABULARY, (2, LENGTH), generator=tokens) for _ in range(num_microbatches)]
+        losses += get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batch),
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        optimizer.step()
+    weights = hashlib.sha256()
+    for parameter in model.parameters():
+        weights.update(parameter.detach().numpy().tobytes())
+    return [loss.hex() for loss in losses], weights.hexdigest()
+
+
+def functions() -> list[object]:
+    return [vars(schedules)[name] for name in ("forward_step", "backward_step", "forward_backward_pipelining_without_interleaving")]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
+    own = functions()
+    plain = train()
+    installed = install(SchedulingConfig(balance=True, num_ranks=4, num_chunks=1, minimum_bytes=1024, poison=True, timeout_s=60.0))
+    assert functions() != own
+    balanced = train()
+    try:
+        train(num_moe_experts=2, add_bias_linear=False)
+    except ValueError as error:
+        print(f"refused: {error}", flush=True)
+    installed.remove()
+    assert functions() == own, "remove left a function of ours in place"
+    again = train()
+    assert len(set(plain[0])) == len(plain[0]), "losses that do not change would make any two runs equal"
+    assert plain == again == balanced, "the bits differ"
+    print(f"rank {os.environ['RANK']}: plain, balanced and plain again are equal", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
