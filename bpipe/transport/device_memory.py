@@ -47,6 +47,8 @@ class DeviceRegion:
         self._copy(target.data_ptr(), self._address + offset, offset, target.numel())
 
     def close(self) -> None:
+        # A transfer's wait orders streams, it does not stop the host: copies may be under way, and what unmapping does to them is not said.
+        _checked("cudaDeviceSynchronize")
         self._close()
 
     def _copy(self, to: int, source: int, offset: int, nbytes: int) -> None:
@@ -62,7 +64,8 @@ class DeviceMemory:
         self._stream = stream
 
     def make(self, nbytes: int) -> tuple[Any, DeviceRegion]:
-        address = int(_checked("cudaMalloc", nbytes))
+        # A handle opens the whole block an allocation lies in. Whole blocks share theirs with nobody.
+        address = int(_checked("cudaMalloc", -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES))
         region = DeviceRegion(address, nbytes, self._stream, lambda: _checked("cudaFree", address))
         try:
             handle = _checked("cudaIpcGetMemHandle", address)
@@ -82,3 +85,5 @@ class DeviceMemory:
 
 # CUDA_IPC_HANDLE_SIZE of CUDA's headers.
 _HANDLE_BYTES = 64
+# CUDA's programming guide, interprocess communication: share only allocations that are multiples of this.
+_BLOCK_BYTES = 2 << 20

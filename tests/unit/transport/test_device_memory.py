@@ -50,6 +50,7 @@ class FakeRuntime(ModuleType):
         self.allocated: dict[int, Any] = {}
         self.opened: list[int] = []
         self.streams: list[int] = []
+        self.under_way = False
         self.failing: dict[str, cudaError_t] = {}
 
     def _status(self, call: str) -> cudaError_t:
@@ -63,6 +64,7 @@ class FakeRuntime(ModuleType):
 
     def cudaFree(self, address: int) -> tuple[cudaError_t]:
         assert address not in self.opened, "freed while another process has it open"
+        assert not self.under_way, "freed while a copy is under way"
         del self.allocated[address]
         return (self._status("cudaFree"),)
 
@@ -81,15 +83,21 @@ class FakeRuntime(ModuleType):
         return self._status("cudaIpcOpenMemHandle"), address
 
     def cudaIpcCloseMemHandle(self, address: int) -> tuple[cudaError_t]:
+        assert not self.under_way, "closed while a copy is under way"
         self.opened.remove(address)
         return (self._status("cudaIpcCloseMemHandle"),)
 
     def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> tuple[cudaError_t]:
         assert kind == cudaMemcpyKind.cudaMemcpyDefault, "a peer's address and one's own: only CUDA can tell which is which"
         self.streams.append(stream)
+        self.under_way = True
         if self._status("cudaMemcpyAsync") == 0:
             ctypes.memmove(to, source, nbytes)
         return (self._status("cudaMemcpyAsync"),)
+
+    def cudaDeviceSynchronize(self) -> tuple[cudaError_t]:
+        self.under_way = False
+        return (self._status("cudaDeviceSynchronize"),)
 
 
 @pytest.fixture
@@ -156,6 +164,15 @@ def test_nothing_is_copied_beyond_the_end(cuda: FakeRuntime) -> None:
     assert cuda.streams == []
 
 
+@pytest.mark.parametrize(("asked", "allocated"), [(1, 2 << 20), (2 << 20, 2 << 20), ((2 << 20) + 1, 4 << 20)])
+def test_what_is_lent_fills_whole_blocks(cuda: FakeRuntime, asked: int, allocated: int) -> None:
+    """A handle opens the whole block of the driver's that an allocation lies in, and with it whatever else lies there."""
+    _, lent = memory().make(asked)
+    assert [len(piece) for piece in cuda.allocated.values()] == [allocated]
+    with pytest.raises(AssertionError, match="of a region of"):
+        lent.write(0, numbers(asked + 1))
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -163,6 +180,7 @@ def test_nothing_is_copied_beyond_the_end(cuda: FakeRuntime) -> None:
         ("cudaIpcGetMemHandle", cudaError_t.cudaErrorMapBufferObjectFailed),
         ("cudaIpcOpenMemHandle", cudaError_t.cudaErrorMapBufferObjectFailed),
         ("cudaMemcpyAsync", cudaError_t.cudaErrorMapBufferObjectFailed),
+        ("cudaDeviceSynchronize", cudaError_t.cudaErrorMapBufferObjectFailed),
         ("cudaIpcCloseMemHandle", cudaError_t.cudaErrorMapBufferObjectFailed),
         ("cudaFree", cudaError_t.cudaErrorMemoryAllocation),
     ],
