@@ -29,6 +29,8 @@ _MOST_DISTINCT = 1000
 
 def render(view: Mapping[str, Any]) -> str:
     """The page. Raises ValueError, with its place, for a view that is not of the agreed form."""
+    tracks = _Tracks()
+    iterations = [_iteration(iteration, tracks) for iteration in _of(view, "iterations", "the view")]
     data = {
         "title": str(_of(view, "title", "the view")),
         "facts": _of(view, "facts", "the view"),
@@ -37,7 +39,8 @@ def render(view: Mapping[str, Any]) -> str:
         "differences": _of(view, "differences", "the view"),
         "tick_s": TICK_S,
         "kinds": _KINDS,
-        "iterations": [_iteration(iteration) for iteration in _of(view, "iterations", "the view")],
+        "tracks": tracks.packed,
+        "iterations": iterations,
     }
     parts = {
         "TITLE": escape(data["title"]),
@@ -81,21 +84,36 @@ def _of(part: Mapping[str, Any], name: str, place: str) -> Any:
     return part[name]
 
 
-def _iteration(iteration: Mapping[str, Any]) -> dict[str, Any]:
+class _Tracks:
+    """Every track once: all iterations have the same simulation, and it is half of all there is."""
+
+    def __init__(self) -> None:
+        self.packed: list[dict[str, Any]] = []
+        self._places: dict[int, int] = {}
+
+    def place(self, track: Mapping[str, Any], where: str) -> int:
+        """Where the track stands in `packed`."""
+        if id(track) not in self._places:
+            self._places[id(track)] = len(self.packed)
+            self.packed.append(_track(track, where))
+        return self._places[id(track)]
+
+
+def _iteration(iteration: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
     place = f"iteration {iteration.get('iteration', '?')}"
     return {
         "iteration": _of(iteration, "iteration", place),
         "end_s": _of(iteration, "end_s", place),
-        "ranks": [_rank(rank, place) for rank in _of(iteration, "ranks", place)],
+        "ranks": [_rank(rank, place, tracks) for rank in _of(iteration, "ranks", place)],
     }
 
 
-def _rank(rank: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _rank(rank: Mapping[str, Any], place: str, tracks: _Tracks) -> dict[str, Any]:
     place = f"{place}, rank {rank.get('rank', '?')}"
     packed = {name: _of(rank, name, place) for name in ("rank", "label", "bound_bytes")}
     for side in ("measured", "simulated"):
         track = _of(rank, side, place)
-        packed[side] = None if track is None else _track(track, f"{place}, {side}")
+        packed[side] = None if track is None else tracks.place(track, f"{place}, {side}")
     return packed
 
 

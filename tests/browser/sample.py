@@ -32,6 +32,7 @@ def make_view(
     """Balanced 1F1B. Ranks in `missing` have no record."""
     schedule = build(ProgramConfig("1f1b", num_stages, num_microbatches, balance="bpipe"))
     predicted = simulate(schedule, replace(uniform(num_stages, COST, LINKS), blocking=True))
+    simulated = [track(predicted, rank, float) for rank in range(num_stages)]
     shown = []
     measured = predicted
     for number in range(iterations):
@@ -40,11 +41,11 @@ def make_view(
         clock = _clock(float(measured.makespan_s), chance)
         ranks = [
             {
-                "rank": rank,
-                "label": f"stage {rank} (rank {rank})",
+                "rank": None if rank in missing else rank,
+                "label": f"stage {rank} ({'no record' if rank in missing else f'rank {rank}'})",
                 "bound_bytes": (schedule.bounds or (0,) * num_stages)[rank] * SAVED,
                 "measured": None if rank in missing else track(measured, rank, clock),
-                "simulated": track(predicted, rank, float),
+                "simulated": simulated[rank],
             }
             for rank in range(num_stages)
         ]
@@ -98,7 +99,7 @@ def _uneven(num_stages: int, chance: random.Random) -> Costs:
     stages = []
     for stage in range(num_stages):
         slow = chance.uniform(0.96, 1.08) * (1.1 if stage == 3 else 1)
-        stages.append(replace(COST, forward_s=COST.forward_s * slow, backward_s=COST.backward_s * slow, transfer_s=0.013))
+        stages.append(replace(COST, forward_s=COST.forward_s * slow, backward_s=COST.backward_s * slow, transfer_s=0.016))
     return Costs(tuple(stages), LINKS, blocking=True)
 
 
@@ -124,7 +125,7 @@ def _stage(report: Report, rank: int, missing: bool) -> dict[str, Any]:
     transfers = num_transfers(schedule, rank)
     return {
         "stage": rank,
-        "rank": rank,
+        "rank": None if missing else rank,
         "measured_bytes": None if missing else report.peak_bytes(rank),
         "predicted_bytes": peak,
         "bound_bytes": (schedule.bounds or (0,) * schedule.num_ranks)[rank] * SAVED,
@@ -136,12 +137,12 @@ def _stage(report: Report, rank: int, missing: bool) -> dict[str, Any]:
         "loads": transfers.loads,
         "bubble": float(1 - report.busy_s(rank) / report.makespan_s),
         "exposed_s": float(report.exposed_s[rank]),
-        "bytes_per_s": SAVED / 0.013 if transfers.evictions else None,
+        "bytes_per_s": SAVED / 0.016 if transfers.evictions else None,
     }
 
 
 def action_row(view: dict[str, Any], rank: int, side: str, action: Action) -> list[Any]:
-    """The row of an action in the first iteration."""
-    rows = view["iterations"][0]["ranks"][rank][side]["actions"]
+    """The row of an action in the iteration that the page shows first, the last."""
+    rows = view["iterations"][-1]["ranks"][rank][side]["actions"]
     found: list[Any] = next(row for row in rows if row[0] == str(action))
     return found

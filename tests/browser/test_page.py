@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.browser.sample import SAVED, action_row, make_view
 MIB = 2**20
 MISSING = 5
 LANES = {"F": "compute", "B": "compute", "EVICT": "away", "RETURN": "away", "LOAD": "towards", "HOST": "towards"}
-MEASURED_LOAD_WITH_WAIT = "0LOAD10"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def page(driver: Any, path: Path) -> Page:
 
 
 def at(page: Page, view: dict[str, Any], text: str, rank: int, side: str = "measured", share: float = 0.5) -> tuple[float, float]:
-    """Where an action of the first iteration lies, `share` of it from its start."""
+    """Where an action of the last iteration lies, `share` of it from its start."""
     action = read_action(text)
     _, start, end, *_ = action_row(view, rank, side, action)
     return page.place(rank, side, LANES[action.kind.value], start + share * (end - start))
@@ -48,7 +48,14 @@ def near(one: tuple[int, ...], other: tuple[int, ...], tolerance: int = 12) -> b
 
 
 def held(view: dict[str, Any], rank: int, side: str, time: float) -> int:
-    return [num_bytes for start, num_bytes in view["iterations"][0]["ranks"][rank][side]["memory"] if start <= time][-1]
+    return [num_bytes for start, num_bytes in view["iterations"][-1]["ranks"][rank][side]["memory"] if start <= time][-1]
+
+
+def longest_wait(view: dict[str, Any]) -> tuple[str, float, float]:
+    """The transfer for which stage 0 stood still longest, when that ended, and how long it was."""
+    row = max(view["iterations"][-1]["ranks"][0]["measured"]["actions"], key=lambda one: one[3])
+    assert row[3] > 0.005
+    return row[0], row[2], row[3]
 
 
 def ms(text: str) -> float:
@@ -91,13 +98,29 @@ def test_the_memory_curve_is_as_high_as_what_is_held(page: Page, view: dict[str,
 
 
 def test_waits_are_seen(page: Page, view: dict[str, Any]) -> None:
-    _, _, end, waited, *_ = action_row(view, 0, "measured", read_action(MEASURED_LOAD_WITH_WAIT))
-    assert waited > 0.002
+    _, end, waited = longest_wait(view)
     page.show(end - 3 * waited, end + 3 * waited)
     x, y = page.place(0, "measured", "compute", end - waited / 2)
     colours = page.colours(x, y, 25, 1)
     assert any(near(colour, page.shade("wait"), 30) for colour in colours)
     assert any(near(colour, page.shade("wait-line"), 40) for colour in colours), "stripes, so that it needs no colour"
+
+
+def test_a_transfer_far_shorter_than_a_pixel_is_seen(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
+    """A copy on a CPU takes a fiftieth of a computation: it is a stroke as high as its lane, not a speck."""
+    short = deepcopy(view)
+    for action in short["iterations"][-1]["ranks"][0]["measured"]["actions"]:
+        if "EVICT" in action[0]:
+            action[2] = action[1] + 5e-5
+    file = tmp_path / "report.html"
+    file.write_text(render(short), encoding="utf-8")
+    page = Page(driver, file)
+    _, start, end, *_ = action_row(short, 0, "measured", read_action("0EVICT4"))
+    x, y = page.place(0, "measured", "away", (start + end) / 2)
+    height = 7
+    seen = [near(colour, page.shade("away")) for colour in page.colours(x, y, 5, height)]
+    assert any(all(seen[column::5]) for column in range(5))
+    assert not all(seen)
 
 
 @pytest.mark.parametrize(("name", "value"), [("sides", "measured"), ("sides", "simulated"), ("size", "small"), ("size", "medium")])
@@ -133,8 +156,8 @@ def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str,
 
 
 def test_a_rank_without_a_record_is_named(page: Page) -> None:
-    assert f"Without a record: stage {MISSING} (rank {MISSING})" in page.text("#missing")
-    assert page.hover(*page.place(MISSING, "measured", "compute", 0.1)) == f"stage {MISSING} (rank {MISSING}): no record of this rank"
+    assert page.text("#missing") == f"Simulated only, for want of a record: stage {MISSING} (no record)."
+    assert page.hover(*page.place(MISSING, "measured", "compute", 0.1)) == f"stage {MISSING}: no record of this rank"
     assert "simulated" in page.hover(*page.place(MISSING, "simulated", "compute", 0.25))
 
 
@@ -221,7 +244,7 @@ def test_a_span_is_kept_within_the_iteration_and_never_empty(page: Page) -> None
         ("0B15", 0, "simulated"),
         ("3B7", 3, "measured"),
         ("7F9", 7, "simulated"),
-        (MEASURED_LOAD_WITH_WAIT, 0, "measured"),
+        ("0LOAD10", 0, "measured"),
         ("1EVICT8", 1, "simulated"),
         ("0HOST4", 7, "measured"),
         ("0RETURN4", 7, "simulated"),
@@ -248,10 +271,13 @@ def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, 
 
 
 def test_hovering_a_wait_tells_for_what(page: Page, view: dict[str, Any]) -> None:
-    _, _, end, waited, *_ = action_row(view, 0, "measured", read_action(MEASURED_LOAD_WITH_WAIT))
+    text, end, waited = longest_wait(view)
     told = page.hover(*page.place(0, "measured", "compute", end - waited / 2))
-    assert told.splitlines()[0] == f"computation stands still for {MEASURED_LOAD_WITH_WAIT}"
+    assert told.splitlines()[0] == f"computation stands still for {text}"
     assert ms(facts(told)["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
+    transfer = page.hover(*at(page, view, text, 0))
+    assert transfer.startswith(f"{text}: ")
+    assert ms(facts(transfer)["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
 
 
 def test_hovering_the_memory_tells_both_and_the_bound(page: Page, view: dict[str, Any]) -> None:
@@ -286,9 +312,9 @@ def test_the_keys_step_through_actions_and_say_them(page: Page) -> None:
 
 def test_another_iteration_can_be_chosen(page: Page, view: dict[str, Any]) -> None:
     before = page.picture()
-    page.choose("iteration", "1")
+    page.choose("iteration", "0")
     assert page.picture() != before
-    assert page.range()[1] >= view["iterations"][1]["end_s"] - 1e-6
+    assert page.range()[1] >= view["iterations"][0]["end_s"] - 1e-6
     assert page.hover(*page.place(0, "measured", "compute", 0.001)).startswith("0F0: ")
 
 

@@ -91,15 +91,21 @@ function unpackTrack(packed, kinds, tick) {
   return { columns, lanes, memory, peak: memory.held.reduce((most, held) => Math.max(most, held), 0) };
 }
 
-// One iteration, unpacked when it is first shown.
+// One iteration, unpacked when it is first shown; a track that several have, once.
 function unpackIteration(data, iteration) {
   if (iteration.unpacked) return iteration.unpacked;
+  const unpack = (place) => {
+    if (place === null) return null;
+    data.unpacked ??= new Map();
+    if (!data.unpacked.has(place)) data.unpacked.set(place, unpackTrack(data.tracks[place], data.kinds, data.tick_s));
+    return data.unpacked.get(place);
+  };
   const tracks = iteration.ranks.map((rank) => ({
     rank: rank.rank,
     label: rank.label,
     bound: rank.bound_bytes,
-    measured: rank.measured && unpackTrack(rank.measured, data.kinds, data.tick_s),
-    simulated: rank.simulated && unpackTrack(rank.simulated, data.kinds, data.tick_s),
+    measured: unpack(rank.measured),
+    simulated: unpack(rank.simulated),
   }));
   let end = iteration.end_s;
   let peak = 1;

@@ -9,7 +9,7 @@ function describeAt(timeline, x, y) {
   const slack = (3 * (timeline.view.end - timeline.view.start)) / timeline.width;
   if (band.name === "memory") return describeMemory(timeline, row.track, time);
   const side = row.track[band.side];
-  if (!side) return { title: `${row.track.label}: no record of this rank`, facts: [] };
+  if (!side) return { title: `${row.track.label.replace(" (no record)", "")}: no record of this rank`, facts: [] };
   const exact = actionAt(side.lanes[band.name], time);
   if (exact >= 0) return describeAction(timeline, row.track, band, side.lanes[band.name].places[exact]);
   const wait = band.name === "compute" ? actionAt(side.lanes.waits, time, slack) : NOTHING;

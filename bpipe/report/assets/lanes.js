@@ -107,8 +107,8 @@ class Shares {
         this.closeColumn();
         this.column = column;
       }
-      // At least a tenth of a column: a short transfer must not vanish.
-      this.shares[group] += Math.max(0.1, Math.min(to, column + 1) - Math.max(from, column));
+      // Transfers lie in lanes of their own and may be far apart and short: each is a whole stroke, or it would vanish.
+      this.shares[group] += group >= 3 ? 1 : Math.min(to, column + 1) - Math.max(from, column);
     }
   }
 

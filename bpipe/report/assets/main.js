@@ -64,6 +64,7 @@ function setUpTheme(timeline) {
 function setUpControls(timeline, iterations) {
   const chooser = byId("iteration");
   chooser.append(...iterations.map(({ iteration }, index) => element("option", { value: String(index) }, String(iteration))));
+  chooser.value = String(iterations.length - 1);
   byId("iteration-label").hidden = iterations.length < 2;
   chooser.addEventListener("change", () => timeline.show(iterations[Number(chooser.value)]));
   for (const name of ["sides", "size"]) {
@@ -80,9 +81,9 @@ function setUpControls(timeline, iterations) {
   new ResizeObserver(() => { if (timeline.resize()) timeline.request("resize"); }).observe(timeline.scroller);
 }
 
-// Where a time lies on a lane of a rank, in pixels of the window; brings the lane into sight first.
-function placeOf(timeline, rank, side, name, time) {
-  const row = timeline.layout.rows.find((one) => one.track.rank === rank);
+// Where a time lies on a lane of the row of this number, in pixels of the window; brings the lane into sight first.
+function placeOf(timeline, number, side, name, time) {
+  const row = timeline.layout.rows[number];
   const band = row.bands.find((one) => one.name === name && (one.side === side || name === "memory"));
   const room = timeline.height - AXIS;
   if (band.y < timeline.scroller.scrollTop || band.y + band.height > timeline.scroller.scrollTop + room) timeline.scroller.scrollTop = band.y - room / 2;
@@ -106,7 +107,8 @@ function main() {
     byId("timeline").replaceWith(element("p", {}, "No iteration was recorded."));
     return;
   }
-  timeline.show(data.iterations[0]);
+  // The last: the first recorded one may have been a warm-up.
+  timeline.show(data.iterations.at(-1));
   setUpControls(timeline, data.iterations);
   listenToPointer(timeline);
   listenToKeys(timeline);
@@ -114,7 +116,7 @@ function main() {
   window.bpipeTimeline = {
     range: () => [timeline.view.start, timeline.view.end],
     show: (start, end) => timeline.setView(start, end, "zoom"),
-    place: (rank, side, name, time) => placeOf(timeline, rank, side, name, time),
+    place: (row, side, name, time) => placeOf(timeline, row, side, name, time),
   };
   requestAnimationFrame(() => requestAnimationFrame(() => { window.bpipeTimings.first_draw_ms = performance.now(); }));
 }

@@ -4,11 +4,11 @@ function fillHead(data) {
   byId("answers").append(...data.answers.map((answer) => element("li", {}, answer)));
   byId("facts").append(...data.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
   const missing = new Set();
-  for (const iteration of data.iterations) for (const rank of iteration.ranks) if (!rank.measured) missing.add(rank.label);
+  for (const iteration of data.iterations) for (const rank of iteration.ranks) if (rank.measured === null) missing.add(rank.label);
   if (missing.size) {
     const names = [...missing];
     const shown = names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "");
-    byId("missing").textContent = `Without a record: ${shown}. What stands here for them is simulated only.`;
+    byId("missing").textContent = `Simulated only, for want of a record: ${shown}.`;
     byId("missing").hidden = false;
   }
 }
@@ -62,7 +62,10 @@ function fillDifferences(differences) {
     byId("differences").append(element("p", {}, "None: nothing was measured that the prediction does not say."));
     return;
   }
-  const rows = differences.map((difference) => element("tr", {},
-    element("th", { scope: "row" }, difference.what), cell(difference.measured), cell(difference.predicted), cell(difference.cause, "text")));
-  byId("differences").append(makeTable("", [["What", "text"], ["Measured", ""], ["Predicted", ""], ["Likely cause", "text"]], rows));
+  // The cause is a sentence: below its numbers there is room for it.
+  const rows = differences.flatMap((difference) => [
+    element("tr", { class: "led" }, element("th", { scope: "row" }, difference.what), cell(difference.measured), cell(difference.predicted)),
+    element("tr", {}, element("td", { class: "text", colspan: "3" }, difference.cause)),
+  ]);
+  byId("differences").append(makeTable("Below each: its likely cause.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
 }

@@ -118,7 +118,7 @@ def test_actions_and_memory_come_back_as_they_were(view: dict[str, Any], outline
             if given[side] is None:
                 assert packed[side] is None
                 continue
-            columns = {name: numbers(values) for name, values in packed[side].items()}
+            columns = {name: numbers(values) for name, values in data["tracks"][packed[side]].items()}
             names = ("stage", "kind", "microbatch", "start", "length", "wait", "bytes", "slot")
             rows = zip(*(columns[name] for name in names), strict=True)
             for row, (stage, kind, microbatch, start, length, wait, num_bytes, slot) in zip(given[side]["actions"], rows, strict=True):
@@ -145,6 +145,13 @@ def test_random_columns_come_back() -> None:
     for _ in range(200):
         values = [chance.randrange(-(10 ** chance.randrange(1, 12)), 10**6) for _ in range(chance.randrange(40))]
         assert numbers(column(values)) == values
+
+
+def test_what_all_iterations_share_is_in_the_page_once() -> None:
+    data = json.loads(Outline(render(make_view(4, 6, iterations=3))).scripts[1])
+    assert len(data["tracks"]) == 4 * (3 + 1), "each rank's three measurements and its one simulation"
+    simulated = [[rank["simulated"] for rank in iteration["ranks"]] for iteration in data["iterations"]]
+    assert simulated[0] == simulated[1] == simulated[2]
 
 
 def test_the_page_is_smaller_than_the_view(view: dict[str, Any]) -> None:
