@@ -1,6 +1,6 @@
 """One rank of a test's training runs: several cases, one after another, in one process, because importing torch is the expensive part.
 
-In: a file of cases (name, arguments, port) and a folder. Out: `<folder>/<case>.rank<r>.json`, what Megatron said of each iteration, bit for
+In: a file of cases (name, arguments) and a folder. Out: `<folder>/<case>.rank<r>.json`, what Megatron said of each iteration, bit for
 bit, and a hash of the final weights. The recording observes `train_step`; it replaces nothing of the pipeline's schedule.
 """
 
@@ -12,7 +12,9 @@ import hashlib
 import inspect
 import json
 import os
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +73,31 @@ class Recorder:
         return digest.hexdigest()
 
 
+def agree_on_port(path: Path) -> str:
+    """A port for the next case, chosen by the first rank and told by a file.
+
+    One chosen before the launch would be somebody's gloo socket by the time a late case comes to listen on it.
+    """
+    if LAUNCH_RANK == "0":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        partial = path.with_suffix(".partial")
+        partial.write_text(port)
+        partial.replace(path)
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the first rank never wrote {path}")
+        time.sleep(0.01)
+    return path.read_text()
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
     """Train once and write what happened."""
     # A placement gives this process another rank for one run; the next starts from the launcher's again.
     os.environ["RANK"] = LAUNCH_RANK
-    os.environ["MASTER_PORT"] = str(case["port"])
+    os.environ["MASTER_PORT"] = agree_on_port(folder / f"{case['name']}.port")
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
     print(f"=== {case['name']}", flush=True)
     recorder = Recorder()
