@@ -3,7 +3,7 @@
 # balancing did and that it changed no result. Usage: scripts/quickstart.sh [more flags of pretrain_gpt.py, for both runs]
 #
 # With 8 GPUs or more it runs one rank a GPU; otherwise on the CPU. Everything it leaves is in runs/quickstart: the corpus, a log of each
-# run, what each stage measured, and summary.json.
+# run, what each stage measured, summary.json, and the balanced run to look at: report.html and trace.json.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -17,6 +17,8 @@ STAGES=8
 MICROBATCHES=16
 MICRO_BATCH_SIZE=2
 ITERATIONS=40
+# In the middle, when everything has been allocated and touched.
+RECORDED=20-22
 VOCABULARY=512
 RUNS="$ROOT/runs/quickstart"
 CORPUS="$RUNS/data/stdlib.jsonl"
@@ -100,7 +102,7 @@ train() {
     CAUSES='^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)(: |$)' run_logged "$RUNS/$name.log" ' iteration +[0-9]+/|^bpipe: ' \
         "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$STAGES" pretrain_gpt.py \
         "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}" \
-        --bpipe-report "$RUNS/$name" "$@" || {
+        --bpipe-report "$RUNS/$name" --bpipe-report-iterations "$RECORDED" "$@" || {
         local status=$?
         ((status > 128)) || say "training $description failed; its whole log: $RUNS/$name.log"
         exit "$status"
@@ -114,3 +116,8 @@ train balanced "with --bpipe" --bpipe "$@"
 echo
 "$PYTHON" scripts/compare_runs.py "$RUNS/plain" "$RUNS/balanced" \
     --stages "$STAGES" --iterations "$ITERATIONS" --summary "$RUNS/summary.json"
+
+# --- The report of the balanced run -----------------------------------------------------------------------------------------------------
+
+echo
+bpipe report "$RUNS/balanced" --html "$RUNS/report.html" --trace "$RUNS/trace.json"
