@@ -242,8 +242,8 @@ def run_part() -> list[str]:
         "",
         "Bytes of saved activations that a stage really held at most, as `--bpipe-report` measured them storage by storage, and what "
         "follows from the model's sizes alone (`--kernels cpu`) and the schedule. Trained with Megatron's own trainer: 8 layers of 128, "
-        "4 heads, 256 tokens, micro-batches of 2; the LLaMA has RMSNorm, SwiGLU, grouped queries, rotary positions and no dropout. The commands are "
-        "in `tests/data/cpu_runs.json`.",
+        "4 heads, 256 tokens, micro-batches of 2; the LLaMA has RMSNorm, SwiGLU, grouped queries, rotary positions and no dropout. "
+        "The commands are in `tests/data/cpu_runs.json`.",
         *table("run|t/p/m|stages exact|first stage, measured / predicted|second stage|last stage", body),
         f"{exact} of {stages} stages exact to the byte. With tensor parallelism these are the first rank's: the others also hold copies of "
         "the batch they were sent, 8 bytes a token on the first stage and 4 on the last.",
