@@ -47,7 +47,7 @@ def ends() -> tuple[Control, Control]:
 VALUES = [None, "", "zu wenig Speicher: 17 €", {"0": [1, 2]}, [[3, [10**12, 0]], [0, []]], {"handle": "00" * 64}, ["x" * 100_000]]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
 def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
     here, there = ends()
     here.send(About.SIZES, value)
