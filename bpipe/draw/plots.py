@@ -17,8 +17,8 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-BLUE, SKY, VERMILION, GREEN, BLACK, GREY = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#000000", "#8a8a8a"
-MIB, GIB = 2**20, 2**30
+BLUE, SKY, VERMILION, GREEN, BLACK = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#000000"
+MIB = 2**20
 _PNG_DOTS_PER_INCH = 160
 # Text stays text, ids do not change from one drawing to the next.
 _STYLE = {

@@ -12,13 +12,13 @@ function barTitle(stage, text, bytes) {
   return drawing("title", {}, `stage ${stage.stage}, ${text}: ${bytesText(bytes)}`);
 }
 
-function barLegend(balanced) {
+function barLegend(balanced, bounded) {
   const entries = [
     ["without balancing, predicted", [["rect", { class: "before" }], ["rect", { fill: "url(#stripes)" }]]],
     [balanced ? "this run, balanced: measured" : "this run: measured", [["rect", { class: "after" }]]],
     ["predicted", [["rect", { class: "expected" }]]],
-    ["bound", [["line", { class: "bound", x1: -1, x2: 17, y1: 6, y2: 6 }]]],
   ];
+  if (bounded) entries.push(["bound", [["line", { class: "bound", x1: -1, x2: 17, y1: 6, y2: 6 }]]]);
   const group = drawing("g", { transform: `translate(${BARS.left}, 4)` });
   let x = 0;
   for (const [text, shapes] of entries) {
@@ -88,6 +88,6 @@ function fillBars(stages) {
     if (index % every === 0) write(left + (index + 0.5) * room, height - bottom + 16, String(stage.stage), { "text-anchor": "middle" });
   });
   write(left + (width - left - right) / 2, height - 3, "stage", { "text-anchor": "middle", class: "quiet" });
-  picture.append(barLegend(balanced));
+  picture.append(barLegend(balanced, stages.some((stage) => stage.bound_bytes !== null)));
   byId("bars").append(picture);
 }
