@@ -2,12 +2,12 @@
 
 Every cause is a condition on recorded numbers, and its sentence names them. Tried in order, the first that holds is taken:
   an iteration      it was the first recorded, and most stages computed slower than later; one computation; one stage; transfers;
-                    computations of all stages vary
+                    computations and hand-overs vary
   a computation     a few of them; those beside a transfer; all of them spread
   standing still    transfers slower than probed; transfers longer than what they run beside
   one transfer      slower than probed
-  waiting           another stage computed longer, or stood still longer, than predicted; messages took longer than typical, or are not
-                    in the prediction; computations of other stages vary
+  waiting           another stage computed longer, or stood still longer, than predicted; hand-overs took longer than predicted; times of
+                    other stages vary
   a peak            more or fewer micro-batches at once; micro-batches of differing size; what cannot move; a received input
 Knows no format.
 """
@@ -20,9 +20,10 @@ from statistics import mean, median, quantiles
 
 from bpipe.ir.action import Kind
 from bpipe.report.compare import Comparison
+from bpipe.report.handover import late_starts
 from bpipe.report.measured import SLOWER, Lane, Measured, Timeline, ended_transfers, warm_up_ratios
 from bpipe.report.record import Row
-from bpipe.report.replay import gaps, probed_speed
+from bpipe.report.replay import probed_speed
 from bpipe.report.units import bytes_text, percent_text, rate_text, seconds_text
 
 Finder = Callable[[Comparison], str | None]
@@ -64,11 +65,25 @@ def _slow_ones(comparison: Comparison, lane: Lane) -> float:
     return sum(max(0.0, _excess(comparison, row)) for row in lane.computations)
 
 
-def _varies(lost: float) -> str:
+def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Sequence[int], over: float) -> str | None:
     """Noise on every stage adds up along the pipeline: each waits for the slowest before it."""
+
+    def lost(place: int) -> tuple[float, float]:
+        present = [(timeline, lane) for timeline in timelines for lane in [timeline.lanes[place]] if lane is not None]
+        if not present:
+            return 0.0, 0.0
+        slow = median(_slow_ones(comparison, lane) for _, lane in present)
+        return slow, median(sum(late for late, _ in late_starts(comparison, timeline, place)) for timeline, _ in present)
+
+    losses = {place: lost(place) for place in places}
+    worst = max(losses, key=lambda place: sum(losses[place]), default=None)
+    if worst is None or sum(losses[worst]) < MOST_OF_IT * over:
+        return None
+    slow, late = losses[worst]
+    hint = " More processes than cores?" if comparison.measured.run.info.device == "cpu" else ""
     return (
-        f"Computations vary: on one stage those slower than the median add up to {seconds_text(lost)} beyond it, and in a pipeline the "
-        f"slower neighbour sets the pace."
+        f"Times vary: on stage {worst} computations above the median add up to {seconds_text(slow)} beyond it, and hand-overs from its "
+        f"neighbours to {seconds_text(late)} more than predicted. In a pipeline the slower neighbour sets the pace.{hint}"
     )
 
 
@@ -80,9 +95,7 @@ class OfIteration:
         over = self.timeline.span_s - comparison.totals.predicted_pipeline_s
         if over <= 0:
             return self._faster(comparison, -over)
-        return (
-            self._warm_up(comparison) or self._one(comparison, over) or self._stage(comparison, over) or self._neighbours(comparison, over)
-        )
+        return self._warm_up(comparison) or self._one(comparison, over) or self._stage(comparison, over) or self._all(comparison, over)
 
     def _warm_up(self, comparison: Comparison) -> str | None:
         if self.timeline.iteration != comparison.measured.warm_up:
@@ -116,9 +129,8 @@ class OfIteration:
             return f"Stage {worst} stood still for transfers {seconds_text(exposed[worst])} longer than predicted."
         return None
 
-    def _neighbours(self, comparison: Comparison, over: float) -> str | None:
-        lost = max(_slow_ones(comparison, lane) for lane in self.timeline.present)
-        return _varies(lost) if lost >= MOST_OF_IT * over else None
+    def _all(self, comparison: Comparison, over: float) -> str | None:
+        return _varies(comparison, [self.timeline], range(len(comparison.stages)), over)
 
     def _faster(self, comparison: Comparison, under: float) -> str | None:
         least = min(_excess_of(comparison, lane) for lane in self.timeline.present)
@@ -287,29 +299,27 @@ class OfWaiting:
 
     def _noise(self, comparison: Comparison, over: float) -> str | None:
         places = [place for place in range(len(comparison.stages)) if place != self.place]
-        lost = max((self._typical(comparison, place, lambda lane: _slow_ones(comparison, lane)) for place in places), default=0.0)
-        return _varies(lost) if lost >= MOST_OF_IT * over else None
+        return _varies(comparison, comparison.measured.typical, places, over)
 
     def _typical(self, comparison: Comparison, place: int, value: Callable[[Lane], float]) -> float:
         lanes = [timeline.lanes[place] for timeline in comparison.measured.typical]
         return median([value(lane) for lane in lanes if lane is not None] or [0.0])
 
     def _messages(self, comparison: Comparison, over: float) -> str | None:
-        measured, basis = comparison.measured, comparison.prediction.basis
-        owner = measured.schedule.stage_to_rank
-        found: list[list[float]] = []
-        for timeline in measured.typical:
-            pairs = [(sender, stage) for stage in _stages(comparison, self.place) for sender in (stage - 1, stage + 1)]
-            found.append([gap for sender, stage in pairs if 0 <= sender < len(owner) for gap in gaps(timeline, owner, sender, stage)])
-        typical = basis.message_s or 0.0
-        lost = median(sum(gap - typical for gap in one) for one in found)
+        found = [(timeline.iteration, late_starts(comparison, timeline, self.place)) for timeline in comparison.measured.typical]
+        lost = median(sum(late for late, _ in one) for _, one in found)
         if lost < MOST_OF_IT * over:
             return None
-        count = median(len(one) for one in found)
-        longer = f"{seconds_text(lost)} in {count:g} messages from its neighbours"
-        if basis.message_s is None:
-            return f"Messages are not in the prediction, for too few could be told from waiting; they took {longer}."
-        return f"Messages took longer than the typical {seconds_text(typical)}: {longer} beyond that."
+        number, (longest, action) = max(((number, late) for number, one in found for late in one), key=lambda pair: pair[1][0])
+        missing = (
+            " Messages are not in the prediction: too few could be told from waiting."
+            if comparison.prediction.basis.message_s is None
+            else ""
+        )
+        return (
+            f"Hand-overs from its neighbours took longer than predicted: {seconds_text(lost)} in all, with the input computed and nothing "
+            f"else to wait for; the longest, {seconds_text(longest)}, before {action} in iteration {number}.{missing}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

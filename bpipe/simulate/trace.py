@@ -157,8 +157,7 @@ class _Rank:
     def _event(self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
         start, end = _microseconds(start_s), _microseconds(end_s)
         event = {"ph": "X", "pid": self.track.rank, "tid": thread, "name": name, "cat": category, "ts": start, "args": args}
-        # Of two rounded ends, so that what follows without a gap does not overlap by a rounding.
-        event["dur"] = round(end - start, 3)
+        event["dur"] = end - start
         self.events.append(event)
         return event
 
@@ -192,4 +191,5 @@ def _arrows(flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> list[dic
 
 
 def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+    """In eighths: a whole number of nanoseconds without rounding, so two slices that meet do so in every reader."""
+    return round(seconds * 8e6) / 8

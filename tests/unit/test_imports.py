@@ -21,6 +21,7 @@ WITHOUT_TORCH = [
     "models",
     "plan",
     "draw",
+    "report",
     "commands",
     "program.py",
     "cli.py",

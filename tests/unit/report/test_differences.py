@@ -49,7 +49,7 @@ def test_one_slow_micro_batch(tmp_path: Path) -> None:
 
 def test_computations_that_vary(tmp_path: Path) -> None:
     changes = found(tmp_path, noise=0.4)
-    assert any(one.cause.startswith("Computations vary") for one in changes.values())
+    assert any(one.cause.startswith("Times vary: on stage ") for one in changes.values())
 
 
 def test_transfers_slower_than_the_probe(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_computations_beside_a_transfer_are_slower(tmp_path: Path) -> None:
     assert one.cause.startswith("Those beside a transfer took 1.4")
 
 
-def test_messages_that_take_longer_than_typical(tmp_path: Path) -> None:
+def test_hand_overs_that_take_longer_than_predicted(tmp_path: Path) -> None:
     """When stage 0 waits for its first gradient, everything stands still for a tenth of a second, and nobody computes longer."""
     write_run(tmp_path, iterations=(5,), message_s=0.0005)
     rows = report_of(tmp_path).comparison.measured.timelines[0].present[0].computations
@@ -122,7 +122,8 @@ def test_messages_that_take_longer_than_typical(tmp_path: Path) -> None:
     comparison = report_of(tmp_path).comparison
     cause = OfWaiting(0)(comparison)
     assert cause is not None
-    assert cause.startswith("Messages took longer than the typical 500 us: 100 ms in ")
+    assert cause.startswith("Hand-overs from its neighbours took longer than predicted: 100 ms in all")
+    assert cause.endswith("the longest, 100 ms, before 0B0 in iteration 5.")
 
 
 def test_micro_batches_that_differ_in_size(tmp_path: Path) -> None:
