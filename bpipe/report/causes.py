@@ -65,6 +65,17 @@ def _slow_ones(comparison: Comparison, lane: Lane) -> float:
     return sum(max(0.0, _excess(comparison, row)) for row in lane.computations)
 
 
+def shared_cores(comparison: Comparison) -> str:
+    """Says so where ranks that compute on the CPU have fewer cores than there are of them."""
+    ranks = comparison.measured.run.ranks
+    for host in dict.fromkeys(record.host for record in ranks):
+        here = [record for record in ranks if record.host == host and record.device == "cpu"]
+        cores = min((record.cores for record in here if record.cores), default=None)
+        if cores is not None and cores < len(here):
+            return f" {len(here)} ranks share {cores} cores on {host}."
+    return ""
+
+
 def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Sequence[int], over: float) -> str | None:
     """Noise on every stage adds up along the pipeline: each waits for the slowest before it."""
 
@@ -80,10 +91,10 @@ def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Seque
     if worst is None or sum(losses[worst]) < MOST_OF_IT * over:
         return None
     slow, late = losses[worst]
-    hint = " More processes than cores?" if comparison.measured.run.info.device == "cpu" else ""
     return (
         f"Times vary: on stage {worst} computations above the median add up to {seconds_text(slow)} beyond it, and hand-overs from its "
-        f"neighbours to {seconds_text(late)} more than predicted. In a pipeline the slower neighbour sets the pace.{hint}"
+        f"neighbours to {seconds_text(late)} more than predicted. In a pipeline the slower neighbour sets the pace."
+        f"{shared_cores(comparison)}"
     )
 
 
@@ -166,7 +177,7 @@ class OfComputation:
         return (
             self._few(comparison, [(number, row) for number, row, _ in samples], typical, over)
             or self._beside([(row, lane) for _, row, lane in samples], over)
-            or self._spread([row.seconds for _, row, _ in samples], typical)
+            or self._spread(comparison, [row.seconds for _, row, _ in samples], typical)
         )
 
     def _few(self, comparison: Comparison, samples: Sequence[tuple[int, Row]], typical: float, over: float) -> str | None:
@@ -188,12 +199,13 @@ class OfComputation:
             return None
         return f"Those beside a transfer took {ratio:.2f} times as long as those alone: they share cores or memory bandwidth."
 
-    def _spread(self, seconds: Sequence[float], typical: float) -> str | None:
+    def _spread(self, comparison: Comparison, seconds: Sequence[float], typical: float) -> str | None:
         low, _, high = quantiles(seconds, n=4)
         if high - low < 0.2 * typical:
             return None
         return (
-            f"They vary throughout: a quarter took less than {seconds_text(low)}, a quarter more than {seconds_text(high)}. Shared cores?"
+            f"They vary throughout: a quarter took less than {seconds_text(low)}, a quarter more than {seconds_text(high)}."
+            f"{shared_cores(comparison)}"
         )
 
 

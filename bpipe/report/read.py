@@ -130,6 +130,7 @@ def _rank(path: Path, header: Mapping[str, Any], iterations: dict[int, Iteration
         partner=header.get("partner"),
         weights_bytes=header.get("weights_bytes"),
         limit_bytes=header.get("limit_bytes"),
+        cores=header.get("cores"),
         iterations=iterations,
     )
 

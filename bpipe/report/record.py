@@ -57,7 +57,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank and its iterations, by number. `partner` is a rank of the world, like `rank`."""
+    """One rank and its iterations, by number. `partner` is a rank of the world, like `rank`. `cores` are those it may use on `host`."""
 
     rank: int
     pipeline: int
@@ -68,6 +68,7 @@ class RankRecord:
     partner: int | None
     weights_bytes: int | None
     limit_bytes: int | None
+    cores: int | None
     iterations: Mapping[int, Iteration]
 
     def ended(self, row: Row) -> bool:

@@ -26,7 +26,8 @@ _FLOW = "activations"
 # A host slot's threads come after the three that every rank has, the host code's last.
 _THREADS = ("compute", "evict", "load")
 _FIRST_SLOT = len(_THREADS)
-_HOST_CODE = 1000
+_HOST_CODE = 9_999
+_MOST_THREADS = 10_000
 
 
 class Slice(NamedTuple):
@@ -156,10 +157,16 @@ class _Rank:
 
     def _event(self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
         start, end = _microseconds(start_s), _microseconds(end_s)
-        event = {"ph": "X", "pid": self.track.rank, "tid": thread, "name": name, "cat": category, "ts": start, "args": args}
+        event = {"ph": "X", "pid": self.track.rank, "tid": self._tid(thread), "name": name, "cat": category, "ts": start, "args": args}
         event["dur"] = end - start
         self.events.append(event)
         return event
+
+    def _tid(self, thread: int) -> int:
+        """A number of its own for every thread of the trace. Perfetto takes thread 0, and the one numbered as its process, for the same:
+        the main thread. It would show what rank 3 computes and its thread 3 as one, and drop what overlaps.
+        """
+        return _MOST_THREADS * (self.track.rank + 1) + thread
 
     def metadata(self) -> list[dict[str, Any]]:
         pid = self.track.rank
@@ -168,8 +175,9 @@ class _Rank:
             {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}},
         ]
         for thread, name in sorted(self.names.items()):
-            found.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}})
-            found.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
+            of_thread = {"ph": "M", "pid": pid, "tid": self._tid(thread)}
+            found.append({**of_thread, "name": "thread_name", "args": {"name": name}})
+            found.append({**of_thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
         return found
 
 

@@ -62,6 +62,7 @@ class Truth:
     clock_error_s: Mapping[int, float] = field(default_factory=dict)
     weights_bytes: int | None = 30_000_000
     limit_bytes: int | None = None
+    cores: int | None = None
     flops: float | None = None
     peak_flops: float | None = None
     seed: int = 1
@@ -113,7 +114,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
             partner = None if partners[place] is None else pipeline * places + partners[place]
             header = {"format": "bpipe-record", "version": 1, "rank": rank, "pipeline": pipeline, "place": place, "host": "node-0"}
             header |= {"device": "cpu", "transport": None if partner is None else truth.transport, "partner": partner}
-            header |= {"weights_bytes": truth.weights_bytes, "limit_bytes": truth.limit_bytes}
+            header |= {"weights_bytes": truth.weights_bytes, "limit_bytes": truth.limit_bytes, "cores": truth.cores}
             lines = [header, *(_line(schedule, truth, place, index, *one) for index, one in enumerate(reports))]
             (folder / f"record_{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = [{"iteration": number, "elapsed_s": float(report.pipeline_s) + 0.05} for number, report in reports]

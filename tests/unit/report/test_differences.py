@@ -47,9 +47,12 @@ def test_one_slow_micro_batch(tmp_path: Path) -> None:
     assert changes["waiting"].cause.startswith("It waited for stage 3, which computed 60 ms longer than its medians.")
 
 
-def test_computations_that_vary(tmp_path: Path) -> None:
-    changes = found(tmp_path, noise=0.4)
-    assert any(one.cause.startswith("Times vary: on stage ") for one in changes.values())
+def test_times_that_vary(tmp_path: Path) -> None:
+    causes = [one.cause for one in found(tmp_path / "a", noise=0.4).values()]
+    assert any(cause.startswith("Times vary: on stage ") for cause in causes)
+    assert not any("cores" in cause for cause in causes)
+    causes = [one.cause for one in found(tmp_path / "b", noise=0.4, cores=2).values()]
+    assert any(cause.endswith("the slower neighbour sets the pace. 8 ranks share 2 cores on node-0.") for cause in causes)
 
 
 def test_transfers_slower_than_the_probe(tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ def check(text: str) -> list[Event]:
     events = check_format(text)
     check_nesting(events)
     assert set(slices(events)) <= set(threads(events))
+    # Perfetto takes thread 0 and the one numbered as its process for one.
+    numbers = [tid for _, tid in threads(events)]
+    assert len(set(numbers)) == len(numbers)
+    assert not set(numbers) & {0, *(event["pid"] for event in events)}
     return events
 
 
