@@ -83,7 +83,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     partners = schedule.partners or (None,) * places
     links = [
-        {"ranks": [place, partner], "transport": truth.transport, "bytes_per_s": {truth.transport: truth.probe, "nccl": 1.0}}
+        {"ranks": [place, partner], "transport": truth.transport, "bytes_per_s": {truth.transport: truth.probe, "nccl": 1.0}, "refused": {}}
         for place, partner in enumerate(partners)
         if truth.probe and partner is not None and place < partner
     ]
