@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bpipe.models.cluster import Cluster
 from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
@@ -63,10 +64,21 @@ class Found:
     needs_bytes: int | None
 
 
+class Closest(NamedTuple):
+    """The setup that needs fewest bytes on its fullest rank. `is_state`: they are its weights, gradients and optimizer state alone.
+
+    A setup of which only activations are too much is closer than any whose state is.
+    """
+
+    is_state: bool
+    needs_bytes: int
+    setup: Setup
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`rows`: the fastest. `plain` and `balanced`: the fastest of either kind, where one fits. `closest`, where nothing fits, is the setup
-    that needs fewest bytes on its fullest rank, and how many. `num_only_balanced` fit only balanced."""
+    """`rows`: the fastest. `plain` and `balanced`: the fastest of either kind, where one fits. `closest` is there where nothing fits.
+    `num_only_balanced` fit only balanced."""
 
     num_configurations: int
     num_fitting: int
@@ -75,7 +87,7 @@ class Outcome:
     rows: tuple[Found, ...]
     plain: Found | None
     balanced: Found | None
-    closest: tuple[Setup, int] | None
+    closest: Closest | None
 
 
 def divisors(number: int) -> list[int]:
@@ -187,12 +199,10 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
     )
 
 
-def _what_fits(
-    space: Space, setups: list[Setup], progress: Progress
-) -> tuple[list[tuple[float, int, Setup, int | None]], tuple[Setup, int] | None]:
-    """(lower bound of time, number, setup, bytes it would need unbalanced) of every setup worth simulating, and the least needing one."""
+def _what_fits(space: Space, setups: list[Setup], progress: Progress) -> tuple[list[tuple[float, int, Setup, int | None]], Closest | None]:
+    """(lower bound of time, number, setup, bytes needed unbalanced) of every setup worth simulating; where there is none, the closest."""
     fitting: list[tuple[float, int, Setup, int | None]] = []
-    closest: tuple[Setup, int] | None = None
+    closest: Closest | None = None
     plain: tuple[Setup, int] | None = None
     limit = space.cluster.device.memory_bytes
     for number, setup in enumerate(setups):
@@ -205,10 +215,11 @@ def _what_fits(
         if needs is not None and needs <= limit:
             continue
         peak = plain[1] if needs is None else _peak_bytes(setup, limit)
-        if closest is None or peak < closest[1]:
-            closest = setup, peak
         if peak <= limit:
             fitting.append((lower_bound_s(setup, space.profile), number, setup, needs))
+        elif not fitting:
+            mine = Closest(state_bytes(setup) > limit, peak, setup)
+            closest = mine if closest is None or mine[:2] < closest[:2] else closest
     progress("memory", len(setups), len(setups))
     return fitting, closest
 
