@@ -25,11 +25,11 @@ def run(options: argparse.Namespace) -> None:
         from bpipe.report.page import render
         from bpipe.report.view import view
 
-        Path(options.html).write_text(render(view(report)))
+        Path(options.html).write_text(render(view(report)), encoding="utf-8")
     if options.trace is not None:
         from bpipe.report.trace import write_trace
 
-        Path(options.trace).write_text(write_trace(report.comparison.measured))
+        Path(options.trace).write_text(write_trace(report.comparison.measured), encoding="utf-8")
     if options.format == "json":
         from bpipe.report.document import document
 

@@ -45,6 +45,20 @@ class Lane:
         """The most that was seen during a computation."""
         return max((row.live_bytes for row in self.computations if row.live_bytes is not None), default=None)
 
+    @property
+    def levels(self) -> list[tuple[float, int]]:
+        """From when on what was held: the most during each computation, then what it left. Nobody looked in between."""
+        levels: list[tuple[float, int]] = []
+        for row in self.computations:
+            if row.live_bytes is not None:
+                levels.append((row.start_s, row.live_bytes))
+            if row.left_bytes is not None:
+                levels.append((row.end_s, row.left_bytes))
+        if levels:
+            # Every micro-batch is over then; slots for the partner stay.
+            levels.append((self.computations[-1].end_s, self.source.host_bytes))
+        return levels
+
     def count(self, kind: Kind) -> int:
         return sum(row.action.kind is kind for row in self.transfers)
 

@@ -61,7 +61,9 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
     What stays behind of a micro-batch that is away, because it cannot move, is in both.
     """
     ones = {stage: 1 for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
-    count = own_peak(schedule, rank, ones, ones, 0) + num_host_slots(schedule, rank)
+    # Where partners use their own host memory, no slot was made here.
+    slots = 0 if sizes is not None and not sizes.host_bytes else num_host_slots(schedule, rank)
+    count = own_peak(schedule, rank, ones, ones, 0) + slots
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
         return RankPeaks(count, None, bound, None)

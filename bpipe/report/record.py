@@ -22,7 +22,9 @@ SHORTEST_WAIT_S = 5e-5
 
 
 class Row(NamedTuple):
-    """One action of one rank. `wait_s`: how long computation stood still for this transfer; `live_bytes`: the most held meanwhile."""
+    """One action of one rank. `wait_s`: how long computation stood still for this transfer; `live_bytes`: the most held meanwhile,
+    `left_bytes`: what was held at its end.
+    """
 
     action: Action
     start_s: float
@@ -33,6 +35,7 @@ class Row(NamedTuple):
     bytes: int | None = None
     slot: int | None = None
     live_bytes: int | None = None
+    left_bytes: int | None = None
 
     @property
     def seconds(self) -> float:

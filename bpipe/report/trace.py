@@ -25,8 +25,7 @@ def write_trace(measured: Measured) -> str:
                 offset = _begin_s(timeline) - first
                 slices += _slices(lane, timeline.iteration, offset)
                 host += _host(lane, timeline, offset)
-                levels += [(row.start_s + offset, row.live_bytes) for row in lane.computations if row.live_bytes is not None]
-                levels.append((lane.computations[-1].end_s + offset, lane.source.host_bytes))
+                levels += [(time_s + offset, held) for time_s, held in lane.levels]
         label = f"stage {place} (no record)" if rank is None else f"rank {rank} (stage {place})"
         tracks.append(Track(unknown + place if rank is None else rank, label, slices, host, levels))
     return write_tracks(tracks)

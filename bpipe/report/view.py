@@ -1,6 +1,6 @@
 """Say what the page draws. In: a `Report`. Out: plain JSON values: head, rows, differences, and every iteration measured and simulated.
 
-Measured memory is what was seen during each computation, drawn until the next one; nobody looked in between. Computes nothing else.
+Measured memory is what was seen during each computation and at its end. Computes nothing else.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ def _iteration(timeline: Timeline, rows: tuple[StageRow, ...], simulated: list[d
 
 def _measured(lane: Lane) -> dict[str, Any]:
     actions = sorted((*lane.computations, *lane.transfers), key=lambda row: row.start_s)
-    host_bytes = lane.source.host_bytes
-    memory = [(row.start_s, row.live_bytes) for row in lane.computations if row.live_bytes is not None]
-    if memory:
-        # Every micro-batch is over then; slots for the partner stay.
-        memory = [(0.0, host_bytes), *memory, (lane.computations[-1].end_s, host_bytes)]
+    memory = [(0.0, lane.source.host_bytes), *lane.levels] if lane.levels else []
     return {
         "actions": [[str(row.action), row.start_s, row.end_s, row.wait_s, row.bytes, row.slot] for row in actions],
         "memory": [list(step) for step in memory],

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.models.flops import mfu
-from bpipe.simulate.memory import live_bytes, num_transfers
+from bpipe.report.memory import own_peak
+from bpipe.simulate.memory import num_transfers
 from megatron.scheduling import metrics, patches
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.recording import RunRecord, device_name, held_bytes, peak_of, pipeline_index, write_whole
@@ -83,31 +83,11 @@ class StageReport:
             num_microbatches=schedule.num_microbatches,
             peak_microbatches=peak_microbatches,
             peak_bytes=peak_bytes,
-            predicted_microbatches=_own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0) + num_slots,
-            predicted_bytes=_own_peak(schedule, stage, saved_bytes, moved_bytes, input_bytes) + host_bytes,
+            predicted_microbatches=own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0) + num_slots,
+            predicted_bytes=own_peak(schedule, stage, saved_bytes, moved_bytes, input_bytes) + host_bytes,
             evictions=transfers.evictions,
             loads=transfers.loads,
         )
-
-
-def _own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Mapping[int, int], received: int) -> int:
-    """The most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer moves `moved[stage]` of it.
-
-    Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until
-    the next forward has returned: a forward right after a backward finds it still there. Its interleaved loop does so at times that
-    depend on how its communication overlaps; there an input more or less is not predicted.
-    """
-    stages = range(schedule.num_stages)
-    curve = live_bytes(schedule, rank, [saved.get(stage, 0) for stage in stages], [moved.get(stage, 0) for stage in stages])
-    peak = 0
-    after_backward = False
-    for slot, held in zip(schedule.ranks[rank], curve, strict=True):
-        if slot.compute is not None:
-            forward = slot.compute.kind is Kind.FORWARD
-            held += received * (forward and after_backward and schedule.num_chunks == 1)
-            after_backward = not forward
-        peak = max(peak, held)
-    return peak
 
 
 class Reporter:

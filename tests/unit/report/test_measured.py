@@ -134,3 +134,20 @@ def test_peaks_of_iterations_that_are_not_shown_are_noted(tmp_path: Path) -> Non
     (tmp_path / "rank_00001.json").write_text(json.dumps({"rank": 1, "peak_bytes": 99_000_000}))
     (tmp_path / "rank_00002.json").write_text(json.dumps({"rank": 2, "peak_bytes": 1}))
     assert choose(read_run(tmp_path)).notes == ("more was held in iterations that are not shown: rank 1 99000000 bytes",)
+
+
+def test_memory_steps_down_where_a_computation_ends(tmp_path: Path) -> None:
+    """A backward's memory is gone at its end, and not only when the next computation begins."""
+    folder = write_run(tmp_path, iterations=(5,))
+    path = folder / "record_00000.jsonl"
+    header, line = (json.loads(text) for text in path.read_text().splitlines())
+    line["columns"].append("left_bytes")
+    for row in line["actions"]:
+        row.append(7 if row[0] == "0B0" else None)
+    path.write_text(f"{json.dumps(header)}\n{json.dumps(line)}\n")
+    lane = choose(read_run(folder)).timelines[0].lanes[0]
+    assert lane is not None
+    (backward,) = [row for row in lane.computations if str(row.action) == "0B0"]
+    at = lane.levels.index((backward.start_s, backward.live_bytes))
+    assert lane.levels[at + 1] == (backward.end_s, 7)
+    assert lane.levels[-1] == (lane.computations[-1].end_s, lane.source.host_bytes)
