@@ -17,6 +17,7 @@ import logging
 import statistics
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,7 +55,9 @@ def _parse(flags: Sequence[str]) -> Any:
     try:
         return one_stage.parse(flags, add_arguments, _one_stage_only)
     except AssertionError as error:
-        raise ValueError(f"Megatron refuses these flags: {error}") from error
+        # Not every check of Megatron's has a message; the line that failed says as much.
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(f"Megatron refuses these flags: {reason}") from error
 
 
 def _one_stage_only(args: Any) -> None:
