@@ -1,0 +1,343 @@
+"""Measure what moving a micro-batch costs on this machine's CPU: transports side by side, alternating, in one run.
+
+In: sizes and rounds. Out: tables on stdout, and with --json everything that was measured. Two parts.
+
+Links: two processes. One micro-batch there and back, as one storage and as several, over each transport and, in the same round, by a plain
+copy within one process. How long the calls on the acceptor's main thread took, and what its whole process worked meanwhile.
+Pipeline: four processes run 1F1B, an iteration without balancing and then one with each transport, asynchronously and synchronously, in an
+order that turns from round to round. A computation is a wait of fixed length, and so leaves the cores to the copies, as a device would
+leave them to its copy engines. Ratios are to the iteration without balancing of the same round.
+
+What it cannot show: anything of a GPU, its links or its copy engines; contention between copies and real computation, which on a CPU share
+the same cores and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.steps import steps
+from bpipe.program import ProgramConfig, build
+from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.streams import Streams, copying_on
+from bpipe.simulate.memory import num_transfers
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import Connection, connect
+from bpipe.transport.layout import SlotLayout
+
+CPU = torch.device("cpu")
+TRANSPORTS = ("gloo", "peer", "host")
+MEMCPY = "memcpy"
+MB = 10**6
+TIMEOUT_S = 120.0
+STAGES, MICROBATCHES = 4, 8
+# A forward, and a backward of twice that.
+FORWARD_S = 0.02
+SLOT, HOSTED = (frozenset({0}),), {kind: Action(0, kind, 0) for kind in (Kind.HOST, Kind.RETURN)}
+WARM_UP = 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 8, 50], metavar="MB", help="of a micro-batch (default 1 8 50)")
+    parser.add_argument("--storages", type=int, default=17, metavar="N", help="storages a micro-batch has, as a GPT layer (default 17)")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds of each part (default 15)")
+    parser.add_argument("--microbatch", type=float, default=16, metavar="MB", help="what the pipeline's micro-batches save (default 16)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single measurement there")
+    options = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    measured: dict[str, Any] = {"environment": environment()}
+    with tempfile.TemporaryDirectory() as folder:
+        for part, world in ((links, 2), (pipeline, STAGES)):
+            # Forked, because importing torch in each process is most of the time this would take; nothing has started a thread yet.
+            start_processes(one_rank, args=(part, world, options, folder), nprocs=world, start_method="fork")
+            measured[part.__name__] = json.loads((Path(folder) / f"{part.__name__}.json").read_text())
+    measured["environment"]["load_after"] = os.getloadavg()[0]
+    report(measured)
+    if options.json:
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "virtual": "hypervisor" in cpuinfo,
+        "torch": torch.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def one_rank(rank: int, part: Callable[..., Any], world: int, options: argparse.Namespace, folder: str) -> None:
+    """A process of one of the two parts. Rank 0 writes down what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{part.__name__}.meeting", rank=rank, world_size=world)
+    found = part(rank, options)
+    if rank == 0:
+        (Path(folder) / f"{part.__name__}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- links ------------------------------------------------------------------------------------------------------------------------------
+
+
+def links(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every size, in one storage and in several, over every transport."""
+    connection, _ = connect([(0, 1)], "auto", TIMEOUT_S, copying_on(CPU))
+    assert connection is not None
+    found = []
+    for size in options.sizes:
+        for storages in (1, options.storages):
+            found.append(one_size(rank, connection, int(size * MB), storages, options.rounds))
+    connection.close()
+    return found
+
+
+def one_size(rank: int, connection: Connection, nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
+    """One size over all transports, in an order that turns from round to round."""
+    lengths = tuple(nbytes // storages for _ in range(storages))
+    layout = SlotLayout.of(SLOT, {0: lengths})
+    ends: dict[str, Transport] = {name: connection.transport(name) for name in TRANSPORTS}
+    acceptors: dict[str, Acceptor] = {}
+    announced = []
+    for name, end in ends.items():
+        if rank == 0:
+            announced.append(end.announce({0: lengths}, layout))
+        elif end.one_sided:
+            acceptors[name] = LendingAcceptor(SLOT, end)
+        else:
+            acceptors[name] = ReceivingAcceptor(SLOT, end, Streams(CPU), CPU, lambda pending, action, state: pending.wait())
+    sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
+    back = [torch.zeros_like(buffer) for buffer in sent]
+    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (*TRANSPORTS, MEMCPY)}
+    for turn in range(WARM_UP + rounds):
+        for name in turned((*TRANSPORTS, MEMCPY), turn):
+            dist.barrier()
+            if rank == 0:
+                there_s, back_s = copied(sent, back) if name == MEMCPY else evicted(ends[name], sent, back)
+                values = {"there_s": there_s, "back_s": back_s}
+                dist.barrier()
+            else:
+                values = hosted(acceptors.get(name))
+            told: list[Any] = [None, None]
+            dist.all_gather_object(told, values)
+            for key, value in {**told[0], **told[1]}.items() if turn >= WARM_UP else ():
+                samples[name][key].append(value)
+            assert rank or all(map(torch.equal, sent, back)), f"{name}: what came back is not what was sent"
+            for buffer in back:
+                buffer.zero_()
+    for message in announced:
+        message.wait()
+    for end in ends.values():
+        end.release()
+    return {"nbytes": sum(lengths), "storages": storages, "samples": samples}
+
+
+def evicted(end: Transport, sent: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
+    begin = time.perf_counter()
+    end.put(0, sent).wait()
+    middle = time.perf_counter()
+    end.get(0, back).wait()
+    return middle - begin, time.perf_counter() - middle
+
+
+def copied(sent: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
+    """The same bytes within one process, from memory to memory."""
+    between = [torch.zeros_like(buffer) for buffer in sent]
+    times = []
+    for sources, targets in ((sent, between), (between, back)):
+        begin = time.perf_counter()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        times.append(time.perf_counter() - begin)
+    return times[0], times[1]
+
+
+def hosted(acceptor: Acceptor | None) -> dict[str, float]:
+    """The acceptor's half, waited for at once: how long its calls held this thread, and what all threads of the process worked."""
+    worked = time.process_time()
+    begin = time.perf_counter()
+    if acceptor is not None:
+        acceptor.host(HOSTED[Kind.HOST], 0)
+        acceptor.give_back(HOSTED[Kind.RETURN], 0)
+        acceptor.end()
+    held_s = time.perf_counter() - begin
+    dist.barrier()
+    return {"held_s": held_s, "acceptor_cpu_s": time.process_time() - worked}
+
+
+def turned(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    turn %= len(names)
+    return names[turn:] + names[:turn]
+
+
+# -- pipeline ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """One rank's 1F1B with an engine. Computation is a wait; what it saves is real."""
+
+    def __init__(self, schedule: Schedule, rank: int, transport: Transport | None, synchronous: bool, values: int, storages: int) -> None:
+        self.schedule, self.rank = schedule, rank
+        self.values, self.storages = values, storages
+        self.held_s = 0.0
+        config = EngineConfig(f"rank {rank}", CPU, 1024, TIMEOUT_S, synchronous=synchronous, timed=self.timed)
+        self.engine = Engine(schedule, rank, transport, config)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.held_s += time.perf_counter() - begin
+
+    def iteration(self) -> float:
+        """Seconds from the first operation to the last on this rank."""
+        self.held_s = 0.0
+        held: dict[int, torch.Tensor] = {}
+        sent = []
+        dist.barrier()
+        begin = time.perf_counter()
+        self.engine.begin()
+        for step in steps(self.schedule, self.rank)[1:]:
+            op = step.compute
+            assert op is not None
+            forward = op.kind is Kind.FORWARD
+            source, target = (self.rank - 1, self.rank + 1) if forward else (self.rank + 1, self.rank - 1)
+            message = torch.zeros(1)
+            if 0 <= source < STAGES:
+                dist.recv(message, source)
+            self.engine.before(op)
+            if forward:
+                received = torch.zeros(self.values).requires_grad_()
+                held[op.microbatch] = self.forward(received)
+                self.engine.after(op, [held[op.microbatch]], [received])
+            else:
+                time.sleep(2 * FORWARD_S)
+                output = held.pop(op.microbatch)
+                torch.autograd.backward(output)
+                del output
+                self.engine.after(op)
+            if 0 <= target < STAGES:
+                sent.append((dist.isend(message, target), message))
+        self.engine.end()
+        took = time.perf_counter() - begin
+        for work, _ in sent:
+            assert work is not None
+            work.wait()
+        return took
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        # Each saves its result: as many storages, each of `values` numbers. The sum's result is all that goes on.
+        for _ in range(self.storages):
+            hidden = torch.tanh(hidden)
+        time.sleep(FORWARD_S)
+        return hidden.sum()
+
+
+def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Iterations without balancing and with it, over each transport, asynchronously and not."""
+    plans = {
+        balance: build(ProgramConfig(schedule="1f1b", num_stages=STAGES, num_microbatches=MICROBATCHES, balance=balance))
+        for balance in ("none", "bpipe")
+    }
+    partners = plans["bpipe"].partners
+    assert partners is not None
+    pairs = [(stage, partners[stage]) for stage in range(STAGES) if num_transfers(plans["bpipe"], stage).evictions]
+    connection, _ = connect(pairs, "auto", TIMEOUT_S, copying_on(CPU))
+    shape = int(options.microbatch * MB) // options.storages // 4, options.storages
+    loops = {"none": Loop(plans["none"], rank, None, False, *shape)}
+    for name in TRANSPORTS:
+        for synchronous in (False, True):
+            transport = connection.transport(name) if connection else None
+            loops[f"{name}{', synchronous' if synchronous else ''}"] = Loop(plans["bpipe"], rank, transport, synchronous, *shape)
+    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in loops}
+    for turn in range(WARM_UP + options.rounds):
+        for name in turned(tuple(loops), turn):
+            took = loops[name].iteration()
+            everyone: list[Any] = [None] * STAGES
+            dist.all_gather_object(everyone, (took, loops[name].held_s))
+            if turn >= WARM_UP:
+                samples[name]["iteration_s"].append(max(took for took, _ in everyone))
+                samples[name]["evictor_held_s"].append(everyone[pairs[0][0]][1])
+                samples[name]["acceptor_held_s"].append(everyone[pairs[0][1]][1])
+    moved = loops["gloo"].engine.moved_bytes.get(rank, 0)
+    for loop in loops.values():
+        loop.engine.release()
+    if connection is not None:
+        connection.close()
+    return {"moved_bytes": moved, "forward_s": FORWARD_S, "transfers": num_transfers(plans["bpipe"], 0).evictions, "samples": samples}
+
+
+# -- report -----------------------------------------------------------------------------------------------------------------------------
+
+
+def spread(values: list[float], form: str) -> str:
+    """The median, and the quartiles around it."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def report(measured: dict[str, Any]) -> None:
+    where = measured["environment"]
+    machine = f"{where['cores']} cores{' of a virtual machine' if where['virtual'] else ''}, {where['cpu']}"
+    print(f"{where['date']}, {machine}, torch {where['torch']}, load {where['load_before']:.1f} before, {where['load_after']:.1f} after")
+    print("Medians of all rounds, with quartiles. Ratios are taken within a round.\n")
+    print("There and back, GB/s: bytes of both ways by the time of both.")
+    print("| MB | storages | way | GB/s | of memcpy | times gloo | acceptor held % | acceptor's CPU %, barrier included |")
+    print("|---|---|---|---|---|---|---|---|")
+    for entry in measured["links"]:
+        both = {name: [sum(pair) for pair in zip(each["there_s"], each["back_s"], strict=True)] for name, each in entry["samples"].items()}
+        for name in (MEMCPY, *TRANSPORTS):
+            speeds = [2 * entry["nbytes"] / took / 1e9 for took in both[name]]
+            of_memcpy = [copy / took for copy, took in zip(both[MEMCPY], both[name], strict=True)]
+            of_gloo = [gloo / took for gloo, took in zip(both["gloo"], both[name], strict=True)]
+            held = [100 * held / took for held, took in zip(entry["samples"][name]["held_s"], both[name], strict=True)]
+            worked = [100 * cpu / took for cpu, took in zip(entry["samples"][name]["acceptor_cpu_s"], both[name], strict=True)]
+            cells = [f"{entry['nbytes'] / MB:.0f}", str(entry["storages"]), name, spread(speeds, ".2f")]
+            cells += ["", "", "", ""] if name == MEMCPY else [spread(of_memcpy, ".2f"), spread(of_gloo, ".2f")]
+            cells += [] if name == MEMCPY else [spread(held, ".3f"), spread(worked, ".1f")]
+            print(f"| {' | '.join(cells)} |")
+    found = measured["pipeline"]
+    plain = found["samples"]["none"]["iteration_s"]
+    print(f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, a forward of {1e3 * found['forward_s']:.0f} ms;", end=" ")
+    print(f"{found['transfers']} micro-batches leave stage 0 and return, {found['moved_bytes'] / MB:.1f} MB each.")
+    print("| balancing | iteration ms | to none, % more | evictor held % | acceptor held % |")
+    print("|---|---|---|---|---|")
+    for name, each in found["samples"].items():
+        more = [100 * (took / base - 1) for took, base in zip(each["iteration_s"], plain, strict=True)]
+        cells = [name, spread([1e3 * took for took in each["iteration_s"]], ".1f"), spread(more, "+.2f") if name != "none" else ""]
+        for who in ("evictor", "acceptor"):
+            shares = [100 * held / took for held, took in zip(each[f"{who}_held_s"], each["iteration_s"], strict=True)]
+            cells.append(spread(shares, ".3f") if name != "none" else "")
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
