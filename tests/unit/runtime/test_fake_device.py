@@ -1,0 +1,262 @@
+"""The protocol on a device that orders nothing by itself: the real engine, both of its roles, its streams and both kinds of transport.
+
+Nothing may depend on luck there: whatever nothing orders is reported, on every run. And each wait of the protocol, taken away, is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.ir.action import Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.steps import steps
+from bpipe.runtime import evictor as evictor_module
+from bpipe.runtime import slots, streams
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.evictor import Evictor, State
+from bpipe.runtime.streams import StreamLane, Streams
+from bpipe.transport import distributed
+from bpipe.transport.base import Done, Transport
+from bpipe.transport.distributed import Distributed, PairGroups
+from bpipe.transport.one_sided import Reaching
+from tests.unit.runtime.fake_device import (
+    Device,
+    FakeDist,
+    FakeMemory,
+    FakeStorage,
+    Machine,
+    Microbatch,
+    fake_bytes_of,
+    fake_find,
+    fake_torch,
+)
+from tests.unit.runtime.loop import schedule
+from tests.unit.transport.loopback import controls
+
+CUDA = torch.device("cuda")
+KINDS = ["one-sided", "two-sided"]
+ITERATIONS = 3
+
+
+class Way:
+    """Slots on another device, there from the start."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._region = FakeMemory(machine.device("acceptor"), 1 << 20)
+
+    def announce(self, sizes: object, layout: object) -> Done:
+        return Done()
+
+    def region(self) -> FakeMemory:
+        return self._region
+
+
+def transports(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Transport], Callable[[], list[str]]]:
+    """By device, the transports of the two ranks; and what is left over in between when they have ended."""
+    if kind == "one-sided":
+        # The acceptor of a one-sided transport does nothing: it need not be there.
+        return {"evictor": Reaching(Way(machine), StreamLane(), StreamLane())}, list  # type: ignore[arg-type]
+    dist = FakeDist(machine)
+    monkeypatch.setattr(distributed, "dist", dist)
+    here, there = controls()
+    groups: dict[str, Any] = {"evictor": PairGroups(1, "up", "down"), "acceptor": PairGroups(0, "down", "up")}  # type: ignore[arg-type]
+    both = {name: Distributed(control, groups[name]) for name, control in zip(groups, (here, there), strict=True)}  # type: ignore[arg-type]
+    return dict(both), dist.alone
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
+    """Put a machine under the runtime."""
+
+    def put(machine: Machine) -> None:
+        torch_there = fake_torch(machine)
+        monkeypatch.setattr(streams, "torch", torch_there)
+        monkeypatch.setattr(slots, "torch", torch_there)
+        monkeypatch.setattr(evictor_module, "find", fake_find)
+        monkeypatch.setattr(evictor_module, "_bytes_of", fake_bytes_of)
+        monkeypatch.setattr(evictor_module, "Shared", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
+
+    return put
+
+
+def program(plan: Schedule, rank: int, engine: Engine, device: Device) -> Iterator[None]:
+    """The rank's loop; between two steps another rank's host may go on."""
+    for iteration in range(ITERATIONS):
+        live: dict[int, Microbatch] = {}
+        engine.begin()
+        for step in steps(plan, rank)[1:]:
+            yield
+            op = step.compute
+            assert op is not None
+            engine.before(op)
+            # A workspace that lives as long as the operation: what was just freed is written to at once.
+            workspace = FakeStorage(device, 1000)
+            device.machine.issue(device.compute, f"workspace of {op}", writes=[workspace.unit()])
+            if op.kind is Kind.FORWARD:
+                live[op.microbatch] = Microbatch(device, (str(op), iteration))
+                live[op.microbatch].forward(device)
+                workspace.resize_(0)
+                engine.after(op, [SimpleNamespace(grad_fn=live[op.microbatch])])  # type: ignore[list-item]
+            else:
+                live.pop(op.microbatch).backward(device)
+                workspace.resize_(0)
+                engine.after(op)
+        engine.end()
+
+
+def run(
+    kind: str, plan: Schedule, machine: Machine, monkeypatch: pytest.MonkeyPatch, seed: int = 0, synchronous: bool = False
+) -> list[str]:
+    """All findings of some iterations, the hosts of the two ranks taking turns at random."""
+    ends, left_over = transports(kind, machine, monkeypatch)
+    ranks = {"evictor": 0, "acceptor": len(plan.ranks) - 1}
+    programs = {}
+    for name, end in ends.items():
+        machine.on = machine.device(name)
+        config = EngineConfig(name, CUDA, minimum_bytes=1, timeout_s=1.0, poison=True, synchronous=synchronous)
+        programs[name] = program(plan, ranks[name], Engine(plan, ranks[name], end, config), machine.on)
+    chance = random.Random(seed)
+    # The acceptor's host blocks once, for the sizes: not before they are known, which is when the evictor's second operation begins.
+    for _ in range(3):
+        advance(programs, "evictor", machine)
+    while programs:
+        advance(programs, chance.choice(sorted(programs)), machine)
+    return machine.findings() + left_over()
+
+
+def advance(programs: dict[str, Iterator[None]], name: str, machine: Machine) -> None:
+    machine.on = machine.device(name)
+    try:
+        next(programs[name])
+    except StopIteration:
+        del programs[name]
+
+
+@pytest.mark.parametrize("one_connection", [False, True], ids=["many connections", "one connection"])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 4), (5, 9), (6, 12), (8, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_ordered(
+    kind: str, p: int, m: int, one_connection: bool, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(3):
+        machine = Machine(one_connection)
+        fakes(machine)
+        assert run(kind, schedule(p, m), machine, monkeypatch, seed) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_synchronous_transfers_are_ordered_too(kind: str, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    fakes(machine)
+    assert run(kind, schedule(6, 12), machine, monkeypatch, synchronous=True) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_memory_is_asked_for_after_the_first_iteration(
+    kind: str, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an eviction frees is what the next forward and the next load take."""
+    asked = []
+    monkeypatch.setattr(
+        Engine, "end", lambda engine, end=Engine.end: (asked.append(machine.devices["evictor"].asked_of_the_driver), end(engine))
+    )
+    machine = Machine()
+    fakes(machine)
+    run(kind, schedule(6, 12), machine, monkeypatch)
+    assert len(set(asked)) == 1
+
+
+# -- each wait, taken away --------------------------------------------------------------------------------------------------------------
+
+
+def without_waiting_for_compute(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[1] or [5]."""
+
+    @contextlib.contextmanager
+    def only_the_stream(self: Any) -> Iterator[None]:
+        with streams.torch.cuda.stream(self._out if direction == "outward" else self._back):
+            yield
+
+    monkeypatch.setattr(Streams, direction, only_the_stream)
+
+
+def without_waiting_for(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[3] or [7]: whatever leads to this state."""
+    finish = Evictor._finish
+
+    def unwaited(self: Any, activations: Any, wanted: State) -> None:
+        if wanted is state:
+            activations.pending = Done()
+        finish(self, activations, wanted)
+
+    monkeypatch.setattr(Evictor, "_finish", unwaited)
+
+
+def without_the_slots_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """[8]."""
+    lane_run = StreamLane.run
+    monkeypatch.setattr(StreamLane, "run", lambda self, job, after=(): lane_run(self, job))
+
+
+BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "[1] a put without waiting for the forward": (
+        lambda patch: without_waiting_for_compute("outward", patch),
+        "not ordered behind forward of",
+    ),
+    "[3] freed before the put has ended": (lambda patch: without_waiting_for(State.AWAY, patch), "not ordered behind"),
+    "[5] a get into memory that compute still uses": (lambda patch: without_waiting_for_compute("homeward", patch), "not ordered behind"),
+    "[7] a backward without its load": (lambda patch: without_waiting_for(State.HERE, patch), "backward of"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_missing_wait_is_reported(name: str, kind: str, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    fakes(machine)
+    breaking, message = BROKEN[name]
+    breaking(monkeypatch)
+    findings = run(kind, schedule(4, 8), machine, monkeypatch)
+    assert any(message in finding for finding in findings), findings[:3]
+
+
+def test_a_slot_filled_again_before_it_was_read_is_reported(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """[8]. With six stages a slot is filled again before the backward that its last load was for."""
+    machine = Machine()
+    fakes(machine)
+    without_the_slots_last(monkeypatch)
+    findings = run("one-sided", schedule(6, 12), machine, monkeypatch)
+    assert any("put" in finding and "not ordered behind get" in finding for finding in findings), findings[:3]
+
+
+def test_an_acceptor_that_does_not_wait_for_its_slot_is_refused(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """[8], two-sided: the slot's states tell before its memory can."""
+    from bpipe.runtime.acceptor import ReceivingAcceptor
+
+    machine = Machine()
+    fakes(machine)
+    monkeypatch.setattr(ReceivingAcceptor, "_settle", lambda self, slot: None)
+    with pytest.raises(RuntimeFault, match=r"host slot \d+, holding 0HOST\d+: FILLING -> EMPTYING on 0RETURN\d+.* is a wait missing\?"):
+        run("two-sided", schedule(6, 12), machine, monkeypatch)
+
+
+def test_opposite_orders_on_the_two_ends_are_a_deadlock(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a communicator does when its two ends do not agree: the fake must be able to see it."""
+    machine = Machine()
+    fakes(machine)
+    dist = FakeDist(machine)
+    here, there = FakeMemory(machine.on, 100), FakeMemory(machine.device("acceptor"), 100)
+    for name, memory, order in (("evictor", here, ("one", "two")), ("acceptor", there, ("two", "one"))):
+        machine.on = machine.device(name)
+        for group in order:
+            operation = dist.isend if name == "evictor" else dist.irecv
+            dist.batch_isend_irecv([dist.P2POp(operation, memory.narrow(0, 0, 10), 0, group)])[0].wait()  # type: ignore[arg-type]
+    assert [finding.split(":")[0] for finding in machine.findings()] == ["deadlock"]
