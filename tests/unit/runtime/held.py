@@ -20,7 +20,8 @@ from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import SlotLayout
 from bpipe.transport.memory import Region, SharedMemory, TensorRegion
 
-TIMEOUT_S = 5.0
+# Generous: machines that run tests are busy. Only what is broken waits so long.
+TIMEOUT_S = 20.0
 Point = Literal["free", "before", "midway"]
 
 _held = threading.local()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
+from bpipe.passes.steps import Step, steps
 from bpipe.runtime import engine as engine_module
 from bpipe.runtime import evictor
 from bpipe.runtime.capture import Found, find
@@ -251,3 +253,71 @@ def test_a_released_engine_measures_and_announces_again() -> None:
     assert transport.sizes == announced
     assert weight.grad is not None
     assert torch.equal(weight.grad, gradient(None, plan, 2))
+
+
+def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
+    """What they would cost can only be seen if nothing runs beside them; and an eviction has freed its memory by then."""
+    log: list[str] = []
+
+    class Logged(LateTransport):
+        def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+            return self._logged("put", super().put(slot, buffers))
+
+        def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+            return self._logged("get", super().get(slot, buffers))
+
+        def _logged(self, name: str, late: Late) -> Late:
+            log.append(name)
+
+            def copy() -> None:
+                late.wait()
+                log.append(f"{name} waited for")
+
+            return Late(copy)
+
+    plan = schedule()
+    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True, synchronous=True)
+    engine = Engine(plan, 0, Logged(), config)
+    assert torch.equal(
+        gradient(engine, plan, computing=lambda: log.append("computing") if log[-1:] != ["computing"] else None), gradient(None, plan)
+    )
+    put, get = "put put waited for ", "get get waited for "
+    assert " ".join(log).replace("computing ", "") == 2 * put + get + put + 2 * get + "computing"
+
+
+def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No generator makes such a schedule today, and the grid allows it: an eviction that has a bubble's place to itself."""
+
+    def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
+        program = list(steps(plan, rank))
+        place = next(place for place, step in enumerate(program) if any(action.kind is Kind.EVICT for action in step.before))
+        program[place - 1] = replace(program[place - 1], after=program[place].before)
+        program[place] = replace(program[place], before=())
+        return tuple(program)
+
+    monkeypatch.setattr(engine_module, "steps", moved)
+    plan = schedule()
+    engine = engine_for(plan)
+    evictor_there = engine._evictor
+    assert evictor_there is not None
+    leaving = []
+
+    def look() -> None:
+        leaving.append(sum(each.state is evictor.State.LEAVING for each in evictor_there._known.values()))
+
+    assert torch.equal(gradient(engine, plan, computing=look), gradient(None, plan))
+    assert leaving[:4] == [0, 0, 0, 0], "0EVICT1 stands after 0F1 now, so at 0F2 it has left"
+
+
+def test_the_announcement_of_the_sizes_is_waited_for_once() -> None:
+    """Nobody else would ever see that it failed, and what is sent must live until then."""
+    waited: list[int] = []
+
+    class Announcing(LateTransport):
+        def announce(self, sizes: Mapping[int, Sequence[int]], layout: SlotLayout) -> Late:
+            super().announce(sizes, layout)
+            return Late(lambda: waited.append(1))
+
+    plan = schedule()
+    gradient(engine_for(plan, Announcing()), plan, 2)
+    assert waited == [1]

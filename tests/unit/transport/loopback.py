@@ -11,36 +11,61 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from bpipe.transport.base import Done
 from bpipe.transport.control import About
 from bpipe.transport.lanes import Lane
 from bpipe.transport.memory import Lender, SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
 
-Mail = dict[About, "queue.SimpleQueue[str]"]
+Mail = dict[About, "queue.SimpleQueue[_Message]"]
+
+
+class _Message:
+    def __init__(self, value: Any) -> None:
+        self.text = json.dumps(value)
+        self.withdrawn = False
+
+
+class Sending:
+    """A message under way. As with gloo, one that nobody waits for and nobody keeps may never arrive."""
+
+    def __init__(self, message: _Message) -> None:
+        self._message: _Message | None = message
+
+    def wait(self) -> None:
+        self._message = None
+
+    def __del__(self) -> None:
+        if self._message is not None:
+            self._message.withdrawn = True
 
 
 class LoopbackControl:
-    """One end. Like the real one it carries JSON and keeps apart what messages are about; unlike it, a message needs no partner."""
+    """One end. Like the real one it carries JSON and keeps apart what messages are about; unlike it, sending needs no partner."""
 
     def __init__(self, outbox: Mail, inbox: Mail, timeout_s: float) -> None:
         self._outbox = outbox
         self._inbox = inbox
         self._timeout_s = timeout_s
 
-    def send(self, about: About, value: Any) -> Done:
-        self._outbox[about].put(json.dumps(value))
-        return Done()
+    def send(self, about: About, value: Any) -> Sending:
+        message = _Message(value)
+        self._outbox[about].put(message)
+        return Sending(message)
 
     def receive(self, about: About) -> Any:
         try:
-            return json.loads(self._inbox[about].get(timeout=self._timeout_s))
+            message = self._inbox[about].get(timeout=self._timeout_s)
         except queue.Empty:
             raise TimeoutError(f"no message about {about.name} within {self._timeout_s:g} s") from None
+        if message.withdrawn:
+            raise TimeoutError(f"a message about {about.name} was neither waited for nor kept")
+        return json.loads(message.text)
 
     def exchange(self, about: About, value: Any) -> Any:
-        self.send(about, value)
-        return self.receive(about)
+        sending = self.send(about, value)
+        heard = self.receive(about)
+        sending.wait()
+        return heard
 
 
 def controls(timeout_s: float = 5.0) -> tuple[LoopbackControl, LoopbackControl]:

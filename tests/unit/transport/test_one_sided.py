@@ -104,7 +104,7 @@ def test_what_touches_a_slot_waits_for_what_touched_it_last() -> None:
     """[8]. And for nothing else: two slots have nothing to do with each other."""
     lane = Written()
     evictor, _ = alone(lane, lane)
-    evictor.announce(SIZES, LAYOUT)
+    evictor.announce(SIZES, LAYOUT).wait()
     first, other = evictor.put(0, buffers(0)), evictor.put(1, buffers(1))
     home, again = evictor.get(0, buffers()), evictor.put(0, buffers(2))
     assert lane.asked == [(first, ()), (other, ()), (home, (first,)), (again, (home,))]
@@ -114,7 +114,7 @@ def test_what_touches_a_slot_waits_for_what_touched_it_last() -> None:
 
 def test_a_put_that_is_held_up_holds_up_its_get(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, _ = alone(*lanes)
-    evictor.announce(SIZES, LAYOUT)
+    evictor.announce(SIZES, LAYOUT).wait()
     gate = threading.Event()
     lanes[0].run(lambda: None if gate.wait(5.0) else pytest.fail("never opened"))
     evictor.put(0, buffers(3))
@@ -138,7 +138,7 @@ def test_both_ends_use_the_same_layout(lanes: tuple[ThreadLane, ThreadLane]) -> 
         return seen[0]
 
     evictor, acceptor = peers(*lanes)
-    evictor.announce(sizes, here)
+    evictor.announce(sizes, here).wait()
     assert acceptor.lend(layout_of) == here.nbytes
     assert seen == [here]
     for end in (evictor, acceptor):
@@ -178,7 +178,7 @@ class Watched(SharedMemory):
 def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     closed: list[str] = []
     evictor, acceptor = peers(*lanes, lender=lambda: Watched(closed))
-    evictor.announce(SIZES, LAYOUT)
+    evictor.announce(SIZES, LAYOUT).wait()
     acceptor.lend(lambda sizes: LAYOUT)
     evictor.put(0, buffers(1)).wait()
     parting = threading.Thread(target=acceptor.release)
@@ -192,7 +192,7 @@ def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLa
 
 def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, _ = alone(*lanes)
-    evictor.announce(SIZES, LAYOUT)
+    evictor.announce(SIZES, LAYOUT).wait()
     gate, begun = threading.Event(), threading.Event()
 
     def held() -> None:
@@ -215,7 +215,7 @@ def test_after_parting_the_slots_are_free_and_nothing_is_open(lanes: tuple[Threa
     opened = len(os.listdir("/proc/self/fd"))
     evictor, acceptor = peers(*lanes)
     for seed in range(3):
-        evictor.announce(SIZES, LAYOUT)
+        evictor.announce(SIZES, LAYOUT).wait()
         acceptor.lend(lambda sizes: LAYOUT)
         evictor.put(0, buffers(seed)).wait()
         for end in (evictor, acceptor):
@@ -230,7 +230,7 @@ class Failing(SharedMemory):
 
 def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, acceptor = peers(*lanes, lender=Failing)
-    evictor.announce(SIZES, LAYOUT)
+    evictor.announce(SIZES, LAYOUT).wait()
     with pytest.raises(OSError, match="Cannot allocate memory"):
         acceptor.lend(lambda sizes: LAYOUT)
     with pytest.raises(RuntimeError, match=r"the partner could not make memory for the slots: OSError: .* Cannot allocate memory"):
@@ -239,7 +239,7 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
 
 def test_a_partner_that_lends_nothing_is_a_time_out(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, _ = peers(*lanes, timeout_s=0.05)
-    evictor.announce(SIZES, LAYOUT)
+    evictor.announce(SIZES, LAYOUT).wait()
     with pytest.raises(TimeoutError, match=r"no message about MEMORY within 0\.05 s"):
         evictor.put(0, buffers(1)).wait()
 
@@ -247,7 +247,7 @@ def test_a_partner_that_lends_nothing_is_a_time_out(lanes: tuple[ThreadLane, Thr
 def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     """The partner's memory is asked for in the lane's thread: the loop goes on, also in the very first iteration."""
     evictor, acceptor = peers(*lanes)
-    evictor.announce(SIZES, LAYOUT)
+    evictor.announce(SIZES, LAYOUT).wait()
     put = evictor.put(0, buffers(7))
     back = buffers()
     got = evictor.get(0, back)
