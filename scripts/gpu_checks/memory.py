@@ -1,0 +1,246 @@
+"""What one stage after another really allocates, without and with balancing, against what its schedule says.
+
+In: a device. Out: `max_memory_allocated` of each stage's program beside the prediction, and whether the driver is asked for more once the
+first iteration is over. The prediction: what is there before an iteration, what the schedule holds at each moment, and what one forward or
+backward needs on top while it runs, measured once with a single micro-batch. An acceptor's slots are allocated by `cudaMalloc`, outside
+torch's allocator; they are read off the device's free memory and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.program import ProgramConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.streams import copying_on, lanes
+from bpipe.simulate.memory import live_bytes, num_transfers
+from bpipe.transport.base import Pending, Sizes, Transport
+from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.layout import SlotLayout
+from bpipe.transport.memory import Region, SharedMemory
+from bpipe.transport.one_sided import Host, Reaching
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, repeats, say, tidy
+from gpu_checks.one_stage import GptStage, Loop, Shape
+
+TIMEOUT_S = 60.0
+# The largest step by which torch's allocator rounds an allocation up, and the driver too.
+ROUNDING_BYTES = 2 << 20
+# What must not change once a program is in its steady phase.
+STEADY = ("reserved_bytes.all.current", "segment.all.current", "segment.all.allocated", "num_alloc_retries", "num_ooms")
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Every large tensor should be a multiple of 2 MiB, so that rounding does not hide what is looked for."""
+
+    shape: Shape
+    stages: int
+    microbatches: int
+    iterations: int
+    minimum_bytes: int
+
+
+SIZES = {
+    FULL: StageSizes(Shape(layers=2, hidden=4096, heads=32, sequence=2048), 8, 16, 6, 1 << 16),
+    MODERATE: StageSizes(Shape(layers=1, hidden=2048, heads=16, sequence=1024), 8, 16, 3, 1 << 16),
+    REHEARSAL: StageSizes(Shape(layers=1, hidden=32, heads=2, sequence=16), 8, 16, 2, 1),
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one micro-batch, bytes: what its forward leaves, and what a forward and a backward take on top of that while they run."""
+
+    saved: int
+    forward_extra: int
+    backward_extra: int
+
+
+@dataclass
+class Watch:
+    """Makes none of an engine's transfers; reads torch's allocator around a single micro-batch."""
+
+    base: int = 0
+    seen: dict[Kind, tuple[int, int, int]] = field(default_factory=dict)
+    _start: int = 0
+
+    def begin(self) -> None:
+        self.base = torch.cuda.memory_allocated()
+
+    def before(self, op: Action) -> None:
+        self._start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
+        self.seen[op.kind] = self._start, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+
+    def end(self) -> None:
+        """Nothing to say."""
+
+    def parts(self) -> Parts:
+        _, forward_peak, held = self.seen[Kind.FORWARD]
+        start, backward_peak, _ = self.seen[Kind.BACKWARD]
+        return Parts(held - self.base, forward_peak - held, backward_peak - start)
+
+
+def measure_parts(device: torch.device, stage: GptStage) -> Parts:
+    """A micro-batch alone. On a CPU nobody counts allocations: the meter's count of what is saved stands for them."""
+    loop = Loop(build(ProgramConfig("1f1b", 1, 1)), 0, stage, stage.received)
+    if device.type == "cuda":
+        watch = Watch()
+        loop.iteration(watch)
+        return watch.parts()
+    meter = Meter()
+    loop.iteration(Engine(loop.plan, 0, None, EngineConfig("alone", device, 1, TIMEOUT_S), meter))
+    return Parts(meter.saved_bytes[0], 0, 0)
+
+
+def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
+    """The most this rank's own micro-batches take at any moment, on top of what is there without any."""
+    # What it hosts is in its slots, and they are there all the time.
+    own = [moved if stage == rank else 0 for stage in range(plan.num_stages)]
+    extra = {Kind.FORWARD: parts.forward_extra, Kind.BACKWARD: parts.backward_extra}
+    held = live_bytes(plan, rank, (parts.saved,) * plan.num_stages, own)
+    return max(nbytes + (extra[slot.compute.kind] if slot.compute else 0) for nbytes, slot in zip(held, plan.ranks[rank], strict=True))
+
+
+class Lent:
+    """The acceptor's half of `peer` with nobody on the other side: it lends its slots' memory and nothing comes."""
+
+    one_sided: Literal[True] = True
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self._device = device
+        self._sizes = sizes
+        self._region: Region | None = None
+        self._lender = DeviceMemory(copying_on(device).current_stream) if device.type == "cuda" else SharedMemory()
+        # Whatever the driver sets up with the first call should not count as ours.
+        self._lender.make(ROUNDING_BYTES)[1].close()
+        self.taken_bytes = 0
+
+    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+        layout = layout_of(self._sizes)
+        before = self._free()
+        _, self._region = self._lender.make(layout.nbytes)
+        self.taken_bytes = before - self._free() if self._device.type == "cuda" else layout.nbytes
+        return layout.nbytes
+
+    def _free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+
+    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+        raise AssertionError("an acceptor has nothing to announce")
+
+    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
+        raise AssertionError("an acceptor has nothing to put")
+
+    get = put
+
+    def release(self) -> None:
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    abandon = release
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one stage's program, beyond what is there before an iteration; `steady` by iteration, what must not change."""
+
+    measured: int
+    predicted: int
+    moved: int
+    slots: int
+    slots_taken: int
+    steady: list[Mapping[str, int]]
+
+
+def peak_of(device: torch.device, plan: Schedule, rank: int, stage: GptStage, parts: Parts, moved: int, sizes: StageSizes) -> Peak:
+    """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's slots."""
+    tidy(device)
+    transfers = num_transfers(plan, rank)
+    transport: Transport | None = None
+    if transfers.evictions:
+        transport = Reaching(Host(pinned=device.type == "cuda"), *lanes(device, TIMEOUT_S))
+    elif transfers.hosts:
+        assert plan.partners is not None
+        transport = Lent(device, {plan.partners[rank]: (moved,)})
+    meter = None if device.type == "cuda" else Meter()
+    engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, sizes.minimum_bytes, TIMEOUT_S), meter)
+    loop = Loop(plan, rank, stage, stage.received)
+    steady: list[Mapping[str, int]] = []
+    measured = 0
+    for _ in range(sizes.iterations):
+        measured = _iteration_peak(loop, engine, meter)
+        if meter is None:
+            stats = torch.cuda.memory_stats(device)
+            steady.append({name: stats[name] for name in STEADY})
+    own_moved = engine.moved_bytes.get(rank, 0)
+    slots, taken = engine.host_bytes, transport.taken_bytes if isinstance(transport, Lent) else 0
+    engine.release()
+    return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, slots, taken, steady)
+
+
+def _iteration_peak(loop: Loop, engine: Engine, meter: Meter | None) -> int:
+    if meter is not None:
+        loop.iteration(engine)
+        return meter.peak_bytes - engine.host_bytes
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loop.iteration(engine)
+    return torch.cuda.max_memory_allocated() - base
+
+
+def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
+    result = Result(ok=True)
+    stage = GptStage(sizes.shape, device)
+    # Gradients, handles and workspaces come with the first micro-batches.
+    for _ in range(2):
+        stage.alone()
+    tidy(device)
+    parts = measure_parts(device, stage)
+    result.facts = {"parts": vars(parts), "stages": []}
+    extra = f"a forward takes {_mib(parts.forward_extra)} more while it runs, a backward {_mib(parts.backward_extra)}"
+    say(f"one micro-batch leaves {_mib(parts.saved)}; {extra}")
+    plans = {balance: build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance=balance)) for balance in ("none", "bpipe")}
+    tolerance = ROUNDING_BYTES if device.type == "cuda" else 0
+    moved = reached = 0
+    for rank in repeats(sizes.stages, until):
+        plain, balanced = (peak_of(device, plan, rank, stage, parts, moved, sizes) for plan in plans.values())
+        moved = moved or balanced.moved
+        for name, peak in (("without", plain), ("with", balanced)):
+            off = peak.measured - peak.predicted
+            lent = f" + {_mib(peak.slots)} of slots (free memory fell by {_mib(peak.slots_taken)})" if peak.slots else ""
+            good = abs(off) <= tolerance and 0 <= peak.slots_taken - peak.slots <= ROUNDING_BYTES and _flat(peak.steady)
+            text = f"{_mib(peak.measured)}, predicted {_mib(peak.predicted)}, off by {off} B{lent}; {_steady_text(peak.steady)}"
+            result.check(f"stage {rank} {name} balancing", good, text)
+            result.facts["stages"].append({"stage": rank, "balancing": name, **vars(peak)})
+        reached = rank + 1
+    if reached < sizes.stages:
+        result.row("not reached in time", f"stages {reached} to {sizes.stages - 1}")
+    return result
+
+
+def _flat(steady: Sequence[Mapping[str, int]]) -> bool:
+    return all(later == steady[1] for later in steady[1:])
+
+
+def _steady_text(steady: Sequence[Mapping[str, int]]) -> str:
+    if not steady:
+        return "nobody counts a CPU's allocations"
+    if _flat(steady):
+        return f"flat from iteration 2 on, reserved {_mib(steady[-1]['reserved_bytes.all.current'])}"
+    changed = {name: [stats[name] for stats in steady] for name in STEADY if len({stats[name] for stats in steady[1:]}) > 1}
+    return f"NOT flat: {changed}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"

@@ -1,0 +1,267 @@
+"""`peer` between two processes on the one device: bytes put into the other's memory and taken back, and the engine above it.
+
+In: a device. Out: whether every byte and every gradient is right. Nothing here is timed: two processes on one GPU take turns.
+Rank 0 is the evictor and does all the copying. Rank 1 lends memory, looks into it at the end of the rounds, and then runs the program of
+the last stage, which hosts. The middle stages are not there: each process makes its own stage's inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+from bpipe.ir.schedule import Schedule
+from bpipe.program import ProgramConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.streams import Streams, copying_on, synchronize
+from bpipe.simulate.memory import num_transfers
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import Connection, connect
+from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.layout import SlotLayout
+from bpipe.transport.memory import Lender, Region, SharedMemory
+from bpipe.transport.one_sided import Peer, Reaching
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, repeats
+from gpu_checks.one_stage import Delays, Loop, SmallStage
+from gpu_checks.streams import late_lanes
+
+# Either process may be ahead of the other by as much as a step takes.
+TIMEOUT_S = 120.0
+EVICTOR, LENDER = 0, 1
+POISON = 0xFF
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`kinds`: what the rounds move, each kind some buffers of these lengths, in bytes; odd lengths on purpose."""
+
+    kinds: tuple[tuple[int, ...], ...]
+    slots: int
+    rounds: int
+    stages: int
+    microbatches: int
+    rows: int
+    width: int
+    iterations: int
+    forward_s: float
+    copy_s: float
+
+
+SIZES = {
+    FULL: Sizes(((24 << 20, 1, 65537), (513, 4096, 7), ((1 << 20) + 3,), (3 << 20, 3 << 20)), 3, 400, 4, 8, 1024, 1024, 200, 1e-3, 2e-3),
+    MODERATE: Sizes(((4 << 20, 1), (513, 4096, 7), ((1 << 20) + 3,)), 3, 60, 4, 8, 512, 512, 20, 1e-3, 2e-3),
+    REHEARSAL: Sizes(((4096, 1), (513, 7), (65537,)), 2, 12, 4, 8, 16, 16, 4, 1e-4, 1e-3),
+}
+
+
+def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+    result = Result(ok=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        # A process that has used CUDA cannot be forked.
+        start_processes(_process, args=(folder, str(device), sizes, until), nprocs=2, start_method="spawn")
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER)]
+    evictor, lender = found
+    result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
+    rounds = evictor["rounds"]
+    result.check("put and get", rounds["wrong"] == 0, f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.slots} slots reused")
+    result.check(
+        "what lies in the lender's memory", lender["wrong"] == 0, f"{lender['wrong']} of {sizes.slots} slots differ, seen by its owner"
+    )
+    for name, one in (("stage 0, evicts", evictor["engine"]), (f"stage {sizes.stages - 1}, hosts", lender["engine"])):
+        text = f"{one['wrong']} of {one['count']} iterations differ from a run without an engine"
+        result.check(f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text)
+    result.check("transfers took place", evictor["engine"]["evictions"] > 0, f"{evictor['engine']['evictions']} evictions an iteration")
+    result.facts = {"evictor": evictor, "lender": lender}
+    return result
+
+
+@dataclass
+class _Lender:
+    """Lends as `peer` does, and keeps what it lent, to look into it."""
+
+    lender: Lender
+    regions: list[Region] = field(default_factory=list)
+
+    def make(self, nbytes: int) -> tuple[Any, Region]:
+        handle, region = self.lender.make(nbytes)
+        self.regions.append(region)
+        return handle, region
+
+    def open(self, handle: Any) -> Region:
+        return self.lender.open(handle)
+
+
+def _process(rank: int, folder: str, device_name: str, sizes: Sizes, until: float) -> None:
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
+    delays = Delays()
+    here = replace(copying_on(device), lanes=lambda device, timeout_s: late_lanes(device, timeout_s, delays))
+    connection, links = connect([(EVICTOR, LENDER)], "peer", TIMEOUT_S, here)
+    assert connection is not None
+    found: dict[str, Any] = {"transport": links[0].transport}
+    # A part each: what one of them takes, the other does not have.
+    begin = time.monotonic()
+    found.update(_rounds(rank, device, connection, sizes, begin + (until - begin) / 3, delays))
+    found["engine"] = _engine(rank, device, connection.transport(), sizes, until, delays)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    connection.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """The buffers of a round: the same numbers in both processes."""
+    generator = torch.Generator(device).manual_seed(number)
+    return [torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator) for length in lengths]
+
+
+def _rounds(rank: int, device: torch.device, connection: Connection, sizes: Sizes, until: float, delays: Delays) -> dict[str, Any]:
+    """Put and get, hundreds of times. Then a last content stays in every slot, and the lender looks at it."""
+    lender = _Lender(DeviceMemory(copying_on(device).current_stream) if device.type == "cuda" else SharedMemory())
+    lanes = late_lanes(device, TIMEOUT_S, delays)
+    transport = Reaching(Peer(connection.control, lender), *lanes)
+    lengths = dict(enumerate(sizes.kinds))
+    layout = SlotLayout.of([range(len(sizes.kinds))] * sizes.slots, lengths)
+    found: dict[str, Any] = {}
+    if rank == EVICTOR:
+        transport.announce(lengths, layout).wait()
+        ring = _Ring(device, transport, sizes, delays)
+        for _ in repeats(sizes.rounds, until, least=2 * sizes.slots):
+            ring.turn()
+        found["rounds"] = ring.end()
+        synchronize(device)
+        dist.barrier()
+    else:
+        transport.lend(lambda sizes: layout)
+        dist.barrier()
+        wrong = 0
+        for slot in range(sizes.slots):
+            expected = _content(_last_number(slot), sizes.kinds[0], device)
+            seen = [torch.zeros_like(buffer) for buffer in expected]
+            for offset, buffer in zip(layout.offsets(slot, sizes.kinds[0]), seen, strict=True):
+                lender.regions[0].read(offset, buffer)
+            wrong += not all(map(torch.equal, seen, expected))
+        found["wrong"] = wrong
+    dist.barrier()
+    transport.release()
+    for lane in lanes:
+        lane.close()
+    return found
+
+
+def _last_number(slot: int) -> int:
+    return 1_000_000 + slot
+
+
+class _Ring:
+    """Slots in turn: what was put there is got back and compared just before the slot is used again."""
+
+    def __init__(self, device: torch.device, transport: Transport, sizes: Sizes, delays: Delays) -> None:
+        self._device = device
+        self._transport = transport
+        self._streams = Streams(device)
+        self._sizes = sizes
+        self._delays = delays
+        self._number = 0
+        self._holding: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # Counted on the device: nothing in a round waits for the host.
+        self._wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self._compared = 0
+
+    def turn(self) -> None:
+        slot = self._number % self._sizes.slots
+        if slot in self._holding:
+            self._take(slot)
+        modes = ((self._sizes.forward_s, 0.0), (0.0, self._sizes.copy_s), (0.0, 0.0))
+        producer_s, self._delays.copy_s = modes[self._number % len(modes)]
+        self._put(slot, self._number, self._sizes.kinds[self._number % len(self._sizes.kinds)], producer_s)
+        self._number += 1
+
+    def _put(self, slot: int, number: int, lengths: tuple[int, ...], producer_s: float) -> None:
+        buffers = [torch.full((length,), POISON, dtype=torch.uint8, device=self._device) for length in lengths]
+        hold_back(self._device, producer_s)
+        for buffer, content in zip(buffers, _content(number, lengths, self._device), strict=True):
+            buffer.copy_(content)
+        with self._streams.outward():
+            pending = self._transport.put(slot, buffers)
+        pending.wait()
+        for buffer in buffers:
+            buffer.fill_(POISON)
+        self._holding[slot] = number, lengths
+
+    def _take(self, slot: int) -> None:
+        number, lengths = self._holding.pop(slot)
+        buffers = [torch.full((length,), POISON, dtype=torch.uint8, device=self._device) for length in lengths]
+        with self._streams.homeward():
+            pending = self._transport.get(slot, buffers)
+        pending.wait()
+        expected = _content(number, lengths, self._device)
+        differing = [(buffer != content).any() for buffer, content in zip(buffers, expected, strict=True)]
+        self._wrong += torch.stack(differing).any()
+        self._compared += 1
+
+    def end(self) -> dict[str, int]:
+        """Compare what is still out, leave the last content in every slot, and say what was found."""
+        for slot in sorted(self._holding):
+            self._take(slot)
+        self._delays.copy_s = 0.0
+        for slot in range(self._sizes.slots):
+            self._put(slot, _last_number(slot), self._sizes.kinds[0], 0.0)
+        return {"count": self._compared, "wrong": int(self._wrong)}
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------------------------
+
+
+def _engine(rank: int, device: torch.device, transport: Transport, sizes: Sizes, until: float, delays: Delays) -> dict[str, Any]:
+    """This process's stage of the pair, iteration after iteration, against itself without an engine."""
+    plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+    place = 0 if rank == EVICTOR else sizes.stages - 1
+    stage = SmallStage(device, sizes.rows, sizes.width, delays, seed=place)
+    loop = Loop(plan, place, stage, stage.received)
+    gradient = _gradient_of(device, loop, stage)
+    expected = gradient(None)
+    reference = torch.equal(gradient(None), expected)
+    engine = Engine(plan, place, transport, EngineConfig(f"stage {place}", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True))
+    modes = ((sizes.forward_s, 0.0), (0.0, sizes.copy_s), (sizes.forward_s, sizes.copy_s), (0.0, 0.0))
+    wrong = count = 0
+    # The two need not stop together: the copies are all the evictor's.
+    for number in repeats(sizes.iterations, until, least=len(modes)):
+        delays.forward_s, delays.copy_s = modes[number % len(modes)]
+        wrong += not torch.equal(gradient(engine), expected)
+        count += 1
+    slots = engine.host_bytes
+    engine.release()
+    return {"count": count, "wrong": wrong, "reference": reference, "slot_bytes": slots, "evictions": _evictions(plan, place)}
+
+
+def _gradient_of(device: torch.device, loop: Loop, stage: SmallStage) -> Callable[[Engine | None], torch.Tensor]:
+    def gradient(engine: Engine | None) -> torch.Tensor:
+        loop.iteration(engine)
+        synchronize(device)
+        return stage.gradient()
+
+    return gradient
+
+
+def _evictions(plan: Schedule, rank: int) -> int:
+    return num_transfers(plan, rank).evictions

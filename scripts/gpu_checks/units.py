@@ -1,0 +1,102 @@
+"""How much copies that occupy compute units slow matrix products down, and how much copies by copy engines do.
+
+In: a device. Out: for each number of units, the time of the same products with the copies beside them over the time without, in turn.
+The copies move bytes inside the device's memory only to occupy units and memory bandwidth, as NCCL's kernels would: how fast they are is
+not a transfer rate and is not reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bpipe.runtime.streams import Clock
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Beside, Result, Spread, host_bytes, ratios, repeats, seconds
+
+
+@dataclass(frozen=True)
+class Sizes:
+    matrix: int
+    products: int
+    copy_bytes: int
+    units: tuple[int, ...]
+    repeats: int
+
+
+SIZES = {
+    FULL: Sizes(8192, 20, 1 << 30, (1, 2, 4, 8, 16, 32), 7),
+    MODERATE: Sizes(4096, 10, 256 << 20, (1, 8), 3),
+    REHEARSAL: Sizes(64, 2, 1 << 20, (1, 2), 2),
+}
+
+
+class Products:
+    """The same products, every time."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self._left, self._right = (torch.randn(sizes.matrix, sizes.matrix, device=device).to(torch.bfloat16) for _ in range(2))
+        self._target = torch.empty_like(self._left)
+        self._count = sizes.products
+
+    def __call__(self) -> None:
+        for _ in range(self._count):
+            torch.mm(self._left, self._right, out=self._target)
+
+
+def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+    if device.type != "cuda":
+        return Result(skipped="a CPU has no compute units to occupy, and Triton no device")
+    from gpu_checks import copy_kernel
+
+    result = Result()
+    products = Products(device, sizes)
+    source = torch.randint(0, 1 << 30, (sizes.copy_bytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    out, home = (host_bytes(sizes.copy_bytes, device) for _ in range(2))
+
+    def by_engines(times: int) -> None:
+        for _ in range(times):
+            out.copy_(source.view(torch.uint8), non_blocking=True)
+            target.view(torch.uint8).copy_(home, non_blocking=True)
+
+    copies: dict[str, Callable[[int], None]] = {"copy engines, to and from pinned host memory, in turn": by_engines}
+    for units in sizes.units:
+        copies[f"{units} compute units"] = lambda times, units=units: copy_kernel.start(source, target, units, times)  # type: ignore[misc]
+    share = (until - time.monotonic()) / len(copies)
+    for name, copy in copies.items():
+        found = _slowed(device, products, copy, sizes.repeats, time.monotonic() + share)
+        if found is None:
+            result.row(name, "not measured: the copies ended before the products in every run")
+            continue
+        result.row(f"products beside {name} / alone", found.text(digits=5))
+        result.facts[name] = found.facts()
+    if not torch.equal(source, target):
+        result.check("what the copy kernel copied", False, "differs from its source")
+    result.row("what this is", "copies inside the device's memory, only to occupy units; no transfer, and no rate of a link")
+    return result
+
+
+def _slowed(device: torch.device, products: Products, copy: Callable[[int], None], most: int, until: float) -> Spread | None:
+    """Time with copies over time without. Only runs count in which the copies lasted longer than the products."""
+    clock, beside = Clock(device), Beside(device)
+    seconds(device, products)
+    seconds(device, lambda: copy(1))
+    alone_s = seconds(device, products)
+    # Twice as long as they would have to be if they did not slow each other.
+    times = 1 + round(2 * alone_s / seconds(device, lambda: copy(1)))
+    slowed, alone = [], []
+    for _ in repeats(most, until, least=2):
+        quiet_s = seconds(device, products)
+        with beside.now():
+            copy(times)
+            copied = clock.mark()
+        begin = clock.mark()
+        products()
+        taken_s = clock.mark().since(begin)
+        if copied.since(begin) > taken_s:
+            slowed.append(taken_s)
+            alone.append(quiet_s)
+    return ratios(slowed, alone) if slowed else None
