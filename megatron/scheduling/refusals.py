@@ -66,10 +66,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("paged stash", lambda s: s.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
     Refusal(
-        "mixture of experts",
-        lambda s: s.num_experts or s.num_moe_experts,
+        "experts without a fixed capacity",
+        lambda s: _experts(s) and not s.moe_pad_expert_input_to_capacity,
         "how much a mixture of experts saves depends on where the router sends the tokens, so it differs from micro-batch to micro-batch",
-        "drop --num-experts",
+        "use --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity, or a model without experts",
+    ),
+    Refusal(
+        "the flex dispatcher of experts",
+        lambda s: _experts(s) and s.moe_token_dispatcher_type == "flex",
+        "the flex dispatcher keeps tokens in communication buffers of its own, and moving those was never tried",
+        "use --moe-token-dispatcher-type alltoall",
     ),
     Refusal(
         "variable sequence lengths",
@@ -150,6 +156,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "give the flags on the command line instead of --yaml-cfg",
     ),
 )
+
+
+def _experts(settings: Settings) -> bool:
+    """Whether there are any; the arguments and a model's configuration have different names for it."""
+    return bool(settings.num_experts or settings.num_moe_experts)
 
 
 def _other_group(settings: Settings) -> bool:

@@ -23,6 +23,14 @@ LATENT = (
     *("--v-head-dim", "16", "--position-embedding-type", "rope", "--rope-type", "rope", "--normalization", "RMSNorm", *PLAIN_ATTENTION),
 )
 
+# Every expert takes as many tokens as its capacity, so that every micro-batch saves as much. Always 8 layers: Megatron keeps one list of
+# their auxiliary losses for the whole process.
+EXPERTS = (
+    *("--num-layers", "8"),
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
+    *("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity", "--moe-token-dispatcher-type", "alltoall"),
+)
+
 INPUT_BYTES = 64 * 2 * 64 * 4
 # Bytes that a stage's peak may differ from what is predicted.
 SLACK = {
@@ -50,6 +58,12 @@ ROWS = {
     "recomputed_mlp": (*SELECTIVE, "mlp", "--disable-bias-linear"),
     "latent_attention": ("--global-batch-size", "16", *LATENT),
     "recomputed_latents": (*SELECTIVE, "mla_up_proj", "core_attn", *LATENT),
+    "experts": ("--global-batch-size", "16", *EXPERTS),
+    "experts_in_every_other_layer": (
+        *("--global-batch-size", "16", *EXPERTS, "--moe-layer-freq", "2", "--swiglu"),
+        *("--moe-shared-expert-intermediate-size", "32"),
+    ),
+    "interleaved_experts": (*INTERLEAVED, "--global-batch-size", "16", *EXPERTS),
     "fused_cross_entropy": ("--global-batch-size", "16", "--cross-entropy-loss-fusion"),
     "documents": ("--global-batch-size", "16", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
     "full_uniform": (
@@ -99,6 +113,7 @@ WIDE_ROWS = {
     "interleaved_unaligned": (*INTERLEAVED, *OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"),
     "interleaved_early_gather": (*INTERLEAVED, *OVERLAPS, "--overlap-param-gather-with-optimizer-step", "--ckpt-format", "torch"),
     "interleaved_sequence": (*INTERLEAVED, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "expert_parallel": (*EXPERTS, "--expert-model-parallel-size", "2"),
     "context": ("--context-parallel-size", "2", *PLAIN_ATTENTION),
     # Fewer micro-batches than stages, and yet more than the bound.
     "fewer_than_stages": ("--num-layers", "8", "--pipeline-model-parallel-size", "8", "--global-batch-size", "12"),

@@ -70,7 +70,7 @@ def test_nothing_is_supported_and_refused_at_once() -> None:
     # "drop X / Y" takes flags away; "use X" and "drop a value from X" leave them.
     dropped = [dropped for row in table("What is refused") for dropped in re.findall(r"drop ((?:`--[\w-]+`(?: / )?)+)", row[2])]
     refused = {flag for flags in dropped for flag in re.findall(r"--[\w-]+", flags)}
-    assert "--num-experts" in refused
+    assert "--tp-comm-overlap" in refused
     assert not supported & refused
 
 

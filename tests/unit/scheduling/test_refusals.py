@@ -19,7 +19,11 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}, {"fine_grained_activation_offloading": True}],
     "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}, {"delay_wgrad_compute": True}],
     "paged stash": [{"moe_paged_stash": True}],
-    "mixture of experts": [{"num_experts": 8}, {"num_moe_experts": 8}],
+    "experts without a fixed capacity": [{"num_experts": 8}, {"num_moe_experts": 8}],
+    "the flex dispatcher of experts": [
+        {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
+        {"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
+    ],
     "variable sequence lengths": [{"variable_seq_lengths": True}],
     "packed sequences": [{"sft": True}, {"dataloader_inter_document_masking": True}, {"hybrid_context_parallel": True}],
     "distributed saved activations": [{"distribute_saved_activations": True}],
@@ -46,7 +50,8 @@ ALLOWED: list[dict[str, Any]] = [
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "add_bias_linear": True},
     {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False},
     {"recompute_granularity": "full", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True},
-    {"num_experts": None, "num_moe_experts": None, "moe_router_topk": 2},
+    {"num_experts": None, "num_moe_experts": None, "moe_router_topk": 2, "moe_token_dispatcher_type": "flex"},
+    {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"},
 ]
 
 
