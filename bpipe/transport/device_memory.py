@@ -1,4 +1,4 @@
-"""Memory of one GPU that another process's copy engines reach: allocated by its owner, opened through CUDA's IPC handles.
+"""Memory that a GPU's copy engines reach: another process's on a GPU, opened through CUDA's IPC handles, and a host's with locked pages.
 
 In: a size, or a handle another process gave. Out: a `Region`. Knows no slots and no schedule.
 
@@ -81,6 +81,18 @@ class DeviceMemory:
         ctypes.memmove(opened.getPtr(), bytes.fromhex(handle["handle"]), _HANDLE_BYTES)
         address = int(_checked("cudaIpcOpenMemHandle", opened, runtime.cudaIpcMemLazyEnablePeerAccess))
         return DeviceRegion(address, handle["nbytes"], self._stream, lambda: _checked("cudaIpcCloseMemHandle", address))
+
+
+def lock_pages(tensor: torch.Tensor) -> Callable[[], None]:
+    """Lock a host tensor's pages for a device's copies. Returns what unlocks them, once the copies under way have ended."""
+    address = tensor.data_ptr()
+    _checked("cudaHostRegister", address, tensor.numel(), _runtime().cudaHostRegisterDefault)
+
+    def unlock() -> None:
+        _checked("cudaDeviceSynchronize")
+        _checked("cudaHostUnregister", address)
+
+    return unlock
 
 
 # CUDA_IPC_HANDLE_SIZE of CUDA's headers.

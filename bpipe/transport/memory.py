@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from bpipe.transport.device_memory import lock_pages
+
 
 class Region(Protocol):
     """A piece of memory to copy into and from. Both calls only start the copy where the current stream is a device's."""
@@ -51,9 +53,24 @@ class TensorRegion:
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
 
+class _Pinned(TensorRegion):
+    """Host memory whose pages stay where they are, so that a device copies to and from it by itself.
+
+    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of slots would take 16.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(torch.empty(nbytes, dtype=torch.uint8))
+        self._locked = lock_pages(self._tensor)
+
+    def close(self) -> None:
+        self._locked()
+        super().close()
+
+
 def own_memory(nbytes: int, pinned: bool) -> TensorRegion:
-    """This process's own host memory; pinned, so that a device copies to it by itself."""
-    return TensorRegion(torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned))
+    """This process's own host memory."""
+    return _Pinned(nbytes) if pinned else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
 
 
 class SharedMemory:

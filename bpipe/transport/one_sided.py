@@ -112,7 +112,9 @@ class Host:
         return self._region
 
     def release(self) -> None:
-        self._region = None
+        if self._region is not None:
+            self._region.close()
+            self._region = None
 
     abandon = release
 

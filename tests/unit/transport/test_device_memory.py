@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.memory import own_memory
 
 
 class cudaError_t(enum.IntEnum):
@@ -49,6 +50,7 @@ class FakeRuntime(ModuleType):
         super().__init__("cuda.bindings.runtime")
         self.allocated: dict[int, Any] = {}
         self.opened: list[int] = []
+        self.locked: dict[int, int] = {}
         self.streams: list[int] = []
         self.under_way = False
         self.failing: dict[str, cudaError_t] = {}
@@ -61,6 +63,17 @@ class FakeRuntime(ModuleType):
         if self._status("cudaMalloc") == 0:
             self.allocated[ctypes.addressof(memory)] = memory
         return self._status("cudaMalloc"), ctypes.addressof(memory)
+
+    cudaHostRegisterDefault = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[cudaError_t]:
+        self.locked[address] = nbytes
+        return (self._status("cudaHostRegister"),)
+
+    def cudaHostUnregister(self, address: int) -> tuple[cudaError_t]:
+        assert not self.under_way, "unlocked while a copy is under way"
+        del self.locked[address]
+        return (self._status("cudaHostUnregister"),)
 
     def cudaFree(self, address: int) -> tuple[cudaError_t]:
         assert address not in self.opened, "freed while another process has it open"
@@ -204,3 +217,23 @@ def test_memory_that_nobody_can_open_is_not_kept(cuda: FakeRuntime) -> None:
     with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
         memory().make(100)
     assert cuda.allocated == {}
+
+
+def test_pinned_slots_take_what_they_need_and_no_more(cuda: FakeRuntime) -> None:
+    """torch's own pinned memory comes in powers of two: 9 GiB of slots would take 16."""
+    region = own_memory(5000, pinned=True)
+    assert list(cuda.locked.values()) == [5000]
+    source = torch.arange(100, dtype=torch.uint8)
+    back = torch.zeros_like(source)
+    region.write(7, source)
+    region.read(7, back)
+    assert torch.equal(source, back)
+    cuda.under_way = True
+    region.close()
+    assert not cuda.locked
+
+
+def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeRuntime) -> None:
+    cuda.failing["cudaHostRegister"] = cudaError_t.cudaErrorMemoryAllocation
+    with pytest.raises(RuntimeError, match="cudaHostRegister failed: cudaErrorMemoryAllocation"):
+        own_memory(5000, pinned=True)
