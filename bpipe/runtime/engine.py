@@ -199,7 +199,7 @@ class Engine:
 
     def _saved(self, op: Action, roots: Sequence[object], inputs: Sequence[torch.Tensor | None]) -> None:
         if self._meter:
-            self._meter.saved(op, find(roots, inputs))
+            self._meter.saved(op, find(roots, inputs), inputs)
         if self._evictor is None:
             return
         if self._evictor.unmeasured(op.stage):

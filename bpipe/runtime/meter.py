@@ -34,7 +34,10 @@ class _Seen:
 
 
 class Meter:
-    """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished."""
+    """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished.
+
+    `received_bytes` is the part of it that the stage received: a pipeline loop may hold that longer than the backward needs it.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
@@ -42,6 +45,7 @@ class Meter:
         self.peak_microbatches = 0
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
+        self.received_bytes = 0
 
     def begin(self) -> None:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
@@ -54,8 +58,10 @@ class Meter:
             # Still alive although its micro-batch is long over: somebody else holds it, so it is nobody's activation.
             seen.owner = None
 
-    def saved(self, forward: Action, found: Sequence[Found]) -> None:
-        """A forward has finished and saved these storages."""
+    def saved(self, forward: Action, found: Sequence[Found], inputs: Sequence[torch.Tensor | None] = ()) -> None:
+        """A forward has finished and saved these storages; `inputs` are what the stage received for it."""
+        received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None}
+        self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
         owner = (forward.stage, forward.microbatch)
         mine = 0
         for item in found:

@@ -53,7 +53,6 @@ class Hooks:
         self._last_engine: Engine | None = None
         self._last_s: float | None = None
         self._judged = False
-        self._input_bytes = 0
         self._programs: dict[int, ProgramConfig] = {}
         self.links: list[Link] = []
         self.recording = False
@@ -112,7 +111,6 @@ class Hooks:
             engine.before(op)
             outputs, num_tokens = forward_step(*args, **kwargs)
             tensors, inputs = _as_list(outputs), _as_list(given["input_tensor"])
-            self._input_bytes = sum(tensor.untyped_storage().nbytes() for tensor in inputs if tensor is not None)
             self._forward_of[id(tensors[0])] = op
             engine.after(op, tensors, inputs)
             return outputs, num_tokens
@@ -226,7 +224,7 @@ class Hooks:
             rows=rows,
             saved_bytes=self._meter.saved_bytes,
             moved_bytes=engine.moved_bytes,
-            received_bytes=self._input_bytes,
+            received_bytes=self._meter.received_bytes,
             host_bytes=engine.host_bytes,
             peak_bytes=self._meter.peak_bytes,
         )
@@ -236,7 +234,7 @@ class Hooks:
 
         The first iteration does not count when there are others: what micro-batches share is known only after two of them.
         """
-        if not self._peaks:
+        if self._meter is None or not self._peaks:
             return None
         engine = self._engines[self._last_num_microbatches]
         peaks = self._peaks[1:] or self._peaks
@@ -247,7 +245,7 @@ class Hooks:
             peak_bytes=max(peak[1] for peak in peaks),
             saved_bytes=peaks[-1][2],
             moved_bytes=engine.moved_bytes,
-            input_bytes=self._input_bytes,
+            received_bytes=self._meter.received_bytes,
             num_slots=engine.num_slots,
             host_bytes=engine.host_bytes,
             balanced=self._config.balance,

@@ -64,7 +64,7 @@ class StageReport:
         peak_bytes: int,
         saved_bytes: Mapping[int, int],
         moved_bytes: Mapping[int, int],
-        input_bytes: int,
+        received_bytes: int,
         num_slots: int,
         host_bytes: int,
         balanced: bool,
@@ -72,7 +72,7 @@ class StageReport:
         """Lay the measurement beside what the schedule says for micro-batches of this size.
 
         Slots are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its own
-        micro-batches occupy in any slot, and its slots. `input_bytes` is what the stage receives for one micro-batch.
+        micro-batches occupy in any slot, and its slots. `received_bytes` is what of it the stage received.
         """
         transfers = num_transfers(schedule, stage)
         return StageReport(
@@ -84,7 +84,7 @@ class StageReport:
             peak_microbatches=peak_microbatches,
             peak_bytes=peak_bytes,
             predicted_microbatches=own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0) + num_slots,
-            predicted_bytes=own_peak(schedule, stage, saved_bytes, moved_bytes, input_bytes) + host_bytes,
+            predicted_bytes=own_peak(schedule, stage, saved_bytes, moved_bytes, received_bytes) + host_bytes,
             evictions=transfers.evictions,
             loads=transfers.loads,
         )

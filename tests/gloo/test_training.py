@@ -34,6 +34,11 @@ FOUR_STAGES = [
     Case("m8_measured", ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"]),
     Case("m4", ["--global-batch-size", "8"]),
     Case("m4_balanced", ["--global-batch-size", "8", *BPIPE, "--bpipe-report", "{folder}/m4_balanced"]),
+    # The norm saves a 32-bit copy of what the stage received, not the 16-bit input itself.
+    Case(
+        "bf16_measured",
+        ["--normalization", "RMSNorm", "--bf16", "--global-batch-size", "16", *BPIPE, "--bpipe-report", "{folder}/bf16_measured"],
+    ),
     # As few micro-batches as the bound: nothing has to move.
     Case("m3", ["--global-batch-size", "6"]),
     Case("m3_balanced", ["--global-batch-size", "6", *BPIPE]),
@@ -95,6 +100,7 @@ def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) ->
         # The acceptor is not asked for memory.
         ("m8_host", [3, 3, 2, 1], [3, 0, 0, 0]),
         ("m4_balanced", [3, 3, 2, 3], [1, 0, 0, 0]),
+        ("bf16_measured", [3, 3, 2, 3], [3, 0, 0, 0]),
     ],
 )
 def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[int], evictions: list[int]) -> None:
