@@ -21,7 +21,9 @@ FOUR = (*TINY, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--gl
 
 
 def iterations(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
+    """What each iteration computed; how long it took is left out, because no two runs agree on that."""
+    records = [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key != "elapsed_s"} for record in records]
 
 
 def torchrun(folder: Path, processes: int, script: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
