@@ -278,11 +278,13 @@ def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
     plan = schedule()
     config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True, synchronous=True)
     engine = Engine(plan, 0, Logged(), config)
-    assert torch.equal(
-        gradient(engine, plan, computing=lambda: log.append("computing") if log[-1:] != ["computing"] else None), gradient(None, plan)
-    )
-    put, get = "put put waited for ", "get get waited for "
-    assert " ".join(log).replace("computing ", "") == 2 * put + get + put + 2 * get + "computing"
+    assert torch.equal(gradient(engine, plan, computing=lambda: log.append("computing")), gradient(None, plan))
+    transfers = [position for position, entry in enumerate(log) if entry in ("put", "get")]
+    assert len(transfers) == 6
+    assert [log[position + 1] for position in transfers] == [f"{log[position]} waited for" for position in transfers]
+    log.clear()
+    gradient(Engine(plan, 0, Logged(), replace(config, synchronous=False)), plan, computing=lambda: log.append("computing"))
+    assert [log[log.index(name) + 1] for name in ("put", "get")] == ["computing"] * 2
 
 
 def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,3 +323,22 @@ def test_the_announcement_of_the_sizes_is_waited_for_once() -> None:
     plan = schedule()
     gradient(engine_for(plan, Announcing()), plan, 2)
     assert waited == [1]
+
+
+def test_an_eviction_has_ended_when_the_operation_beside_it_has() -> None:
+    """What it frees is then there for what the loop receives next, and for a load that stands behind the operation."""
+    plan = schedule()
+    engine = engine_for(plan)
+    seen: list[tuple[int, int]] = []
+    after = engine.after
+
+    def looked(op: Action, *arguments: Sequence[torch.Tensor]) -> None:
+        leaving = [sum(each.state is evictor.State.LEAVING for each in engine._evictor._known.values())]  # type: ignore[union-attr]
+        after(op, *arguments)
+        leaving.append(sum(each.state is evictor.State.LEAVING for each in engine._evictor._known.values()))  # type: ignore[union-attr]
+        seen.append((leaving[0], leaving[1]))
+
+    engine.after = looked  # type: ignore[method-assign, assignment]
+    run_iteration(engine, plan, new_weight())
+    assert sum(during for during, _ in seen) == 3
+    assert all(afterwards == 0 for _, afterwards in seen)

@@ -1,0 +1,208 @@
+"""Every line of the runtime and its transports that waits, what it is without its wait, and which tests must notice.
+
+In: nothing. Out: the table, and the lines that ought to be in it, read from the source. As a program: `python -m
+tests.unit.runtime.mutations FILE` runs each mutation's tests against a copy of its module in memory, in a process of its own, and writes
+what they said. The checkout is never touched.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+
+ROOT = Path(__file__).resolve().parents[3]
+MODULES = (
+    *(f"bpipe/runtime/{name}.py" for name in ("evictor", "acceptor", "engine", "streams")),
+    *(f"bpipe/transport/{name}.py" for name in ("one_sided", "lanes", "distributed")),
+)
+# What waits, or says what waits for what. Definitions and comments do not.
+WAITING = re.compile(r"\.wait\(|wait_event\(|self\._wait\(|\b_settle\(|\b_finish\(|finish_\w+\(|\bafter=\[|_behind_compute\(")
+DEFINITION = re.compile(r"^\s*(def |#|\"\"\")")
+FAKE = "tests/unit/runtime/test_fake_device.py"
+DELAYED = "tests/unit/runtime/test_delayed.py"
+ENGINE = "tests/unit/runtime/test_engine.py"
+LANES = "tests/unit/transport/test_lanes.py"
+ONE_SIDED = "tests/unit/transport/test_one_sided.py"
+DISTRIBUTED = "tests/unit/transport/test_distributed.py"
+LIMIT_S = 100.0
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """The `nth` line of a file that reads `line`, and what stands there instead. `tests` are those that must fail."""
+
+    file: str
+    line: str
+    instead: str
+    tests: tuple[str, ...]
+    nth: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.file).stem}: {self.line.split('  #')[0]}{f' ({self.nth + 1})' if self.nth else ''}"
+
+    def apply(self) -> str:
+        """The mutated source. Raises LookupError where the line is no longer there."""
+        lines = (ROOT / self.file).read_text().splitlines()
+        places = [place for place, text in enumerate(lines) if text.strip() == self.line]
+        if self.nth >= len(places):
+            raise LookupError(f"{self.file} has no line {self.nth + 1} that reads {self.line!r}: bring the table of mutations up to date")
+        place = places[self.nth]
+        indentation = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+        lines[place] = indentation + self.instead
+        return "\n".join(lines) + "\n"
+
+
+def mutate(file: str, line: str, instead: str, *tests: str, nth: int = 0) -> Mutation:
+    folder = "transport" if file in ("one_sided", "lanes", "distributed") else "runtime"
+    return Mutation(f"bpipe/{folder}/{file}.py", line, instead, tests, nth)
+
+
+ON_STREAM = "with torch.cuda.stream(self.{}) if self._cuda else contextlib.nullcontext():"
+
+TABLE = (
+    # [1] and [5]: transfers behind the computation. Seen only where a device runs ahead of its host.
+    mutate("streams", "with self._behind_compute(self._out if self._cuda else None):", ON_STREAM.format("_out"), FAKE),
+    mutate("streams", "with self._behind_compute(self._back if self._cuda else None):", ON_STREAM.format("_back"), FAKE),
+    mutate("streams", "stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
+    mutate("streams", "torch.cuda.current_stream().wait_event(self.marks[1])", "pass", FAKE),
+    mutate("streams", "pending.wait()", "pass", FAKE),
+    # [3] and [7]: memory and backwards behind the transfers.
+    mutate("evictor", "self._finish(activations, State.AWAY)  # [3]", "activations.move(State.AWAY, activations.action)", FAKE),
+    mutate("evictor", "self._finish(activations, State.AWAY)  # [3]", "activations.move(State.AWAY, activations.action)", DELAYED),
+    mutate("evictor", "self._finish(activations, State.HERE)  # [7]", "pass", FAKE),
+    mutate("evictor", "self._finish(activations, State.HERE)  # [7]", "pass", DELAYED),
+    mutate("evictor", "self._wait(activations.pending, activations.action, activations.state.value)", "pass", DELAYED),
+    mutate("evictor", 'self._wait(self._announcement, activations.action, "announcing its sizes")', "pass", ENGINE),
+    # Synchronous transfers.
+    mutate("evictor", "self.finish_evictions()", "pass", ENGINE),
+    mutate("evictor", "self._finish(activations, State.HERE)", "pass", ENGINE),
+    mutate("engine", "self._evictor.finish_all()", "pass", ENGINE),
+    # Where the engine lets the two roles wait.
+    mutate("engine", "self._evictor.finish_evictions()", "pass", ENGINE),
+    mutate("engine", "self._evictor.finish_evictions()", "pass", ENGINE, nth=1),
+    mutate("engine", "self._evictor.finish_load(op)", "pass", FAKE),
+    mutate("engine", "self._evictor.finish_load(op)", "pass", DELAYED),
+    mutate("engine", "pending.wait()", "pass", DELAYED),
+    # [8]: slots.
+    mutate("acceptor", "self._settle(slot)  # [8]", "pass", DELAYED),
+    mutate("acceptor", "self._settle(slot)", "pass", DELAYED),
+    mutate("acceptor", "self._settle(slot)", "pass", DELAYED, nth=1),
+    mutate("acceptor", "self._wait(pending, action, slot.state.value)", "pass", DELAYED),
+    mutate(
+        "one_sided",
+        "self._last[slot] = lane.run(copy, after=[last] if last is not None else [])  # [8]",
+        "self._last[slot] = lane.run(copy)",
+        FAKE,
+    ),
+    mutate(
+        "one_sided",
+        "self._last[slot] = lane.run(copy, after=[last] if last is not None else [])  # [8]",
+        "self._last[slot] = lane.run(copy)",
+        DELAYED,
+    ),
+    mutate("one_sided", "pending.wait()", "pass", ONE_SIDED),
+    # Messages between the two ends.
+    mutate(
+        "one_sided",
+        'self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()',
+        'self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"})',
+        ONE_SIDED,
+    ),
+    mutate("one_sided", "self._control.send(About.MEMORY, handle).wait()", "self._control.send(About.MEMORY, handle)", ONE_SIDED),
+    mutate("one_sided", 'self._control.send(About.MEMORY, "closed").wait()', 'self._control.send(About.MEMORY, "closed")', ONE_SIDED),
+    # The threads, and the process groups.
+    mutate("lanes", "if not self._ended.wait(self._timeout_s):", "if False:", LANES),
+    mutate("lanes", "pending.wait()", "pass", LANES),
+    mutate("distributed", "work.wait()", "pass", DISTRIBUTED),
+    mutate(
+        "distributed",
+        "_batched(operation, [tensor], groups.partner, group).wait()",
+        "_batched(operation, [tensor], groups.partner, group)",
+        DISTRIBUTED,
+    ),
+)
+
+
+def waiting_lines() -> Iterator[tuple[str, str, int]]:
+    """Every line of the modules that waits: its file, its text, and the how many-th of that text it is."""
+    for file in MODULES:
+        seen: dict[str, int] = {}
+        for text in (ROOT / file).read_text().splitlines():
+            line = text.strip()
+            # Of a definition only its body waits; what a comment or docstring says waits for nobody.
+            if WAITING.search(line.split("  #")[0]) and not DEFINITION.match(line) and "`" not in line:
+                yield file, line, seen.get(line, 0)
+                seen[line] = seen.get(line, 0) + 1
+
+
+# -- running them -----------------------------------------------------------------------------------------------------------------------
+
+
+class Mutated(importlib.abc.MetaPathFinder):
+    """Imports one module from a mutated copy of its source."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._module = mutation.file.removesuffix(".py").replace("/", ".")
+        self._source = mutation.apply()
+
+    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._module:
+            return None
+        file = str(ROOT / (name.replace(".", "/") + ".py"))
+        source = self._source
+
+        class Loader(importlib.machinery.SourceFileLoader):
+            def get_code(self, fullname: str) -> CodeType:
+                return compile(source, file, "exec")
+
+        return importlib.util.spec_from_file_location(name, file, loader=Loader(name, file))
+
+
+def run_tests(mutation: Mutation | None, tests: tuple[str, ...]) -> int | None:
+    """pytest's exit code in a fork of this process, or None where it had to be ended."""
+    child = os.fork()
+    if child == 0:
+        import pytest
+
+        os.setpgid(0, 0)
+        if mutation is not None:
+            sys.meta_path.insert(0, Mutated(mutation))
+        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *tests])))
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def main() -> None:
+    # Once, before the forks: most of the time a test process takes. Nothing of ours may be imported here, or it could not be replaced.
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    assert not [name for name in sys.modules if name.split(".")[0] == "bpipe"]
+    every = tuple(sorted({test for mutation in TABLE for test in mutation.tests}))
+    codes = {"": run_tests(None, every), **{str(place): run_tests(mutation, mutation.tests) for place, mutation in enumerate(TABLE)}}
+    Path(sys.argv[1]).write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()
