@@ -1,0 +1,104 @@
+"""The documentation builds without a warning, its links lead somewhere, its commands are the project's, and its figures are computed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from bpipe import cli
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.cost import StageCost, uniform
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.memory import num_transfers, peak_counts
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# What is run by another test, because it needs more than a command line: by the words it begins with, the test that runs it.
+ELSEWHERE = {
+    "bpipe profile": "tests/unit/commands",
+    "bpipe report": "tests/unit/commands/test_report.py",
+    "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
+    "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",
+    "python scripts/preprocess_data.py": "tests/unit/scripts/test_preprocess_data.py",
+    "python scripts/gpu_check.py": "tests/unit/scripts/test_gpu_check.py",
+    "python scripts/validate.py": "tests/unit/scripts/test_validate.py",
+}
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Every command of the page's code blocks, continued lines joined, comments and what it prints left out."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(bpipe|python|torchrun) [\w-]", line):
+                yield " ".join(line.split("   #")[0].split())
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands(page)})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = next((test for words, test in ELSEWHERE.items() if command.startswith(words)), None)
+    if test is not None:
+        assert (ROOT / test).exists()
+        return
+    program, *arguments = command.split()
+    if program == "python":
+        # A script's own test runs it; here that it is there and takes these flags.
+        said = subprocess.run(
+            [sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True, timeout=50, check=True
+        ).stdout
+        for flag in re.findall(r" (--[\w-]+)", command):
+            assert flag in said, f"{arguments[0]} knows no {flag}"
+        return
+    assert program == "bpipe", f"nobody runs {command!r}"
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    build_it = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    ended = subprocess.run(build_it, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "site/megatron/index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "schedule", "chunks"),
+    [
+        ("GPipe", "gpipe", 1),
+        ("1F1B", "1f1b", 1),
+        ("interleaved 1F1B, 2 chunks", "interleaved-1f1b", 2),
+        ("interleaved 1F1B, 4 chunks", "interleaved-1f1b", 4),
+    ],
+)
+def test_the_readmes_table_is_what_the_schedules_are(row: str, schedule: str, chunks: int) -> None:
+    cells = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {row} |")).split("|")[2:6]
+    bubble, plain_peak, balanced_peak, evictions = (cell.strip() for cell in cells)
+    balances = ("none",) if balanced_peak == "not balanced" else ("none", "bpipe")
+    for balance, peak in zip(balances, (plain_peak, balanced_peak), strict=False):
+        program = build(ProgramConfig(schedule, 8, 32, chunks, balance))
+        # Bytes that take no time: what transfers cost is another table's.
+        cost = StageCost(forward_s=Fraction(1, chunks), backward_s=Fraction(2, chunks), saved_bytes=1, moved_bytes=1)
+        assert f"{100 * float(simulate(program, uniform(8 * chunks, cost)).bubble_of_makespan):.1f} %" == bubble
+        assert max(peak_counts(program)) / chunks == float(peak)
+    assert sum(num_transfers(program, rank).evictions for rank in range(8)) == int(evictions.split()[0])
