@@ -1,0 +1,280 @@
+"""Ranks without Megatron that move activations for a long time, or until one of them breaks.
+
+In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its program over a
+small real graph, computes every gradient a second time without an engine, and rests now and then. Several programs take turns, so slots
+are released and lent again. One process forks all ranks of all scenarios: importing torch is most of what a rank would do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.steps import steps
+from bpipe.program import ProgramConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.streams import copying_on
+from bpipe.simulate.memory import num_transfers
+from bpipe.transport.connect import Connection, connect
+from bpipe.transport.distributed import Distributed
+from bpipe.transport.memory import TensorRegion
+
+CPU = torch.device("cpu")
+WIDTH = 256
+# Programs that take turns: as many micro-batches, and rows of each. Both change what a slot has to hold.
+PROGRAMS = ((8, 64), (4, 96), (6, 32))
+ITERATIONS_A_TURN = 2
+# The first of them connects and fills pools, so nothing can be said of fewer.
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run. `fault` is (rank, moment, signal): what that process does to itself, in the second iteration of the first program unless the
+    moment is "start"."""
+
+    name: str
+    transport: str
+    stages: int = 4
+    seconds: float = 4.0
+    timeout_s: float = 60.0
+    limit_s: float = 120.0
+    fault: tuple[int, str, str] | None = None
+
+
+@dataclass
+class Record:
+    """What one rank noticed. The lists have an entry for every turn of a program."""
+
+    microbatches: int = 0
+    transfers: int = 0
+    different: list[str] = field(default_factory=list)
+    outlived: int = 0
+    descriptors: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+    resident_bytes: list[int] = field(default_factory=list)
+
+
+class Rank:
+    """One rank of a scenario."""
+
+    def __init__(self, scenario: Scenario, rank: int) -> None:
+        self.scenario, self.rank = scenario, rank
+        self.record = Record()
+        self.chance = random.Random(rank)
+        torch.manual_seed(rank)
+        # Stages differ, so what leaves a stage is not what its host would have saved itself.
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * rank) / 16)
+        self.plans = [build(ProgramConfig("1f1b", scenario.stages, m, balance="bpipe")) for m, _ in PROGRAMS]
+        pairs: set[tuple[int, int]] = set()
+        for plan in self.plans:
+            assert plan.partners is not None
+            pairs |= {(stage, plan.partners[stage]) for stage in range(scenario.stages) if num_transfers(plan, stage).evictions}
+        self.connection: Connection | None
+        self.connection, _ = connect(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
+        config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True)
+        self.engines = [Engine(plan, rank, self.connection.transport() if self.connection else None, config) for plan in self.plans]
+        self.running = self.engines[0]
+        self.iterations = 0
+
+    def run(self) -> None:
+        """Turn after turn, until rank 0's clock says so."""
+        end = time.monotonic() + self.scenario.seconds
+        going, turns = torch.ones(1), 0
+        while going.item() or turns < TURNS:
+            for number, engine in enumerate(self.engines):
+                self.running = engine
+                for _ in range(ITERATIONS_A_TURN):
+                    self.iteration(number)
+                engine.release()
+            turns += 1
+            self.look()
+            going.fill_(time.monotonic() < end)
+            dist.broadcast(going, 0)
+        if self.connection is not None:
+            self.connection.close()
+
+    def iteration(self, number: int) -> None:
+        plan, rows = self.plans[number], PROGRAMS[number][1]
+        alive: list[StorageWeakRef] = []
+        self.moment("start" if not self.iterations else "between")
+        found = self.gradient(plan, rows, self.running, alive)
+        self.record.outlived += sum(not reference.expired() for reference in alive)
+        if not torch.equal(found, self.gradient(plan, rows, None, [])):
+            self.record.different.append(f"iteration {self.iterations}, {plan.num_microbatches} micro-batches")
+        self.record.microbatches += plan.num_microbatches
+        self.record.transfers += 2 * num_transfers(plan, self.rank).evictions
+        self.iterations += 1
+
+    def gradient(self, plan: Schedule, rows: int, engine: Engine | None, alive: list[StorageWeakRef]) -> torch.Tensor:
+        """One iteration's gradient; without an engine nothing moves and no neighbour is asked."""
+        self.weight.grad = None
+        outputs: dict[int, torch.Tensor] = {}
+        sent: list[tuple[Any, torch.Tensor]] = []
+        if engine:
+            engine.begin()
+        for step in steps(plan, self.rank)[1:]:
+            op = step.compute
+            assert op is not None
+            if engine:
+                self.receive(op)
+                engine.before(op)
+                self.rest()
+            if op.kind is Kind.FORWARD:
+                generator = torch.Generator().manual_seed(1000 * self.iterations + op.microbatch)
+                received = torch.randn(rows, WIDTH, generator=generator).requires_grad_()
+                hidden = torch.nn.functional.gelu(received @ self.weight)
+                outputs[op.microbatch] = torch.softmax(hidden @ self.weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
+                alive += [StorageWeakRef(received.untyped_storage()), StorageWeakRef(hidden.untyped_storage())]
+                if engine:
+                    engine.after(op, [outputs[op.microbatch]], [received])
+                del received, hidden
+            else:
+                output = outputs.pop(op.microbatch)
+                torch.autograd.backward(output, torch.full_like(output, 0.5 + op.microbatch))
+                del output
+                if engine:
+                    engine.after(op)
+            if engine:
+                sent.append(self.send(op))
+                self.moment(str(op))
+        if engine:
+            engine.end()
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+        assert self.weight.grad is not None
+        return self.weight.grad
+
+    def receive(self, op: Action) -> None:
+        source = self.rank - 1 if op.kind is Kind.FORWARD else self.rank + 1
+        if 0 <= source < self.scenario.stages:
+            dist.recv(torch.zeros(1), source)
+
+    def send(self, op: Action) -> tuple[Any, torch.Tensor]:
+        target = self.rank + 1 if op.kind is Kind.FORWARD else self.rank - 1
+        message = torch.zeros(1)
+        return (dist.isend(message, target) if 0 <= target < self.scenario.stages else None), message
+
+    def rest(self) -> None:
+        if self.chance.random() < 0.2:
+            time.sleep(self.chance.random() / 300)
+
+    def moment(self, name: str) -> None:
+        """Break here, if it is this rank's fault and moment."""
+        fault = self.scenario.fault
+        if fault is not None and fault[:2] == (self.rank, name) and (name == "start" or self.iterations == 1):
+            os.kill(os.getpid(), signal.Signals[fault[2]])
+
+    def break_copies(self) -> None:
+        """For the moment "copying": break in the middle of a transfer, in the thread that copies or right after it was asked for."""
+        write, put, host = TensorRegion.write, Distributed.put, Distributed.host
+
+        def half_written(region: TensorRegion, offset: int, source: torch.Tensor) -> None:
+            half = source.numel() // 2
+            write(region, offset, source[:half])
+            self.moment("copying")
+            write(region, offset + half, source[half:])
+
+        def asked(transfer: Any) -> Any:
+            def then_break(*arguments: Any) -> Any:
+                pending = transfer(*arguments)
+                self.moment("copying")
+                return pending
+
+            return then_break
+
+        TensorRegion.write = half_written  # type: ignore[method-assign]
+        Distributed.put, Distributed.host = asked(put), asked(host)  # type: ignore[method-assign]
+
+    def look(self) -> None:
+        """Note what this process holds now."""
+        self.record.descriptors.append(len(os.listdir("/proc/self/fd")))
+        self.record.threads.append(threading.active_count())
+        self.record.resident_bytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
+    """The life of one process; its exit code. Errors go to its log, with the engine's word on where it was."""
+    torch.set_num_threads(1)
+    try:
+        timeout = timedelta(seconds=scenario.timeout_s)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.stages, timeout=timeout)
+        this = Rank(scenario, rank)
+        if scenario.fault is not None:
+            this.break_copies()
+        try:
+            this.run()
+        except Exception as error:
+            print(f"{this.running.where()}: {error}", file=sys.stderr)
+            this.running.abandon()
+            raise
+        (folder / f"rank{rank}.json").write_text(json.dumps(asdict(this.record)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Fork the ranks, wait for them, and end what is left: exit codes (None for what had to be ended) and seconds."""
+    folder.mkdir()
+    begin = time.monotonic()
+    children = {}
+    for rank in range(scenario.stages):
+        child = os.fork()
+        if child == 0:
+            log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            code = one_rank(scenario, rank, folder)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        children[child] = rank
+    codes: list[int | None] = [None] * scenario.stages
+    broken = scenario.fault[0] if scenario.fault and scenario.fault[2] == "SIGSTOP" else None
+    while set(children.values()) - {broken} and time.monotonic() < begin + scenario.limit_s:
+        for child, rank in list(children.items()):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                del children[child]
+        time.sleep(0.02)
+    seconds = time.monotonic() - begin
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return {"codes": codes, "seconds": seconds}
+
+
+def main() -> None:
+    folder = Path(sys.argv[2])
+    # Only the loopback: there is nobody else.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for described in json.loads(Path(sys.argv[1]).read_text()):
+        scenario = Scenario(**{**described, "fault": tuple(described["fault"]) if described["fault"] else None})
+        outcome = run(scenario, folder / scenario.name)
+        (folder / scenario.name / "outcome.json").write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

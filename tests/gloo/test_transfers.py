@@ -1,0 +1,141 @@
+"""Transports between real processes, without Megatron: for a long time, and while one of the processes breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gloo.conftest import ROOT
+from tests.gloo.soak import ITERATIONS_A_TURN, PROGRAMS, TURNS, Scenario
+
+# Allocators keep pools, and which of a few thread arenas serves a copy is chance. One micro-batch that is kept an iteration is more.
+RESIDENT_TOLERANCE_BYTES = 24 << 20
+EVICTOR, ACCEPTOR = 0, 3
+TIMEOUT_S = 4.0
+# Of the first program, p=4 and m=8. Stage 3 hosts 0EVICT1 from its start to 3B2, so after 3F1 it holds it.
+MOMENTS = {EVICTOR: ("start", "copying", "0F3", "between"), ACCEPTOR: ("start", "copying", "3F1", "between")}
+
+
+@dataclass
+class Outcome:
+    """What the ranks of one scenario left."""
+
+    scenario: Scenario
+    codes: list[int | None]
+    seconds: float
+    records: list[dict[str, Any]]
+    logs: list[str]
+
+
+def run(scenarios: Sequence[Scenario], folder: Path) -> list[Outcome]:
+    """Run the scenarios one after another, in processes of their own."""
+    (folder / "scenarios.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
+    command = [sys.executable, "-m", "tests.gloo.soak", str(folder / "scenarios.json"), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            assert process.wait() == 0
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    outcomes = []
+    for scenario in scenarios:
+        place = folder / scenario.name
+        outcome = json.loads((place / "outcome.json").read_text())
+        logs = [(place / f"rank{rank}.log").read_text(errors="replace") for rank in range(scenario.stages)]
+        paths = [place / f"rank{rank}.json" for rank in range(scenario.stages)]
+        records = [json.loads(path.read_text()) for path in paths if path.exists()]
+        outcomes.append(Outcome(scenario, outcome["codes"], outcome["seconds"], records, logs))
+    return outcomes
+
+
+def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
+    assert outcome.codes == [0] * outcome.scenario.stages, "\n".join(log[-2000:] for log in outcome.logs)
+    for rank, record in enumerate(outcome.records):
+        where = f"{outcome.scenario.name}, rank {rank}"
+        assert record["different"] == [], f"{where}: gradients differ"
+        assert record["outlived"] == 0, f"{where}: activations outlived their iteration"
+        assert record["microbatches"] >= TURNS * ITERATIONS_A_TURN * sum(m for m, _ in PROGRAMS)
+        # The first turns connect and fill pools.
+        turns = len(record["descriptors"]) // 3
+        assert len(set(record["descriptors"][turns - 1 :])) == 1, f"{where}: open files {record['descriptors']}"
+        assert len(set(record["threads"])) == 1, f"{where}: threads {record['threads']}"
+        early, late = record["resident_bytes"][turns - 1 : 2 * turns], record["resident_bytes"][-turns:]
+        growth = statistics.median(late) - statistics.median(early)
+        assert growth < RESIDENT_TOLERANCE_BYTES, f"{where}: {growth / 2**20:.1f} MiB more resident at the end"
+    assert outcome.records[EVICTOR]["transfers"] > 0
+
+
+@pytest.mark.timeout(180)
+def test_a_short_soak(tmp_path: Path) -> None:
+    for outcome in run([Scenario(name, name, seconds=2.5) for name in ("gloo", "peer")], tmp_path):
+        assert_nothing_lost_and_nothing_kept(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["gloo", "peer", "host"])
+def test_a_long_soak(transport: str, tmp_path: Path) -> None:
+    """Six stages have two pairs, and slots that are filled again while what left them is on its way."""
+    (outcome,) = run([Scenario(transport, transport, stages=6, seconds=30.0, limit_s=300.0)], tmp_path)
+    assert_nothing_lost_and_nothing_kept(outcome)
+    print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of stage 0")
+
+
+def breaking(transport: str, rank: int, moment: str, what: str) -> Scenario:
+    fault = (rank, moment, what)
+    return Scenario(f"{transport}-{what}-{rank}-{moment}", transport, seconds=1.0, timeout_s=TIMEOUT_S, limit_s=60.0, fault=fault)
+
+
+def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
+    assert outcome.scenario.fault is not None
+    broken, _, what = outcome.scenario.fault
+    for rank, (code, log) in enumerate(zip(outcome.codes, outcome.logs, strict=True)):
+        where = f"{outcome.scenario.name}, rank {rank}: exit code {code}\n{log[-2000:]}"
+        if rank == broken:
+            assert code == (-signal.SIGKILL if what == "SIGKILL" else None), where
+            continue
+        assert code == 1, where
+        # Either the transfer itself, with its action and state, or how far the rank was when a neighbour was gone.
+        transfer = (
+            rf"rank {rank}, stage {rank}: \d(EVICT|LOAD|HOST|RETURN)\d+ with stage \d did not (end \(it was \w+\)|start); the time-out is"
+        )
+        place = rf"rank {rank}, stage {rank}, after (the start|\d[FB]\d+)"
+        assert re.search(transfer, log) or re.search(place, log), where
+        assert re.search(place, log), where
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
+    """One of each kind; the slow test has all of them."""
+    scenarios = [
+        breaking("peer", ACCEPTOR, "start", "SIGKILL"),
+        breaking("peer", EVICTOR, "copying", "SIGKILL"),
+        breaking("gloo", ACCEPTOR, "copying", "SIGSTOP"),
+    ]
+    for outcome in run(scenarios, tmp_path):
+        assert_the_others_end_and_say_where(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_whenever_a_process_breaks_the_others_end(transport: str, what: str, tmp_path: Path) -> None:
+    for outcome in run([breaking(transport, rank, moment, what) for rank in MOMENTS for moment in MOMENTS[rank]], tmp_path):
+        if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
+            # Its acceptor copies nothing: nothing breaks, and that is the point of it.
+            assert outcome.codes == [0] * 4
+        else:
+            assert_the_others_end_and_say_where(outcome)
