@@ -120,6 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def config_from_args(args: Any) -> SchedulingConfig:
     """The configuration, once Megatron has validated its own arguments. Raises ValueError with one line a reason."""
+    if not hasattr(args, "bpipe"):
+        # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
+        raise ValueError("this run cannot start:\n  " + "\n  ".join(reasons(args, balance=True)))
     problems = []
     if args.bpipe_timeout <= 0:
         problems.append(f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds")

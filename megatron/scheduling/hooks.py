@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
-from megatron.training import get_timers
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
@@ -35,6 +34,7 @@ from bpipe.transport.table import sufficiency
 from megatron.scheduling import links, patches
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.recording import Recorded
+from megatron.scheduling.refusals import refuse
 from megatron.scheduling.reporting import StageReport, say
 
 
@@ -75,7 +75,10 @@ class Hooks:
         def run(**kwargs: Any) -> Any:
             if kwargs.get("forward_only"):
                 return loop(**kwargs)
-            engine = self._engine(kwargs["num_microbatches"], _as_list(kwargs["model"])[0])
+            model = _as_list(kwargs["model"])[0]
+            # What only the model's configuration says; the arguments were judged at the start, if there were any.
+            refuse(get_model_config(model), self._config.balance)
+            engine = self._engine(kwargs["num_microbatches"], model)
             self._active = engine
             recorder = engine.recorder = Recorder(Clock(self._device)) if self.recording else None
             begin_s = time.time()
@@ -160,7 +163,7 @@ class Hooks:
                 timeout_s=self._config.timeout_s,
                 poison=self._config.poison,
                 synchronous=self._config.synchronous,
-                timed=_timed,
+                timed=functools.partial(_timed, get_model_config(model)),
             )
             engine = Engine(schedule, self._rank, self._transport(schedule, config.device, model), config, self._meter)
             self._engines[num_microbatches] = engine
@@ -253,9 +256,13 @@ class Hooks:
 
 
 @contextlib.contextmanager
-def _timed(name: str) -> Iterator[None]:
-    """Under this name in Megatron's timers, from --timing-log-level 2 on."""
-    timer = get_timers()(name, log_level=2)
+def _timed(config: Any, name: str) -> Iterator[None]:
+    """Under this name in the timers of the model's configuration: Megatron's trainer sets them, a loop of one's own need not."""
+    if config.timers is None:
+        yield
+        return
+    # From --timing-log-level 2 on.
+    timer = config.timers(name, log_level=2)
     timer.start()
     try:
         yield

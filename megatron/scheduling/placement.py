@@ -18,7 +18,8 @@ PLACEMENTS = ("adjacent", "none")
 
 def apply(args: Any) -> None:
     """Change this process's rank as `--bpipe-placement` says. Does nothing without `--bpipe`, or where there are no pairs."""
-    if not args.bpipe or args.bpipe_placement == "none" or args.pipeline_model_parallel_size < 4:
+    # A YAML configuration replaces the command line, and ours with it; it is refused later.
+    if not getattr(args, "bpipe", False) or args.bpipe_placement == "none" or args.pipeline_model_parallel_size < 4:
         return
     topology = topology_of(args)
     if topology is None:
