@@ -133,13 +133,13 @@ def one_size(rank: int, connection: Connection, nbytes: int, storages: int, roun
         else:
             acceptors[name] = ReceivingAcceptor(SLOT, end, Streams(CPU), CPU, lambda pending, action, state: pending.wait())
     sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
-    back = [torch.zeros_like(buffer) for buffer in sent]
+    between, back = ([torch.zeros_like(buffer) for buffer in sent] for _ in range(2))
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (*TRANSPORTS, MEMCPY)}
     for turn in range(WARM_UP + rounds):
         for name in turned((*TRANSPORTS, MEMCPY), turn):
             dist.barrier()
             if rank == 0:
-                there_s, back_s = copied(sent, back) if name == MEMCPY else evicted(ends[name], sent, back)
+                there_s, back_s = copied(sent, between, back) if name == MEMCPY else evicted(ends[name], sent, back)
                 values = {"there_s": there_s, "back_s": back_s}
                 dist.barrier()
             else:
@@ -166,9 +166,8 @@ def evicted(end: Transport, sent: list[torch.Tensor], back: list[torch.Tensor]) 
     return middle - begin, time.perf_counter() - middle
 
 
-def copied(sent: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
+def copied(sent: list[torch.Tensor], between: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
     """The same bytes within one process, from memory to memory."""
-    between = [torch.zeros_like(buffer) for buffer in sent]
     times = []
     for sources, targets in ((sent, between), (between, back)):
         begin = time.perf_counter()
