@@ -48,6 +48,21 @@ def test_what_one_writes_the_other_reads_and_the_other_way_round() -> None:
         region.close()
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 511, 513, 4096])
+def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
+    """Most are copied as words, the rest of a storage one by one."""
+    region = own_memory(2 * length + 512, pinned=False)
+    region.write(0, torch.full((2 * length + 512,), 17, dtype=torch.uint8))
+    region.write(512, numbers(length))
+    back, whole = torch.zeros(length, dtype=torch.uint8), torch.zeros(2 * length + 512, dtype=torch.uint8)
+    region.read(512, back)
+    region.read(0, whole)
+    assert torch.equal(back, numbers(length))
+    assert torch.equal(whole[512 : 512 + length], numbers(length))
+    assert (whole[:512] == 17).all()
+    assert (whole[512 + length :] == 17).all()
+
+
 def test_new_memory_is_zero_and_its_pages_are_there() -> None:
     """Before the first iteration, so that no copy has to wait for the kernel to find pages."""
     before = resident_pages()
