@@ -70,11 +70,9 @@ class _Pinned(TensorRegion):
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     on_cpu = target.device.type == source.device.type == "cpu"
-    if on_cpu and target.storage_offset() % _WORD_BYTES == source.storage_offset() % _WORD_BYTES == 0:
+    if on_cpu and not any(value % _WORD_BYTES for value in (source.numel(), source.storage_offset(), target.storage_offset())):
         # torch copies bytes one by one; as words the same memory takes a fifth less time (8.3 to 9.8 GB/s on an EPYC of 2 cores).
-        words = source.numel() // _WORD_BYTES * _WORD_BYTES
-        target[:words].view(torch.int64).copy_(source[:words].view(torch.int64))
-        target, source = target[words:], source[words:]
+        target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source, non_blocking=True)
 
 

@@ -50,7 +50,7 @@ def test_what_one_writes_the_other_reads_and_the_other_way_round() -> None:
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 511, 513, 4096])
 def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
-    """Most are copied as words, the rest of a storage one by one."""
+    """Whole words are copied as such, everything else byte by byte."""
     region = own_memory(2 * length + 512, pinned=False)
     region.write(0, torch.full((2 * length + 512,), 17, dtype=torch.uint8))
     region.write(512, numbers(length))
