@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.transport.base import Pending
-from bpipe.transport.connect import Device
 from bpipe.transport.lanes import Job, Lane, ThreadLane, Ticket
+from bpipe.transport.probe import Device
 
 
 class Streams:

@@ -7,14 +7,11 @@ Knows no schedule.
 from __future__ import annotations
 
 import socket
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from bpipe.transport import AUTO
@@ -23,25 +20,12 @@ from bpipe.transport.control import About, Control
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, PairGroups, new_group, pair_groups
 from bpipe.transport.lanes import Lane
-from bpipe.transport.layout import SlotLayout
 from bpipe.transport.memory import SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
+from bpipe.transport.probe import Device, measure
 
-# Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.
-PROBE_BYTES = 16 << 20
-PROBES = 4
 # A one-sided copy takes no compute unit and no moment of the partner's: worth a somewhat slower link.
 ONE_SIDED_ADVANTAGE = 1.25
-
-
-@dataclass(frozen=True)
-class Device:
-    """What connecting needs of this rank's device: how to make lanes, to wait for it, and to name its current stream."""
-
-    device: torch.device
-    lanes: Callable[[torch.device, float], tuple[Lane, Lane]]
-    synchronize: Callable[[torch.device], None]
-    current_stream: Callable[[], int]
 
 
 @dataclass(frozen=True)
@@ -133,32 +117,41 @@ def connect(pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, dev
     """
     names = candidates(wanted, device.device.type)
     rank = dist.get_rank()
-    mine: tuple[int, Control, dict[str, PairGroups]] | None = None
+    connection = None
     for low, high in pairs:
         group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
-        made = {name: pair_groups(low, high, name, timeout_s, device.device) for name in names if name in ("nccl", "gloo")}
+        groups = {name: pair_groups(low, high, name, timeout_s, device.device) for name in names if name in ("nccl", "gloo")}
         if rank in (low, high):
             partner = high if rank == low else low
-            mine = partner, Control(partner, group), {name: groups for name, groups in made.items() if groups is not None}
-    connection = None
-    found: dict[str, Any] | None = None
-    if mine is not None:
-        connection = Connection(*mine, device, device.lanes(device.device, timeout_s))
-        found = _find_link(connection, names, rank, device)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    links = sorted((Link(**each) for each in everyone if each is not None), key=lambda link: link.ranks)
-    # Both ranks of a pair told the same.
-    links = [link for before, link in zip([None, *links], links, strict=False) if link != before]
-    without = [link for link in links if not link.transport]
-    if without:
-        if connection is not None:
-            connection.close()
-        lines = [f"ranks {link.ranks[0]} and {link.ranks[1]}: {name}: {why}" for link in without for name, why in link.refused.items()]
-        raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
+            mine = {name: made for name, made in groups.items() if made is not None}
+            connection = Connection(partner, Control(partner, group), mine, device, device.lanes(device.device, timeout_s))
+    links = _all_links(_find_link(connection, names, rank, device) if connection is not None else None)
+    _refuse_without_transport(links, connection)
     if connection is not None:
         connection.link = next(link for link in links if rank in link.ranks)
     return connection, links
+
+
+def _all_links(mine: dict[str, Any] | None) -> list[Link]:
+    """What every pair found, each once. Collective over the world."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    # Both ranks of a pair told the same.
+    links = {each["ranks"]: Link(**each) for each in everyone if each is not None}
+    return [links[ranks] for ranks in sorted(links)]
+
+
+def _refuse_without_transport(links: Sequence[Link], connection: Connection | None) -> None:
+    lines = [
+        f"ranks {link.ranks[0]} and {link.ranks[1]}: {name}: {why}"
+        for link in links
+        if not link.transport
+        for name, why in link.refused.items()
+    ]
+    if lines:
+        if connection is not None:
+            connection.close()
+        raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 
 def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device) -> dict[str, Any]:
@@ -171,7 +164,7 @@ def _find_link(connection: Connection, names: Sequence[str], rank: int, device: 
     for name in names:
         why = obstacle(name, mine, theirs)
         if why is None:
-            speed, why = _probe(connection, name, device, evictor=rank < partner)
+            speed, why = measure(connection.transport(name), connection.control, device, evictor=rank < partner)
             if why is None:
                 measured[name] = speed
         if why is not None:
@@ -180,44 +173,6 @@ def _find_link(connection: Connection, names: Sequence[str], rank: int, device: 
     link = {"transport": choose(measured) if measured else "", "bytes_per_s": measured, "refused": refused}
     theirs_link = connection.control.exchange(About.PROBE, link)
     return {"ranks": (min(rank, partner), max(rank, partner)), **(link if rank < partner else theirs_link)}
-
-
-def _probe(connection: Connection, name: str, device: Device, evictor: bool) -> tuple[float, str | None]:
-    """Bytes a second there and back, or why it did not work. Both ranks take part; each step ends with both telling how it went."""
-    transport = connection.transport(name)
-    layout = SlotLayout.of([(0,)], {0: (PROBE_BYTES,)})
-    buffer = torch.arange(PROBE_BYTES // 8, device=device.device).view(torch.uint8)
-    back = torch.zeros_like(buffer)
-    times: list[float] = []
-    why: str | None = None
-    try:
-        if evictor:
-            transport.announce({0: (PROBE_BYTES,)}, layout).wait()
-        elif transport.one_sided:
-            transport.lend(lambda sizes: layout)
-        else:
-            transport.learn()
-        for _ in range(PROBES):
-            begin = time.perf_counter()
-            if evictor:
-                transport.put(0, [buffer]).wait()
-                transport.get(0, [back]).wait()
-            elif not transport.one_sided:
-                transport.host(0, [back]).wait()
-                transport.give_back(0, [back]).wait()
-            device.synchronize(device.device)
-            times.append(time.perf_counter() - begin)
-        if evictor and not torch.equal(buffer, back):
-            why = "what came back is not what was sent"
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-    other = connection.control.exchange(About.PROBE, why)
-    if why or other:
-        transport.abandon()
-    else:
-        transport.release()
-    # The first time also connects, allocates and touches pages.
-    return 2 * PROBE_BYTES / statistics.median(times[1:] or [1.0]), why or other
 
 
 def _first_line(path: str) -> str:
