@@ -72,7 +72,7 @@ class Truth:
         return ProgramConfig(self.schedule, self.num_stages, self.num_microbatches, self.num_chunks, self.balance)
 
 
-COLUMNS = ["action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes"]
+COLUMNS = ["action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes", "left_bytes"]
 
 
 def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
@@ -230,7 +230,7 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Report, peak: in
         if truth.transport not in ONE_SIDED:
             end = max(end, _asked(report, place, action, start))
         slot = slots[Hosting(*key, stays[key] - 1)]
-        rows.append([str(action), start, end, left if own else 0.0, start, end, truth.moved_bytes, slot, None])
+        rows.append([str(action), start, end, left if own else 0.0, start, end, truth.moved_bytes, slot, None, None])
         left = 0.0 if own else left
     levels = live_bytes(schedule, place, *([_saved(stage) for stage in range(schedule.num_stages)],) * 2)
     live = [held for held, slot in zip(levels, schedule.ranks[place], strict=True) if slot.compute is not None]
@@ -238,7 +238,8 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Report, peak: in
     for index, timed in enumerate(report.computations[place]):
         start, end, forward = float(timed.start_s), float(timed.end_s), timed.action.kind is Kind.FORWARD
         held = peak if index == top else min(live[index], peak)
-        rows.append([str(timed.action), start, end, 0.0, start, end, _saved(timed.action.stage) if forward else None, None, held])
+        saved = _saved(timed.action.stage)
+        rows.append([str(timed.action), start, end, 0.0, start, end, saved if forward else None, None, held, held - saved * (not forward)])
     return sorted(rows, key=lambda row: row[1])
 
 

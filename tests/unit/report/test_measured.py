@@ -138,16 +138,12 @@ def test_peaks_of_iterations_that_are_not_shown_are_noted(tmp_path: Path) -> Non
 
 def test_memory_steps_down_where_a_computation_ends(tmp_path: Path) -> None:
     """A backward's memory is gone at its end, and not only when the next computation begins."""
-    folder = write_run(tmp_path, iterations=(5,))
-    path = folder / "record_00000.jsonl"
-    header, line = (json.loads(text) for text in path.read_text().splitlines())
-    line["columns"].append("left_bytes")
-    for row in line["actions"]:
-        row.append(7 if row[0] == "0B0" else None)
-    path.write_text(f"{json.dumps(header)}\n{json.dumps(line)}\n")
-    lane = choose(read_run(folder)).timelines[0].lanes[0]
+    lane = choose(read_run(write_run(tmp_path, iterations=(5,)))).timelines[0].lanes[0]
     assert lane is not None
     (backward,) = [row for row in lane.computations if str(row.action) == "0B0"]
+    assert backward.live_bytes is not None
+    assert backward.left_bytes is not None
+    assert backward.left_bytes < backward.live_bytes
     at = lane.levels.index((backward.start_s, backward.live_bytes))
-    assert lane.levels[at + 1] == (backward.end_s, 7)
+    assert lane.levels[at + 1] == (backward.end_s, backward.left_bytes)
     assert lane.levels[-1] == (lane.computations[-1].end_s, lane.source.host_bytes)
