@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from bpipe.simulate.bandwidth import steady_bytes_per_s
 from bpipe.transport.connect import Link
@@ -21,14 +21,18 @@ def describe(links: Iterable[Link], stages: Mapping[Pair, Pair]) -> str:
     lines = ["links, measured there and back:"]
     for pair, same in sorted(of_stages.items()):
         for name in sorted({link.transport for link in same}):
-            chosen = [link for link in same if link.transport == name]
-            others = [other for other in chosen[0].bytes_per_s if other != name]
-            tried = [f"{other} {_range(link.bytes_per_s[other] for link in chosen if other in link.bytes_per_s)}" for other in others]
-            tried += [f"{other} not: {why}" for other, why in chosen[0].refused.items()]
-            count = "" if len(chosen) == 1 else f", {len(chosen)} pairs of ranks"
-            also = f" ({'; '.join(tried)})" if tried else ""
-            lines.append(f"  stages {pair[0]} and {pair[1]}{count}: {name} {_range(link.bytes_per_s[name] for link in chosen)}{also}")
+            lines.append(f"  stages {pair[0]} and {pair[1]}{_chosen(name, [link for link in same if link.transport == name])}")
     return "\nbpipe: ".join(lines)
+
+
+def _chosen(name: str, links: Sequence[Link]) -> str:
+    """What links of the same stages have in common: their transport, how fast they are, and what else was tried on the first of them."""
+    count = "" if len(links) == 1 else f", {len(links)} pairs of ranks"
+    others = [other for other in links[0].bytes_per_s if other != name]
+    tried = [f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}" for other in others]
+    tried += [f"{other} not: {why}" for other, why in links[0].refused.items()]
+    also = f" ({'; '.join(tried)})" if tried else ""
+    return f"{count}: {name} {_range(link.bytes_per_s[name] for link in links)}{also}"
 
 
 def _range(bytes_per_s: Iterable[float]) -> str:

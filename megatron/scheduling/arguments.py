@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,21 +124,12 @@ def config_from_args(args: Any) -> SchedulingConfig:
     if not hasattr(args, "bpipe"):
         # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
         raise ValueError("this run cannot start:\n  " + "\n  ".join(reasons(args, balance=True)))
-    problems = []
-    if args.bpipe_timeout <= 0:
-        problems.append(f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds")
-    if args.bpipe_min_bytes < 1:
-        problems.append(f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1")
-    if args.bpipe_peak_tflops is not None and args.bpipe_peak_tflops <= 0:
-        problems.append(f"--bpipe-peak-tflops {args.bpipe_peak_tflops:g}: must be above 0")
-    chosen = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", args.bpipe_report_iterations)
-    if chosen is None:
-        problems.append(f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be a number or two with a hyphen, such as 3-5")
+    problems = list(_out_of_range(args))
     if args.bpipe or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe)
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
-    assert chosen is not None
+    first, last = _iterations(args)
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
@@ -149,12 +141,31 @@ def config_from_args(args: Any) -> SchedulingConfig:
         report=args.bpipe_report,
         num_ranks=args.pipeline_model_parallel_size,
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
-        report_first=int(chosen[1]),
-        report_last=int(chosen[2] or chosen[1]),
+        report_first=first,
+        report_last=last,
         peak_tflops=args.bpipe_peak_tflops,
         metrics_interval=args.tensorboard_log_interval if writers else None,
         flops_per_microbatch=_flops_per_microbatch(args) if args.bpipe_report is not None else None,
     )
+
+
+def _out_of_range(args: Any) -> Iterator[str]:
+    """A line for every one of our flags whose value cannot be."""
+    if args.bpipe_timeout <= 0:
+        yield f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds"
+    if args.bpipe_min_bytes < 1:
+        yield f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1"
+    if args.bpipe_peak_tflops is not None and args.bpipe_peak_tflops <= 0:
+        yield f"--bpipe-peak-tflops {args.bpipe_peak_tflops:g}: must be above 0"
+    first, last = _iterations(args)
+    if not 1 <= first <= last:
+        yield f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be a number or two with a hyphen, such as 3-5"
+
+
+def _iterations(args: Any) -> tuple[int, int]:
+    """The first and the last iteration to record; (0, 0) where the text names none."""
+    chosen = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", args.bpipe_report_iterations)
+    return (int(chosen[1]), int(chosen[2] or chosen[1])) if chosen else (0, 0)
 
 
 def _flops_per_microbatch(args: Any) -> float:

@@ -50,6 +50,7 @@ BAD = [
     (["--bpipe", "--bpipe-transport", "pigeon"], "argument --bpipe-transport: invalid choice: 'pigeon'"),
     (["--bpipe", "--bpipe-transport", "nccl"], "--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"),
     (["--bpipe", "--bpipe-timeout", "0"], "--bpipe-timeout 0: must be above 0 seconds"),
+    (["--bpipe-report-iterations", "5-3"], "--bpipe-report-iterations 5-3: must be a number or two with a hyphen, such as 3-5"),
     (["--bpipe", "--global-batch-size", "7"], "(7) must be divisible by eval_micro_batch_size (2) * data_parallel_size (1)"),
     (
         ["--bpipe", "--num-experts", "2"],
