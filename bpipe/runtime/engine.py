@@ -27,6 +27,11 @@ from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Streams, named
 from bpipe.transport.base import Pending, Transport
 
+# The names under which an engine's own time is taken: issuing each kind of transfer, and waiting for one.
+WAITING = "bpipe-wait"
+ISSUING = {kind: f"bpipe-{kind.name.lower()}" for kind in (Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD)}
+TIMERS = (*ISSUING.values(), WAITING)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -229,7 +234,7 @@ class Engine:
 
     def _begin_transfer(self, action: Action, slot: int) -> None:
         try:
-            with self._config.timed(f"bpipe-{action.kind.name.lower()}"), named(str(action), self._config.device):
+            with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
                 self._start[action.kind](action, slot)
         except (RuntimeFault, TransferError):
             raise
@@ -244,7 +249,7 @@ class Engine:
     def _wait(self, pending: Pending, action: Action, state: str) -> None:
         since = self.recorder.mark() if self.recorder else None
         try:
-            with self._config.timed("bpipe-wait"):
+            with self._config.timed(WAITING):
                 pending.wait()
         except Exception as error:
             raise self._failure(action, f"did not end (it was {state})", error) from error

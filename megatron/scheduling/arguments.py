@@ -15,12 +15,16 @@ from bpipe.transport import AUTO, NAMES
 from megatron.scheduling.placement import PLACEMENTS
 from megatron.scheduling.refusals import reasons
 
+# Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
+TIMERS_LEVEL = 2
+
 
 @dataclass(frozen=True)
 class SchedulingConfig:
     """What the hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
-    Iterations `report_first` to `report_last` are recorded. Every `metrics_interval` iterations Megatron's writers are told, if it has any.
+    Iterations `report_first` to `report_last` are recorded. Every `metrics_interval` iterations Megatron's writers are told, every
+    `timers_interval` our timers are printed as Megatron prints its own.
     `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count.
     """
 
@@ -37,6 +41,7 @@ class SchedulingConfig:
     report_last: int = 0
     peak_tflops: float | None = None
     metrics_interval: int | None = None
+    timers_interval: int | None = None
     flops_per_microbatch: float | None = None
 
     @property
@@ -145,6 +150,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         report_last=last,
         peak_tflops=args.bpipe_peak_tflops,
         metrics_interval=args.tensorboard_log_interval if writers else None,
+        timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
         flops_per_microbatch=_flops_per_microbatch(args) if args.bpipe_report is not None else None,
     )
 

@@ -23,7 +23,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock
@@ -32,7 +32,7 @@ from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, Link
 from bpipe.transport.table import sufficiency
 from megatron.scheduling import links, patches
-from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.arguments import TIMERS_LEVEL, SchedulingConfig
 from megatron.scheduling.recording import Recorded
 from megatron.scheduling.refusals import refuse
 from megatron.scheduling.reporting import StageReport, say
@@ -53,6 +53,8 @@ class Hooks:
         self._last_engine: Engine | None = None
         self._last_s: float | None = None
         self._judged = False
+        self._first_loop = True
+        self._num_iterations = 0
         self._programs: dict[int, ProgramConfig] = {}
         self.links: list[Link] = []
         self.recording = False
@@ -83,9 +85,10 @@ class Hooks:
             recorder = engine.recorder = Recorder(Clock(self._device)) if self.recording else None
             begin_s = time.time()
             try:
-                engine.begin()
-                result = loop(**kwargs)
-                engine.end()
+                with self._no_barrier_in_the_first_loop(get_model_config(model)):
+                    engine.begin()
+                    result = loop(**kwargs)
+                    engine.end()
             except Exception as error:
                 error.add_note(f"bpipe: {engine.where()}")
                 engine.abandon()
@@ -94,6 +97,7 @@ class Hooks:
                 self._active = None
                 self._forward_of.clear()
             self._measured(engine)
+            self._print_timers(get_model_config(model).timers)
             if recorder is not None:
                 self._keep(engine, recorder, begin_s)
             return result
@@ -138,6 +142,20 @@ class Hooks:
 
     # -- set-up --------------------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _no_barrier_in_the_first_loop(self, config: Any) -> Iterator[None]:
+        """With --timing-log-level 1 Megatron's loop begins with a barrier of all ranks.
+
+        In a program's first iteration an acceptor waits before it for its partner to say how large its activations are, and the partner,
+        behind the barrier, would never compute them. All ranks change over at once, so all leave the barrier out.
+        """
+        kept = config.barrier_with_L1_time
+        config.barrier_with_L1_time = kept and not self._first_loop
+        try:
+            yield
+        finally:
+            config.barrier_with_L1_time = kept
+
     @property
     def _device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
@@ -149,6 +167,7 @@ class Hooks:
 
     def _engine(self, num_microbatches: int, model: torch.nn.Module) -> Engine:
         """The engine for this many micro-batches, made at the first iteration that has them."""
+        self._first_loop = self._last_num_microbatches != num_microbatches
         if self._last_num_microbatches not in (0, num_microbatches):
             # Every rank changes over at once, so the slots of one program are enough.
             self._engines[self._last_num_microbatches].release()
@@ -217,6 +236,13 @@ class Hooks:
             say(sentence, everywhere=not enough or pipeline_begins_with_rank_0())
         self._last_s, self._last_engine = now_s, engine
 
+    def _print_timers(self, timers: Any) -> None:
+        """Megatron prints a fixed list of its own timers; ours come after the loop, as often. Collective over the world."""
+        self._num_iterations += 1
+        interval = self._config.timers_interval
+        if interval is not None and timers is not None and self._num_iterations % interval == 0:
+            timers.log(list(TIMERS), normalizer=interval)
+
     def _keep(self, engine: Engine, recorder: Recorder, begin_s: float) -> None:
         assert self._meter is not None
         rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**engine.hosted_bytes, **engine.moved_bytes})
@@ -261,8 +287,7 @@ def _timed(config: Any, name: str) -> Iterator[None]:
     if config.timers is None:
         yield
         return
-    # From --timing-log-level 2 on.
-    timer = config.timers(name, log_level=2)
+    timer = config.timers(name, log_level=TIMERS_LEVEL)
     timer.start()
     try:
         yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ FOUR_STAGES = [
     *(
         Case(f"m8_{name}", ["--global-batch-size", "16", *BPIPE, *flags, "--bpipe-report", f"{{folder}}/m8_{name}"])
         for name, flags in {
-            "gloo": ["--bpipe-transport", "gloo"],
+            "gloo": ["--bpipe-transport", "gloo", "--timing-log-level", "2"],
             "peer": ["--bpipe-transport", "peer", "--bpipe-report-iterations", "2-3", "--tensorboard-dir", "{folder}/board"],
             "host": ["--bpipe-transport", "host"],
             "gloo_synchronous": ["--bpipe-transport", "gloo", "--bpipe-sync-transfers"],
@@ -146,6 +147,19 @@ def test_megatrons_writers_are_told(four: Outcome) -> None:
         assert len(held) == 3, "one an iteration"
         assert held[-1] == report["peak_bytes"]
         assert [event.step for event in board.Scalars(f"bpipe-exposed-transfer-ms/stage-{stage}")] == [1, 2, 3]
+
+
+@pytest.mark.timeout(300)
+def test_what_balancing_takes_is_among_megatrons_timers(four: Outcome) -> None:
+    """Printed by the last rank, once an iteration, as `--log-interval` asks; which process that is, the placement says."""
+
+    def logged(case: str) -> str:
+        return "".join(log.split(f"=== {case}\n")[1].split("=== ")[0] for log in four.logs)
+
+    said = logged("m8_gloo")
+    for name in ("bpipe-evict", "bpipe-load", "bpipe-host", "bpipe-return", "bpipe-wait"):
+        assert len(re.findall(rf"^ +{name} \.*: \(\d+\.\d+, \d+\.\d+\)$", said, re.MULTILINE)) == 3, said
+    assert "bpipe-evict" not in logged("m8_peer")
 
 
 @pytest.mark.timeout(300)
