@@ -174,7 +174,10 @@ def _iterations(args: Any) -> tuple[int, int]:
     return (int(chosen[1]), int(chosen[2] or chosen[1])) if chosen else (0, 0)
 
 
-def _flops_per_microbatch(args: Any) -> float:
+def _flops_per_microbatch(args: Any) -> float | None:
+    if args.padded_vocab_size is None:
+        # No tokenizer yet, so nothing will train: the arguments are only being looked at.
+        return None
     # Not at the top: the CPU stand-in has to come before Megatron.
     from megatron.training.training import num_floating_point_operations
 
