@@ -1,6 +1,7 @@
 """Measure what the record of a run costs: iterations of one stage with and without it, taking turns in one process.
 
-In: sizes. Out: a table, and JSON with --json: the median of each variant and its ratio to the engine alone, with the quartiles.
+In: sizes. Out: a table, and JSON with --json: the median of each variant, and the ratio of its processor time to the engine alone's, with
+quartiles: what a record costs is work of this process, and its processor time is less noisy than the clock on a machine that is shared.
 The stage is the first of a pipeline, its activations go to host memory, so that everything a record notes takes place; its neighbours
 are not there, so an iteration is computation and transfers alone, and a cost shows as large as it can be.
 """
@@ -68,33 +69,35 @@ def main() -> None:
         name: Engine(schedule, 0, Reaching(Host(pinned=device.type == "cuda"), out, home), config, Meter() if metered else None)
         for name, (metered, _) in VARIANTS.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
     for turn in range(arguments.rounds + 1):
         for name, engine in engines.items():
             recorder = engine.recorder = Recorder(Clock(device)) if VARIANTS[name][1] else None
-            begin = time.perf_counter()
+            begin, worked = time.perf_counter(), time.process_time()
             iteration(engine, model, inputs)
             if recorder is not None:
                 recorder.rows({}, {})
             synchronize(device)
             if turn:
                 # The first round allocates.
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append((time.perf_counter() - begin, time.process_time() - worked))
     for lane in (out, home):
         lane.close()
     alone = seconds["engine alone"]
+    computations = 2 * arguments.microbatches
     found = {
         name: {
-            "median_s": statistics.median(times),
-            "ratio": statistics.quantiles([mine / base for mine, base in zip(times, alone, strict=True)], n=4),
+            "median_s": statistics.median(clock for clock, _ in times),
+            "extra_us": statistics.median(1e6 * (mine - base) / computations for (_, mine), (_, base) in zip(times, alone, strict=True)),
+            "ratio": statistics.quantiles([mine / base for (_, mine), (_, base) in zip(times, alone, strict=True)], n=4),
         }
         for name, times in seconds.items()
     }
     print(f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {arguments.rounds} rounds")
-    print(f"{'':<22} {'iteration, ms':>13}  ratio to the engine alone: median (quartiles)")
+    print(f"{'':<22} {'iteration, ms':>13} {'extra us a computation':>22}  processor time to the engine alone's: median (quartiles)")
     for name, row in found.items():
         low, middle, high = row["ratio"]
-        print(f"{name:<22} {1e3 * row['median_s']:>13.1f}  {middle:.4f} ({low:.4f} to {high:.4f})")
+        print(f"{name:<22} {1e3 * row['median_s']:>13.1f} {row['extra_us']:>22.0f}  {middle:.4f} ({low:.4f} to {high:.4f})")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
 
