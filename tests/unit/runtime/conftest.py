@@ -1,19 +1,3 @@
-"""What holds for tests of the runtime: one thread a rank, as the launcher sets it.
+"""What holds for tests of the runtime."""
 
-With more, every thread that computes brings a pool of its own, and pools that spin on few cores make a test of milliseconds take seconds.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.unit.threads import one_thread_a_rank as one_thread_a_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from bpipe.ir.action import Kind
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.evictor import Evictor
 from bpipe.simulate.memory import peak_bytes
+from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 CPU = torch.device("cpu")
 
@@ -25,15 +26,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def check(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("gpu_check")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the script does on a CPU: with tensors this small, threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rehearse(check: ModuleType, name: str, **changes: Any) -> Any:

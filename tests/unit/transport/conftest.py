@@ -1,19 +1,18 @@
-"""What holds for tests of the transports: one thread a rank, as the launcher sets it.
-
-With more, every thread that computes brings a pool of its own, and pools that spin on few cores make a test of milliseconds take seconds.
-"""
+"""What holds for tests of the transports, and two lanes for those that ask."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from bpipe.transport.lanes import ThreadLane
+from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture
+def lanes() -> Iterator[tuple[ThreadLane, ThreadLane]]:
+    pair = ThreadLane("out", 5.0), ThreadLane("home", 5.0)
+    yield pair
+    for lane in pair:
+        lane.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,14 +22,6 @@ class Gate:
     def __call__(self) -> None:
         self.begun.set()
         assert self.open.wait(5.0)
-
-
-@pytest.fixture
-def lanes() -> Iterator[tuple[ThreadLane, ThreadLane]]:
-    pair = ThreadLane("out", 5.0), ThreadLane("home", 5.0)
-    yield pair
-    for lane in pair:
-        lane.close()
 
 
 def test_jobs_of_a_lane_run_in_the_order_they_were_asked_for(lanes: tuple[ThreadLane, ThreadLane]) -> None:

@@ -21,14 +21,6 @@ SLOTS = (frozenset({0}), frozenset({0}))
 LAYOUT = SlotLayout.of(SLOTS, SIZES)
 
 
-@pytest.fixture
-def lanes() -> Iterator[tuple[ThreadLane, ThreadLane]]:
-    pair = ThreadLane("out", 5.0), ThreadLane("home", 5.0)
-    yield pair
-    for lane in pair:
-        lane.close()
-
-
 @pytest.fixture(params=[peers, alone], ids=["peer", "host"])
 def pair(request: pytest.FixtureRequest, lanes: tuple[ThreadLane, ThreadLane]) -> Iterator[tuple[Reaching, Reaching]]:
     """An evictor and an acceptor that know each other's memory."""
