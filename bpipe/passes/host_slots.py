@@ -7,6 +7,7 @@ the next. Both ends of a pair compute this, each on its own: same schedule, same
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from bpipe.ir.action import Kind
@@ -50,9 +51,9 @@ def num_host_slots(schedule: Schedule, rank: int) -> int:
     return max(host_slots(schedule, rank).values(), default=-1) + 1
 
 
-def stages_in_slots(schedule: Schedule, rank: int) -> tuple[frozenset[int], ...]:
-    """For each slot of the rank, the stages whose micro-batches it ever holds."""
-    held: list[set[int]] = [set() for _ in range(num_host_slots(schedule, rank))]
-    for stay, slot in host_slots(schedule, rank).items():
+def stages_in_slots(hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:
+    """For each slot of a rank, by what `host_slots` says of it, the stages whose micro-batches it ever holds."""
+    held: list[set[int]] = [set() for _ in range(max(hosted.values(), default=-1) + 1)]
+    for stay, slot in hosted.items():
         held[slot].add(stay.stage)
     return tuple(map(frozenset, held))

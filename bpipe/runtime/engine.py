@@ -65,8 +65,8 @@ class Engine:
         self._position = 0
         self._stays: Counter[tuple[int, int]] = Counter()
         self._partner = schedule.partners[rank] if schedule.partners else rank
-        hosted = host_slots(schedule, rank)
-        self._slot_of = {**hosted, **host_slots(schedule, self._partner)}
+        hosted_here, hosted_there = host_slots(schedule, rank), host_slots(schedule, self._partner)
+        self._slot_of = {**hosted_here, **hosted_there}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._transport = transport
@@ -74,7 +74,7 @@ class Engine:
         self._acceptor: Acceptor | None = None
         if transport is not None:
             streams = Streams(config.device)
-            slots_there, slots_here = stages_in_slots(schedule, self._partner), stages_in_slots(schedule, rank)
+            slots_there, slots_here = stages_in_slots(hosted_there), stages_in_slots(hosted_here)
             self._evictor = Evictor(slots_there, transport, streams, config.minimum_bytes, config.poison, self._wait)
             if transport.one_sided:
                 self._acceptor = LendingAcceptor(slots_here, transport)

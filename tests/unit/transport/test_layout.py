@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.passes.host_slots import stages_in_slots
+from bpipe.passes.host_slots import host_slots, stages_in_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.transport.layout import ALIGNMENT_BYTES, SlotLayout, aligned
 
@@ -57,10 +57,10 @@ def test_both_ends_of_a_pair_lay_out_the_same(p: int, rounds: int, lengths: list
     plan = build(ProgramConfig(schedule="1f1b", num_stages=p, num_microbatches=p * rounds, balance="bpipe"))
     assert plan.partners is not None
     for evictor, acceptor in enumerate(plan.partners):
-        slots = stages_in_slots(plan, acceptor)
+        slots = stages_in_slots(host_slots(plan, acceptor))
         sizes = {stage: [nbytes + stage for nbytes in lengths] for stage in sorted(frozenset().union(*slots), reverse=True)}
         told = {stage: tuple(each) for stage, each in json.loads(json.dumps(list(sizes.items())))}
-        here, there = SlotLayout.of(stages_in_slots(plan, plan.partners[evictor]), sizes), SlotLayout.of(slots, told)
+        here, there = SlotLayout.of(stages_in_slots(host_slots(plan, plan.partners[evictor])), sizes), SlotLayout.of(slots, told)
         assert here == there
         for slot, stages in enumerate(slots):
             for stage in stages:
