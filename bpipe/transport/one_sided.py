@@ -21,6 +21,8 @@ from bpipe.transport.lanes import Lane
 from bpipe.transport.layout import SlotLayout
 from bpipe.transport.memory import Lender, Region, own_memory
 
+Copy = Callable[[int, torch.Tensor], None]
+
 
 class Way(Protocol):
     """How the evictor comes to the slots' memory."""
@@ -145,20 +147,10 @@ class Reaching:
         return self._way.lend(layout_of)
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        def copy() -> None:
-            region = self._way.region()
-            for offset, buffer in zip(self._offsets(slot, buffers), buffers, strict=True):
-                region.write(offset, buffer)
-
-        return self._move(self._outward, slot, copy, _Slot.FREE, _Slot.HOLDING)
+        return self._move(self._outward, slot, buffers, lambda region: region.write, _Slot.FREE, _Slot.HOLDING)
 
     def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        def copy() -> None:
-            region = self._way.region()
-            for offset, buffer in zip(self._offsets(slot, buffers), buffers, strict=True):
-                region.read(offset, buffer)
-
-        return self._move(self._homeward, slot, copy, _Slot.HOLDING, _Slot.FREE)
+        return self._move(self._homeward, slot, buffers, lambda region: region.read, _Slot.HOLDING, _Slot.FREE)
 
     def release(self) -> None:
         for pending in self._last.values():
@@ -174,10 +166,14 @@ class Reaching:
         self._last.clear()
         self._states.clear()
 
-    def _offsets(self, slot: int, buffers: Sequence[torch.Tensor]) -> list[int]:
-        return self._layout.offsets(slot, (buffer.numel() for buffer in buffers))
+    def _move(
+        self, lane: Lane, slot: int, buffers: Sequence[torch.Tensor], way: Callable[[Region], Copy], before: _Slot, afterwards: _Slot
+    ) -> Pending:
+        def copy() -> None:
+            copy_one = way(self._way.region())
+            for offset, buffer in zip(self._layout.offsets(slot, (buffer.numel() for buffer in buffers)), buffers, strict=True):
+                copy_one(offset, buffer)
 
-    def _move(self, lane: Lane, slot: int, copy: Callable[[], None], before: _Slot, afterwards: _Slot) -> Pending:
         now = self._states.get(slot, _Slot.FREE)
         if now is not before:
             raise RuntimeError(f"slot {slot} is {now.value}, but must be {before.value} for this transfer: the program uses it twice")
