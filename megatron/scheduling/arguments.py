@@ -13,7 +13,7 @@ from typing import Any
 
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling.placement import PLACEMENTS
-from megatron.scheduling.refusals import reasons
+from megatron.scheduling.refusals import end_where, reasons, refuse
 
 # Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
 TIMERS_LEVEL = 2
@@ -128,12 +128,11 @@ def config_from_args(args: Any) -> SchedulingConfig:
     """The configuration, once Megatron has validated its own arguments. Raises ValueError with one line a reason."""
     if not hasattr(args, "bpipe"):
         # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
-        raise ValueError("this run cannot start:\n  " + "\n  ".join(reasons(args, balance=True)))
+        refuse(args, balance=True)
     problems = list(_out_of_range(args))
     if args.bpipe or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe)
-    if problems:
-        raise ValueError("\n  ".join(["this run cannot start:", *problems]))
+    end_where(problems)
     first, last = _iterations(args)
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(

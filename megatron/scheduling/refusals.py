@@ -6,7 +6,7 @@ Knows no tensors and imports no Megatron. What the settings do not have does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,7 @@ class Refusal:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "interleaving with another micro-batch group",
-        lambda s: (
-            s.virtual_pipeline_model_parallel_size and s.microbatch_group_size_per_vp_stage not in (None, s.pipeline_model_parallel_size)
-        ),
+        lambda s: s.virtual_pipeline_model_parallel_size and _other_group(s),
         "interleaved 1F1B is balanced for groups of as many micro-batches as there are stages",
         "drop --microbatch-group-size-per-virtual-pipeline-stage",
     ),
@@ -175,6 +173,10 @@ def reasons(settings: object, balance: bool) -> list[str]:
 
 def refuse(settings: object, balance: bool) -> None:
     """Raise ValueError with every reason. A script of one's own may set in its model what no flag says: give that model's configuration."""
-    found = reasons(settings, balance)
-    if found:
-        raise ValueError("\n  ".join(["this run cannot start:", *found]))
+    end_where(reasons(settings, balance))
+
+
+def end_where(problems: Sequence[str]) -> None:
+    """Raise ValueError with all of them at once, if there are any."""
+    if problems:
+        raise ValueError("\n  ".join(["this run cannot start:", *problems]))
