@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from bpipe.ir.action import Kind
+from bpipe.models.flops import mfu
 from bpipe.report.measured import Lane, Measured, ended_transfers, peak_microbatches, steps_of
 from bpipe.report.record import Row
 from bpipe.report.replay import Prediction
@@ -130,9 +131,9 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
     steps = list(steps_of(measured).values())
     step = median(steps) if steps else None
     info = measured.run.info
-    mfu = None
+    reached = None
     if step and info.flops_per_iteration and info.peak_flops and info.world_size:
-        mfu = info.flops_per_iteration / (step * info.peak_flops * info.world_size)
+        reached = mfu(info.flops_per_iteration, step, info.world_size, info.peak_flops)
     places = range(measured.schedule.num_ranks)
     return Totals(
         pipeline_s=median(timeline.span_s for timeline in typical),
@@ -143,5 +144,5 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
             1 - sum(lane.busy_s for lane in timeline.present) / (timeline.span_s * len(timeline.present)) for timeline in typical
         ),
         predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),
-        mfu=mfu,
+        mfu=reached,
     )

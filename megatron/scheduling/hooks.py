@@ -231,7 +231,9 @@ class Hooks:
             schedule = engine.schedule
             window_s = (now_s - self._last_s) / (schedule.num_microbatches + (schedule.num_ranks - 1) / schedule.num_chunks)
             partner = schedule.partners[self._rank] if schedule.partners else self._rank
-            link = next(link for link in self.links if dist.get_rank() in link.ranks)
+            assert self._connection is not None
+            link = self._connection.link
+            assert link is not None, "a connection is handed out with its link"
             enough, sentence = sufficiency(self._rank, partner, moved, window_s, link.bytes_per_s[link.transport])
             say(sentence, everywhere=not enough or pipeline_begins_with_rank_0())
         self._last_s, self._last_engine = now_s, engine

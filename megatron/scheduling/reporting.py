@@ -27,7 +27,7 @@ from bpipe.report.memory import own_peak
 from bpipe.simulate.memory import num_transfers
 from megatron.scheduling import metrics, patches
 from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.recording import RunRecord, device_name, held_bytes, peak_of, pipeline_index, write_whole
+from megatron.scheduling.recording import Peak, RunRecord, device_name, held_bytes, peak_of, pipeline_index, write_whole
 
 if TYPE_CHECKING:
     from megatron.scheduling.hooks import Hooks
@@ -98,6 +98,7 @@ class Reporter:
         self._config = config
         self._hooks = hooks
         self._folder = Path(config.report)
+        self._peak: Peak | None = None
         self._record: RunRecord | None = None
         self._started = False
 
@@ -112,9 +113,9 @@ class Reporter:
         def step(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             iteration = given["iteration"] + 1
-            peak = peak_of(device_name(), self._config.peak_tflops)
             if self._record is None:
-                self._record = RunRecord(self._folder, self._config.balance, peak)
+                self._peak = peak_of(device_name(), self._config.peak_tflops)
+                self._record = RunRecord(self._folder, self._config.balance, self._peak)
             chosen = self._config.report_first <= iteration <= self._config.report_last
             logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
             self._hooks.recording = chosen or logged
@@ -129,6 +130,7 @@ class Reporter:
                     held = functools.partial(held_bytes, given["model"], given["optimizer"])
                     self._record.add(iteration, recorded, flops, self._hooks.links, held)
                 if logged:
+                    peak = self._peak
                     share = None if peak is None or flops is None else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
                     metrics.write(iteration, recorded.peak_bytes, recorded.exposed_s, share)
             return result
