@@ -40,9 +40,11 @@ def _names(kind: type) -> tuple[str, ...]:
     """The attributes under which a kind of node gives its saved tensors. Asking is slow (a `dir`), so the answer is kept."""
     names = _saved_names.get(kind)
     if names is None:
-        # Nodes of Python Functions give theirs together; generated C++ nodes one by one.
-        together = ("saved_tensors",) if hasattr(kind, "saved_tensors") else ()
-        names = together + tuple(name for name in dir(kind) if name.startswith("_saved_"))
+        # Nodes of Python Functions give theirs together; generated C++ nodes one by one, among the sizes and flags they saved too: what
+        # has a raw form as well is a tensor, or a list of them.
+        every = dir(kind)
+        together = ("saved_tensors",) if "saved_tensors" in every else ()
+        names = together + tuple(name for name in every if name.startswith("_saved_") and f"_raw{name}" in every)
         _saved_names[kind] = names
     return names
 

@@ -151,6 +151,8 @@ class Engine:
         self._transfers(step.before)
         if op.kind is not Kind.FORWARD and self._evictor:
             self._evictor.finish_load(op)
+        if self._meter and op.kind is not Kind.FORWARD:
+            self._meter.touched(op)
         held = self._sample()
         if self.recorder:
             self.recorder.started(op, live_bytes=held)
@@ -229,6 +231,8 @@ class Engine:
             if self.recorder and action.kind in self._seen:
                 self.recorder.started(action, slot)
             self._begin_transfer(action, slot)
+            if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
+                self._meter.touched(action)
         if self._config.synchronous and self._evictor:
             self._evictor.finish_all()
 

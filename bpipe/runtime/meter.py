@@ -5,30 +5,50 @@ In: the storages each forward saved. Out: bytes and micro-batches held now, and 
 It keeps weak references only: a storage that autograd freed is gone, one that was emptied in place counts as the bytes it still has.
 Storages that somebody besides one micro-batch's graph holds (parameters, masks, tables, the data iterator's own batch) are not a
 micro-batch's activations and do not count.
+
+A micro-batch's storages change with its forward, its evictions and loads, and its backward, and at no other time. The engine says when
+one of these begins, and only what was touched lately is looked at: to look at every storage twice a computation costs more than moving it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import TRANSFER, Action
 from bpipe.runtime.capture import Found
+
+Key = tuple[int, int]
+
+# Looks from a forward, an eviction or a load until all that follows from it was seen. An eviction issued before a computation still has its
+# storages when that one starts and ends, and has emptied them when the next one starts; by then the loop has sent a forward's output on.
+_LOOKS = 3
 
 
 @dataclass
-class _Seen:
+class _Held:
+    """What one micro-batch saved for itself: how much it was, how much of it the last look found, and where what is left lies.
+
+    `looks` are still to be made; after the backward has begun, until nothing is left.
+    """
+
+    saved_bytes: int = 0
+    bytes_now: int = 0
+    addresses: set[int] = field(default_factory=set)
+    looks: int = _LOOKS
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class _Storage:
     reference: StorageWeakRef
-    owner: tuple[int, int] | None
+    owner: Key
     nbytes: int
 
     def nbytes_now(self) -> int:
-        if self.reference.expired():
-            return 0
         storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
         return 0 if storage is None else int(storage.nbytes())
 
@@ -40,8 +60,10 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+        # By address. While a storage is referred to weakly its address serves no other, so none is mistaken for one that died.
+        self._storages: dict[int, _Storage] = {}
         self._common: dict[int, StorageWeakRef] = {}
+        self._held: dict[Key, _Held] = {}
         self.peak_microbatches = 0
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
@@ -51,42 +73,62 @@ class Meter:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
         self.peak_microbatches = self.peak_bytes = 0
         self.saved_bytes = {}
-        # While it is referred to weakly, a storage's address serves no other; what died is let go of here, once an iteration.
-        self._seen = {key: seen for key, seen in self._seen.items() if not seen.reference.expired()}
+        # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's activation.
+        self._common |= {key: storage.reference for key, storage in self._storages.items()}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
-        for seen in self._seen.values():
-            # Still alive although its micro-batch is long over: somebody else holds it, so it is nobody's activation.
-            seen.owner = None
+        self._storages, self._held = {}, {}
 
     def saved(self, forward: Action, found: Sequence[Found], inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """A forward has finished and saved these storages; `inputs` are what the stage received for it."""
         received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None}
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
         owner = (forward.stage, forward.microbatch)
-        mine = 0
+        held = self._held[owner] = _Held()
         for item in found:
             key = item.storage._cdata
             if not item.alone or key in self._common:
                 continue
-            seen = self._seen.get(key)
-            if seen is not None and seen.owner != owner:
-                self._common[key] = self._seen.pop(key).reference
+            known = self._storages.pop(key, None)
+            if known is not None:
+                self._common[key] = known.reference
+                other = self._held[known.owner]
+                other.addresses.remove(key)
+                other.saved_bytes -= known.nbytes
+                other.looks = _LOOKS
                 continue
-            self._seen[key] = _Seen(StorageWeakRef(item.storage), owner, item.nbytes)
-            mine += item.nbytes
-        self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), mine)
+            self._storages[key] = _Storage(StorageWeakRef(item.storage), owner, item.nbytes)
+            held.addresses.add(key)
+            held.saved_bytes += item.nbytes
+        self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), held.saved_bytes)
+
+    def touched(self, action: Action) -> None:
+        """An eviction or a load of this rank has been issued, or a backward is about to run."""
+        held = self._held.get((action.stage, action.microbatch))
+        if held is not None:
+            held.looks = _LOOKS
+            held.over = action.kind not in TRANSFER
 
     def sample(self, host_slots: int, host_bytes: int) -> int:
         """Look at what is held now, in bytes: own storages, and `host_slots` slots of `host_bytes` in all for the partner."""
-        now: Counter[tuple[int, int]] = Counter()
-        full: Counter[tuple[int, int]] = Counter()
-        for seen in self._seen.values():
-            if seen.owner is not None:
-                now[seen.owner] += seen.nbytes_now()
-                full[seen.owner] += seen.nbytes
+        for owner, held in tuple(self._held.items()):
+            if held.looks or held.over:
+                self._look(held)
+                if held.over and not held.addresses:
+                    del self._held[owner]
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away.
-        here = sum(1 for owner, nbytes in now.items() if 2 * nbytes > full[owner])
+        here = sum(1 for held in self._held.values() if 2 * held.bytes_now > held.saved_bytes)
         self.peak_microbatches = max(self.peak_microbatches, here + host_slots)
-        held = now.total() + host_bytes
-        self.peak_bytes = max(self.peak_bytes, held)
-        return held
+        in_all = sum(held.bytes_now for held in self._held.values()) + host_bytes
+        self.peak_bytes = max(self.peak_bytes, in_all)
+        return in_all
+
+    def _look(self, held: _Held) -> None:
+        held.looks = max(0, held.looks - 1)
+        held.bytes_now = 0
+        for key in tuple(held.addresses):
+            storage = self._storages[key]
+            if storage.reference.expired():
+                held.addresses.remove(key)
+                del self._storages[key]
+            else:
+                held.bytes_now += storage.nbytes_now()

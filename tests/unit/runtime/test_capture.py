@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.runtime.capture import Found, Shared, find
+from bpipe.runtime.capture import Found, Shared, _names, _nodes, find
 
 
 def moved(root: torch.Tensor, *inputs: torch.Tensor) -> set[int]:
@@ -89,6 +89,24 @@ def test_python_functions_are_seen() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     out = Twice.apply(Twice.apply(x)).sum()
     assert len(moved(out, x)) == 3  # x, between, and the last output
+
+
+def test_only_tensors_are_asked_for_and_all_of_them() -> None:
+    """A node also saved sizes and flags, and asking for those too took most of the walk."""
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    lstm = torch.nn.LSTM(8, 8, batch_first=True)
+    attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    picked = torch.stack([attended, lstm(x)[0]]).amax(0)[torch.arange(2), :, torch.tensor([0, 3])]
+    normed = torch.nn.functional.layer_norm(torch.einsum("bd,bd->bd", picked, picked).clamp(min=0.1), [4]).std(0)
+    out = sum(torch._foreach_minimum([torch.dropout(normed, 0.1, True)], [normed])) * 2
+    nodes = list(_nodes([out.grad_fn]))
+    assert len({type(node) for node in nodes}) > 20
+    for node in nodes:
+        asked = _names(type(node))
+        for name in dir(node):
+            value = getattr(node, name) if name.startswith("_saved_") else None
+            holds_tensors = isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(torch.is_tensor, value)))
+            assert not holds_tensors or name in asked, f"{node.name()}: {name}"
 
 
 def test_what_two_micro_batches_saved_is_nobodys() -> None:

@@ -1,0 +1,117 @@
+"""What a rank's meter finds by looking only where something was touched, against looking everywhere each time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.steps import steps
+from bpipe.runtime import meter as meter_module
+from bpipe.runtime.capture import Found
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.meter import Meter
+from tests.unit.runtime.loop import gradient, inputs_of, new_weight, schedule, stage
+from tests.unit.runtime.test_engine import engine_for
+
+
+class Thorough(Meter):
+    """A meter that also looks at every storage, every time, and keeps what both found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every: list[StorageWeakRef] = []
+        self.pairs: list[tuple[int, int]] = []
+
+    def saved(self, forward: Action, found: Sequence[Found], inputs: Sequence[torch.Tensor | None] = ()) -> None:
+        super().saved(forward, found, inputs)
+        self.every.extend(StorageWeakRef(item.storage) for item in found if item.alone)
+
+    def sample(self, host_slots: int, host_bytes: int) -> int:
+        found = super().sample(host_slots, host_bytes)
+        alive = [storage for reference in self.every if (storage := living(reference)) is not None]
+        self.pairs.append((found, sum(storage.nbytes() for storage in alive) + host_bytes))
+        return found
+
+
+def living(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    return None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def synchronous(engine: Engine) -> Engine:
+    engine._config = dataclasses.replace(engine._config, synchronous=True)
+    return engine
+
+
+@pytest.mark.parametrize("waiting", ["as late as it may", "synchronous"])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 4), (5, 9), (8, 16), (12, 20)])
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+def test_looking_where_something_was_touched_finds_everything(p: int, m: int, balance: str, waiting: str) -> None:
+    plan, meter = schedule(p, m, balance), Thorough()
+    engine = engine_for(plan, None, meter)
+    gradient(engine if waiting != "synchronous" else synchronous(engine), plan, 2)
+    assert len(meter.pairs) == 2 * 2 * 2 * m
+    assert all(few == all_ for few, all_ in meter.pairs)
+    assert len({few for few, _ in meter.pairs}) > 2
+
+
+def holding_iteration(engine: Engine, plan: Schedule, weight: torch.nn.Parameter) -> None:
+    """As Megatron's loop holds things: the input of the last backward until the next forward has returned."""
+    graphs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    held = None
+    engine.begin()
+    for step in steps(plan, 0)[1:]:
+        op = step.compute
+        assert op is not None
+        engine.before(op)
+        if op.kind is Kind.FORWARD:
+            received = inputs_of(op.microbatch)
+            graphs[op.microbatch] = received, stage(weight, received)
+            held = None
+            engine.after(op, [graphs[op.microbatch][1]], [received])
+        else:
+            held, output = graphs.pop(op.microbatch)
+            torch.autograd.backward(output, torch.ones_like(output))
+            del output
+            engine.after(op)
+    assert held is not None
+    engine.end()
+
+
+def test_what_the_loop_lets_go_of_late_is_seen_to_go() -> None:
+    plan, meter = schedule(8, 16), Thorough()
+    engine = engine_for(plan, None, meter)
+    weight = new_weight()
+    for _ in range(2):
+        holding_iteration(engine, plan, weight)
+    assert all(few == all_ for few, all_ in meter.pairs)
+    gone_late = [few for few, _ in meter.pairs]
+    assert gone_late[-1] == inputs_of(0).untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+def test_looks_at_no_more_storages_for_more_micro_batches(balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looked at every storage of the iteration, twice a computation: 1.5 ms each, and with the square of the micro-batches."""
+    looks = 0
+    plain = meter_module._Storage.nbytes_now
+
+    def counted(storage: meter_module._Storage) -> int:
+        nonlocal looks
+        looks += 1
+        return plain(storage)
+
+    monkeypatch.setattr(meter_module._Storage, "nbytes_now", counted)
+
+    def looks_a_microbatch(m: int) -> float:
+        nonlocal looks
+        looks = 0
+        plan = schedule(4, m, balance)
+        gradient(engine_for(plan, None, Meter()), plan)
+        return looks / m
+
+    assert 0 < looks_a_microbatch(64) <= 1.1 * looks_a_microbatch(16)
