@@ -1,7 +1,8 @@
 """Measure what the record of a run costs: iterations of one stage with and without it, taking turns in one process.
 
-In: sizes. Out: a table, and JSON with --json: the median of each variant, and the ratio of its processor time to the engine alone's, with
-quartiles: what a record costs is work of this process, and its processor time is less noisy than the clock on a machine that is shared.
+In: sizes. Out: a table, and JSON with --json, with medians and quartiles: what the engine's own calls take of this thread's processor time
+a computation, where a few microseconds show because the computation itself is left out; and the iteration by the clock against the engine
+alone's, where they have to show in the end.
 The stage is the first of a pipeline, its activations go to host memory, so that everything a record notes takes place; its neighbours
 are not there, so an iteration is computation and transfers alone, and a cost shows as large as it can be.
 """
@@ -9,10 +10,13 @@ are not there, so an iteration is computation and transfers alone, and a cost sh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,23 +33,63 @@ from bpipe.transport.one_sided import Host, Reaching
 VARIANTS = {"engine alone": (False, False), "with peaks": (True, False), "with peaks and record": (True, True)}
 
 
-def iteration(engine: Engine, model: torch.nn.Module, inputs: torch.Tensor) -> None:
+# How the columns of the table are written.
+FORMS = {"calls_us": ".0f", "ratio": ".4f"}
+
+
+@dataclass(frozen=True)
+class Spent:
+    """One iteration: by the clock, and this thread's processor time in the engine's calls for each computation."""
+
+    iteration_s: float
+    calls_s: float
+
+
+def against(mine: Sequence[Spent], alone: Sequence[Spent]) -> dict[str, list[float]]:
+    """Quartiles of one variant, its iterations beside those of the engine alone in the same round."""
+    return {
+        "iteration_s": statistics.quantiles([spent.iteration_s for spent in mine], n=4),
+        "calls_us": statistics.quantiles([1e6 * spent.calls_s for spent in mine], n=4),
+        "ratio": statistics.quantiles([a.iteration_s / b.iteration_s for a, b in zip(mine, alone, strict=True)], n=4),
+    }
+
+
+class Calls:
+    """The engine's calls, and the processor time that they take of the thread which makes them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.worked_s = 0.0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[Engine]:
+        begin_s = time.thread_time()
+        yield self.engine
+        self.worked_s += time.thread_time() - begin_s
+
+
+def iteration(calls: Calls, model: torch.nn.Module, inputs: torch.Tensor) -> None:
     """What a pipeline loop does on the first stage."""
     outputs: dict[int, torch.Tensor] = {}
-    engine.begin()
-    for step in steps(engine.schedule, 0)[1:]:
+    with calls.timed() as engine:
+        engine.begin()
+    for step in steps(calls.engine.schedule, 0)[1:]:
         op = step.compute
         assert op is not None
-        engine.before(op)
+        with calls.timed() as engine:
+            engine.before(op)
         if op.kind is Kind.FORWARD:
             received = inputs.clone().requires_grad_()
             outputs[op.microbatch] = model(received)
-            engine.after(op, [outputs[op.microbatch]], [received])
+            with calls.timed() as engine:
+                engine.after(op, [outputs[op.microbatch]], [received])
         else:
             output = outputs.pop(op.microbatch)
             output.backward(torch.ones_like(output))
-            engine.after(op)
-    engine.end()
+            with calls.timed() as engine:
+                engine.after(op)
+    with calls.timed() as engine:
+        engine.end()
 
 
 def main() -> None:
@@ -69,35 +113,29 @@ def main() -> None:
         name: Engine(schedule, 0, Reaching(Host(pinned=device.type == "cuda"), out, home), config, Meter() if metered else None)
         for name, (metered, _) in VARIANTS.items()
     }
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
+    spent: dict[str, list[Spent]] = {name: [] for name in VARIANTS}
     for turn in range(arguments.rounds + 1):
         for name, engine in engines.items():
             recorder = engine.recorder = Recorder(Clock(device)) if VARIANTS[name][1] else None
-            begin, worked = time.perf_counter(), time.process_time()
-            iteration(engine, model, inputs)
+            calls, begin_s = Calls(engine), time.perf_counter()
+            iteration(calls, model, inputs)
             if recorder is not None:
-                recorder.rows({}, {})
+                with calls.timed():
+                    recorder.rows({}, {})
             synchronize(device)
             if turn:
                 # The first round allocates.
-                seconds[name].append((time.perf_counter() - begin, time.process_time() - worked))
+                spent[name].append(Spent(time.perf_counter() - begin_s, calls.worked_s / (2 * arguments.microbatches)))
     for lane in (out, home):
         lane.close()
-    alone = seconds["engine alone"]
-    computations = 2 * arguments.microbatches
-    found = {
-        name: {
-            "median_s": statistics.median(clock for clock, _ in times),
-            "extra_us": statistics.median(1e6 * (mine - base) / computations for (_, mine), (_, base) in zip(times, alone, strict=True)),
-            "ratio": statistics.quantiles([mine / base for (_, mine), (_, base) in zip(times, alone, strict=True)], n=4),
-        }
-        for name, times in seconds.items()
-    }
-    print(f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {arguments.rounds} rounds")
-    print(f"{'':<22} {'iteration, ms':>13} {'extra us a computation':>22}  processor time to the engine alone's: median (quartiles)")
+    found = {name: against(mine, spent["engine alone"]) for name, mine in spent.items()}
+    print(
+        f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {arguments.rounds} rounds, medians (quartiles)"
+    )
+    print(f"{'':<22} {'iteration, ms':>13} {'calls, us a computation':>28} {'iteration to the engine alone':>32}")
     for name, row in found.items():
-        low, middle, high = row["ratio"]
-        print(f"{name:<22} {1e3 * row['median_s']:>13.1f} {row['extra_us']:>22.0f}  {middle:.4f} ({low:.4f} to {high:.4f})")
+        calls_us, ratio = (f"{{1:{form}}} ({{0:{form}}} to {{2:{form}}})".format(*row[key]) for key, form in FORMS.items())
+        print(f"{name:<22} {1e3 * row['iteration_s'][1]:>13.1f} {calls_us:>28} {ratio:>32}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -151,8 +151,6 @@ class Engine:
         self._transfers(step.before)
         if op.kind is not Kind.FORWARD and self._evictor:
             self._evictor.finish_load(op)
-        if self._meter and op.kind is not Kind.FORWARD:
-            self._meter.touched(op)
         held = self._sample()
         if self.recorder:
             self.recorder.started(op, live_bytes=held)
@@ -163,6 +161,8 @@ class Engine:
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
             self._saved(op, [output.grad_fn for output in outputs if output is not None], inputs)
+        elif self._meter:
+            self._meter.touched(op)
         held = self._sample()
         if self.recorder:
             self.recorder.computed(held)

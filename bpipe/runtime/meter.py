@@ -18,27 +18,27 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.ir.action import TRANSFER, Action
+from bpipe.ir.action import Action, Kind
 from bpipe.runtime.capture import Found
 
 Key = tuple[int, int]
 
-# Looks from a forward, an eviction or a load until all that follows from it was seen. An eviction issued before a computation still has its
-# storages when that one starts and ends, and has emptied them when the next one starts; by then the loop has sent a forward's output on.
-_LOOKS = 3
+# Looks until all that follows from a transfer was seen. An eviction issued before a computation still has its storages when that one
+# starts and ends, and has emptied them when the next one starts. A load has filled them at once.
+_LOOKS = {Kind.EVICT: 3, Kind.LOAD: 1}
 
 
 @dataclass
 class _Held:
     """What one micro-batch saved for itself: how much it was, how much of it the last look found, and where what is left lies.
 
-    `looks` are still to be made; after the backward has begun, until nothing is left.
+    `looks` are still to be made; once its backward has run, until nothing is left.
     """
 
     saved_bytes: int = 0
     bytes_now: int = 0
     addresses: set[int] = field(default_factory=set)
-    looks: int = _LOOKS
+    looks: int = 0
     over: bool = False
 
 
@@ -94,19 +94,23 @@ class Meter:
                 other = self._held[known.owner]
                 other.addresses.remove(key)
                 other.saved_bytes -= known.nbytes
-                other.looks = _LOOKS
+                other.looks += 1
                 continue
             self._storages[key] = _Storage(StorageWeakRef(item.storage), owner, item.nbytes)
             held.addresses.add(key)
             held.saved_bytes += item.nbytes
+        held.bytes_now = held.saved_bytes
         self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), held.saved_bytes)
 
     def touched(self, action: Action) -> None:
-        """An eviction or a load of this rank has been issued, or a backward is about to run."""
+        """An eviction or a load of this rank has been issued, or a backward has run."""
         held = self._held.get((action.stage, action.microbatch))
-        if held is not None:
-            held.looks = _LOOKS
-            held.over = action.kind not in TRANSFER
+        if held is None:
+            return
+        if action.kind in _LOOKS:
+            held.looks = _LOOKS[action.kind]
+        else:
+            held.over = True
 
     def sample(self, host_slots: int, host_bytes: int) -> int:
         """Look at what is held now, in bytes: own storages, and `host_slots` slots of `host_bytes` in all for the partner."""
