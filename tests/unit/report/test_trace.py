@@ -1,6 +1,6 @@
 """Traces as a reader takes them: every event of the format, slices of a thread nest, time does not go back, arrows touch their slices.
 
-Read back here by a reader of our own that knows only the format; Perfetto's own trace processor has read the same files by hand.
+Read back here by a reader of our own that knows only the format; tests/browser/test_trace.py has Perfetto itself read such files.
 """
 
 from __future__ import annotations

