@@ -119,8 +119,9 @@ class Meter:
                 self._look(held)
                 if held.over and not held.addresses:
                     del self._held[owner]
-        # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away.
-        here = sum(1 for held in self._held.values() if 2 * held.bytes_now > held.saved_bytes)
+        # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. And whoever holds bytes
+        # of one whose backward has run holds bytes, not a micro-batch.
+        here = sum(1 for held in self._held.values() if not held.over and 2 * held.bytes_now > held.saved_bytes)
         self.peak_microbatches = max(self.peak_microbatches, here + host_slots)
         in_all = sum(held.bytes_now for held in self._held.values()) + host_bytes
         self.peak_bytes = max(self.peak_bytes, in_all)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from bpipe.runtime import meter as meter_module
 from bpipe.runtime.capture import Found
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
+from bpipe.simulate.memory import live_counts
 from tests.unit.runtime.loop import gradient, inputs_of, new_weight, schedule, stage
 from tests.unit.runtime.test_engine import engine_for
 
@@ -60,7 +61,9 @@ def test_looking_where_something_was_touched_finds_everything(p: int, m: int, ba
     assert len({few for few, _ in meter.pairs}) > 2
 
 
-def holding_iteration(engine: Engine, plan: Schedule, weight: torch.nn.Parameter) -> None:
+def holding_iteration(
+    engine: Engine, plan: Schedule, weight: torch.nn.Parameter, forward: Callable[[torch.nn.Parameter, torch.Tensor], torch.Tensor] = stage
+) -> None:
     """As Megatron's loop holds things: the input of the last backward until the next forward has returned."""
     graphs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     held = None
@@ -71,9 +74,9 @@ def holding_iteration(engine: Engine, plan: Schedule, weight: torch.nn.Parameter
         engine.before(op)
         if op.kind is Kind.FORWARD:
             received = inputs_of(op.microbatch)
-            graphs[op.microbatch] = received, stage(weight, received)
-            held = None
+            graphs[op.microbatch] = received, forward(weight, received)
             engine.after(op, [graphs[op.microbatch][1]], [received])
+            held = None
         else:
             held, output = graphs.pop(op.microbatch)
             torch.autograd.backward(output, torch.ones_like(output))
@@ -92,6 +95,19 @@ def test_what_the_loop_lets_go_of_late_is_seen_to_go() -> None:
     assert all(few == all_ for few, all_ in meter.pairs)
     gone_late = [few for few, _ in meter.pairs]
     assert gone_late[-1] == inputs_of(0).untyped_storage().nbytes()
+
+
+def test_what_is_left_after_its_backward_is_no_micro_batch() -> None:
+    """Where a stage saves only what it receives (one layer, recomputed in full) one micro-batch more was counted than it held."""
+    plan, meter = schedule(8, 16, "none"), Meter()
+    engine = engine_for(plan, None, meter)
+    weight = new_weight()
+    for _ in range(2):
+        holding_iteration(engine, plan, weight, lambda weight, received: received @ weight)
+    nbytes = inputs_of(0).untyped_storage().nbytes()
+    assert meter.saved_bytes == {0: nbytes}
+    assert meter.peak_bytes == (max(live_counts(plan, 0)) + 1) * nbytes
+    assert meter.peak_microbatches == max(live_counts(plan, 0))
 
 
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
