@@ -113,14 +113,14 @@ def overhead_chart(lines: Sequence[Overhead], title: str, batch: str) -> Figure:
     named: list[float] = []
     for line in lines:
         colour, marker = looks[names.index(line.label) % len(looks)]
-        kind = "synchronous" if line.is_synchronous else "asynchronous"
+        kind, inside, dashes = ("synchronous", colour, "-") if line.is_synchronous else ("asynchronous", "white", "--")
         (drawn,) = axes.plot(
             line.batch_sizes,
             line.percents,
             color=colour,
             marker=marker,
-            markerfacecolor=colour if line.is_synchronous else "white",
-            linestyle="-" if line.is_synchronous else "--",
+            markerfacecolor=inside,
+            linestyle=dashes,
             label=f"{line.label}, {kind}",
             clip_on=False,
         )
