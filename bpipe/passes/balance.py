@@ -78,18 +78,17 @@ def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], size
     """Balance one pair; a rank paired with itself can only be within its bound as it is."""
     rows = [schedule.ranks[rank] for rank in pair]
     peaks = tuple(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
+    over = [index for index in (0, 1) if peaks[index] > bounds[index]]
+    if not over:
+        return Shared(tuple(rows), peaks)
     if pair[0] == pair[1]:
-        alone = f"rank {pair[0]} has no partner and holds up to {peaks[0]} {sizes.unit}, its bound is {bounds[0]}"
-        return Shared(tuple(rows), peaks) if peaks[0] <= bounds[0] else Shared(refusal=alone)
-    for index, (rank, bound) in enumerate(zip(pair, bounds, strict=True)):
-        if peaks[index] <= bound:
-            continue
-        plan = _plan(schedule, rank, bound, sizes)
+        return Shared(refusal=f"rank {pair[0]} has no partner and holds up to {peaks[0]} {sizes.unit}, its bound is {bounds[0]}")
+    for index in over:
+        plan = _plan(schedule, pair[index], bounds[index], sizes)
         if isinstance(plan, str):
             return Shared(refusal=plan)
         rows = [_with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
-    if max(peak - bound for peak, bound in zip(peaks, bounds, strict=True)) > 0:
-        peaks = tuple(_peak(schedule, rank, row, sizes) for rank, row in zip(pair, rows, strict=True))
+    peaks = tuple(_peak(schedule, rank, row, sizes) for rank, row in zip(pair, rows, strict=True))
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
             return Shared(refusal=f"rank {rank}, hosting for rank {other}, holds up to {peak} {sizes.unit}, its bound is {bound}")
