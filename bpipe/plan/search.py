@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.models.cluster import Cluster
@@ -73,6 +74,15 @@ class Closest(NamedTuple):
     is_state: bool
     needs_bytes: int
     setup: Setup
+
+
+class _Fitting(NamedTuple):
+    """A setup worth simulating: none of its iterations is shorter than `bound_s`, `number` is its place in the enumeration."""
+
+    bound_s: float
+    number: int
+    setup: Setup
+    needs_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +195,12 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
     """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one."""
     setups = [setup for setup in enumerate_setups(space) if space.profile is None or space.profile.conflict(setup) is None]
     fitting, closest = _what_fits(space, setups, progress)
-    fitting.sort(key=lambda one: one[:2])
+    fitting.sort(key=lambda one: (one.bound_s, one.number))
     rows, fastest_plain, fastest_balanced, simulated = _fastest(space, fitting, num_rows, progress)
     return Outcome(
         num_configurations=len(setups),
         num_fitting=len(fitting),
-        num_only_balanced=sum(needs is not None for *_, needs in fitting),
+        num_only_balanced=sum(one.needs_bytes is not None for one in fitting),
         num_simulated=simulated,
         rows=rows,
         plain=fastest_plain,
@@ -199,24 +209,23 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
     )
 
 
-def _what_fits(space: Space, setups: list[Setup], progress: Progress) -> tuple[list[tuple[float, int, Setup, int | None]], Closest | None]:
-    """(lower bound of time, number, setup, bytes needed unbalanced) of every setup worth simulating; where there is none, the closest."""
-    fitting: list[tuple[float, int, Setup, int | None]] = []
+def _what_fits(space: Space, setups: list[Setup], progress: Progress) -> tuple[list[_Fitting], Closest | None]:
+    """Every setup worth simulating; where there is none, the closest."""
+    fitting: list[_Fitting] = []
     closest: Closest | None = None
-    plain: tuple[Setup, int] | None = None
     limit = space.cluster.device.memory_bytes
+    # Setups that differ in nothing but balancing follow each other.
+    plain_bytes = lru_cache(maxsize=1)(_peak_bytes)
     for number, setup in enumerate(setups):
         progress("memory", number, len(setups))
-        unbalanced = setup if setup.balance == "none" else replace(setup, balance="none")
-        if plain is None or plain[0] != unbalanced:
-            plain = unbalanced, _peak_bytes(unbalanced, limit)
-        needs = None if setup is unbalanced else plain[1]
-        # What fits without balancing gains nothing from it.
-        if needs is not None and needs <= limit:
-            continue
-        peak = plain[1] if needs is None else _peak_bytes(setup, limit)
+        peak, needs = plain_bytes(replace(setup, balance="none"), limit), None
+        if setup.balance != "none":
+            # What fits without balancing gains nothing from it.
+            if peak <= limit:
+                continue
+            peak, needs = _peak_bytes(setup, limit), peak
         if peak <= limit:
-            fitting.append((lower_bound_s(setup, space.profile), number, setup, needs))
+            fitting.append(_Fitting(lower_bound_s(setup, space.profile), number, setup, needs))
         elif not fitting:
             mine = Closest(state_bytes(setup) > limit, peak, setup)
             closest = mine if closest is None or mine[:2] < closest[:2] else closest
@@ -225,7 +234,7 @@ def _what_fits(space: Space, setups: list[Setup], progress: Progress) -> tuple[l
 
 
 def _fastest(
-    space: Space, fitting: list[tuple[float, int, Setup, int | None]], num_rows: int, progress: Progress
+    space: Space, fitting: list[_Fitting], num_rows: int, progress: Progress
 ) -> tuple[tuple[Found, ...], Found | None, Found | None, int]:
     # Of each kind the slowest of the fastest stands first: (-time, -number, row).
     kept: dict[str, list[tuple[float, int, Found]]] = {"all": [], "plain": [], "balanced": []}
