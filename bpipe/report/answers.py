@@ -50,26 +50,33 @@ def _beside_bound(over: int, bound_bytes: int) -> str:
 def _balancing(comparison: Comparison) -> str:
     if comparison.measured.program.balance == "none":
         return _would_buy(comparison)
-    exposed = [row for row in comparison.stages if row.exposed_s is not None]
-    worst = max(exposed, key=lambda row: row.exposed_s or 0.0, default=None)
-    if worst is None or worst.exposed_s is None:
-        cost = "What balancing cost was not recorded"
-    else:
-        share = worst.exposed_s / comparison.totals.pipeline_s if comparison.totals.pipeline_s else 0.0
-        cost = (
-            f"Balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} stood still for transfers for "
-            f"{seconds_text(worst.exposed_s)} of {seconds_text(comparison.totals.pipeline_s)}"
-            if share >= NOTHING
-            else "Balancing cost no time: no stage stood still for transfers"
-        )
-    before = [row.unbalanced_bytes for row in comparison.stages]
-    after = [row.all_measured_bytes for row in comparison.stages]
-    known_before, known_after = [size for size in before if size is not None], [size for size in after if size is not None]
-    if not known_before or not known_after:
-        return f"{cost}."
-    most, least = max(known_before), max(known_after)
+    return "; ".join(part for part in (_cost(comparison), _bought(comparison)) if part) + "."
+
+
+def _cost(comparison: Comparison) -> str:
+    exposed_s = {row.stage: row.exposed_s for row in comparison.stages if row.exposed_s is not None}
+    if not exposed_s:
+        return "What balancing cost was not recorded"
+    pipeline_s = comparison.totals.pipeline_s
+    worst = max(exposed_s, key=lambda stage: exposed_s[stage])
+    share = exposed_s[worst] / pipeline_s if pipeline_s else 0.0
+    if share < NOTHING:
+        return "Balancing cost no time: no stage stood still for transfers"
+    return (
+        f"Balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst} stood still for transfers for "
+        f"{seconds_text(exposed_s[worst])} of {seconds_text(pipeline_s)}"
+    )
+
+
+def _bought(comparison: Comparison) -> str:
+    """Empty where nobody recorded it."""
+    before = [row.unbalanced_bytes for row in comparison.stages if row.unbalanced_bytes is not None]
+    after = [row.all_measured_bytes for row in comparison.stages if row.all_measured_bytes is not None]
+    if not before or not after:
+        return ""
+    most, least = max(before), max(after)
     change = f"{percent_text(abs(1 - least / most))} {'less' if least <= most else 'more'}"
-    return f"{cost}; the fullest stage holds {bytes_text(least)} of activations instead of {bytes_text(most)}, {change}."
+    return f"the fullest stage holds {bytes_text(least)} of activations instead of {bytes_text(most)}, {change}"
 
 
 def _would_buy(comparison: Comparison) -> str:
