@@ -6,13 +6,13 @@ words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from bpipe.ir.action import Kind
 from bpipe.models.flops import mfu
-from bpipe.report.measured import Lane, Measured, ended_transfers, peak_microbatches, steps_of
+from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers, peak_microbatches, steps_of
 from bpipe.report.record import Row
 from bpipe.report.replay import Prediction
 
@@ -82,42 +82,59 @@ def compare(measured: Measured, prediction: Prediction) -> Comparison:
 
 
 def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
-    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in measured.typical]
-    present = [(span, lane) for span, lane in lanes if lane is not None]
-    every = [lane for lane in (timeline.lanes[place] for timeline in measured.shown) if lane is not None]
+    typical, shown = _lanes(measured.typical, place), _lanes(measured.shown, place)
     record, peaks = measured.records[place], prediction.peaks[place]
     others = measured.others(place)
-
-    def typical(value: Callable[[float, Lane], float]) -> float | None:
-        return median([value(span, lane) for span, lane in present]) if present else None
-
-    def most(values: list[int | None]) -> int | None:
-        return max((value for value in values if value is not None), default=None)
-
-    evictions, loads = (typical(lambda _, lane, kind=kind: lane.count(kind)) for kind in (Kind.EVICT, Kind.LOAD))  # type: ignore[misc]
     return StageRow(
         stage=place,
         rank=measured.ranks[place],
-        measured_bytes=most([lane.peak_bytes for lane in every]),
+        measured_bytes=_most(lane.peak_bytes for _, lane in shown),
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
         weights_bytes=record.weights_bytes if record else None,
-        device_peak_bytes=most([one.device_peak_bytes for one in others]),
+        device_peak_bytes=_most(one.device_peak_bytes for one in others),
         limit_bytes=record.limit_bytes if record else None,
-        measured_microbatches=most([peak_microbatches(measured.schedule, place, lane) for lane in every]),
+        measured_microbatches=_most(peak_microbatches(measured.schedule, place, lane) for _, lane in shown),
         predicted_microbatches=peaks.microbatches,
         bound_microbatches=peaks.bound_microbatches,
-        evictions=None if evictions is None else int(evictions),
-        loads=None if loads is None else int(loads),
-        bubble=typical(lambda span, lane: 1 - lane.busy_s / span if span else 0.0),
+        evictions=_count(typical, Kind.EVICT),
+        loads=_count(typical, Kind.LOAD),
+        bubble=_median(_bubble(timeline, [lane]) for timeline, lane in typical),
         predicted_bubble=prediction.bubble(place),
-        exposed_s=typical(lambda _, lane: lane.exposed_s),
+        exposed_s=_median(lane.exposed_s for _, lane in typical),
         predicted_exposed_s=float(prediction.report.exposed_s[place]),
         bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.typical, place)),
-        all_measured_bytes=most([row.live_bytes for one in others for row in one.rows]),
+        all_measured_bytes=_most(row.live_bytes for one in others for row in one.rows),
         all_exposed_s=max((sum(row.wait_s for row in one.rows) for one in others), default=None),
     )
+
+
+def _lanes(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
+    """Those of one place, where it has a record."""
+    lanes = [(timeline, timeline.lanes[place]) for timeline in timelines]
+    return [(timeline, lane) for timeline, lane in lanes if lane is not None]
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return median(known) if known else None
+
+
+def _count(lanes: Sequence[tuple[Timeline, Lane]], kind: Kind) -> int | None:
+    """How many transfers of a kind an iteration typically has."""
+    found = _median(lane.count(kind) for _, lane in lanes)
+    return None if found is None else int(found)
+
+
+def _bubble(timeline: Timeline, lanes: Sequence[Lane]) -> float:
+    """The share of these lanes' time in which they did not compute."""
+    whole_s = timeline.span_s * len(lanes)
+    return 1 - sum(lane.busy_s for lane in lanes) / whole_s if whole_s else 0.0
 
 
 def _bytes_per_s(rows: list[Row]) -> float | None:
@@ -128,8 +145,7 @@ def _bytes_per_s(rows: list[Row]) -> float | None:
 
 def _totals(measured: Measured, prediction: Prediction) -> Totals:
     typical = measured.typical
-    steps = list(steps_of(measured).values())
-    step = median(steps) if steps else None
+    step = _median(steps_of(measured).values())
     info = measured.run.info
     reached = None
     if step and info.flops_per_iteration and info.peak_flops and info.world_size:
@@ -140,9 +156,7 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
         predicted_pipeline_s=prediction.span_s,
         loop_s=median(max(lane.source.elapsed_s for lane in timeline.present) for timeline in typical),
         step_s=step,
-        bubble=median(
-            1 - sum(lane.busy_s for lane in timeline.present) / (timeline.span_s * len(timeline.present)) for timeline in typical
-        ),
+        bubble=median(_bubble(timeline, timeline.present) for timeline in typical),
         predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),
         mfu=reached,
     )
