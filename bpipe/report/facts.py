@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bpipe.report.compare import Comparison
+from bpipe.report.measured import Measured
 from bpipe.report.units import percent_text, rate_text, seconds_text
 
 
@@ -18,20 +19,26 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     ]
     if info.num_pipelines is not None and info.num_pipelines > 1:
         found.append(("pipelines", f"{info.num_pipelines}, shown is {measured.pipeline}"))
-    shown = [timeline.iteration for timeline in measured.shown]
-    warm_up = f" ({measured.warm_up} warmed up)" if measured.warm_up in shown and len(shown) > 1 else ""
-    found.append(("iteration" if len(shown) == 1 else "iterations", ", ".join(map(str, shown)) + warm_up))
+    found.append(_iterations(measured))
     found.append(("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"))
     found.append(("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"))
     if totals.step_s is not None:
         found.append(("training step", seconds_text(totals.step_s)))
     found.append(("MFU", _mfu(comparison)))
-    found += [("message", seconds_text(basis.message_s) if basis.message_s is not None else "not measurable, predicted without")]
+    found.append(("message", "not measurable, predicted without" if basis.message_s is None else seconds_text(basis.message_s)))
     if basis.bytes_per_s:
         sources = {basis.bytes_source[stage] for stage in basis.bytes_per_s}
         slowest = min(basis.bytes_per_s.values())
         found.append(("link", f"{rate_text(slowest)} ({', '.join(sorted(sources))})"))
     return found
+
+
+def _iterations(measured: Measured) -> tuple[str, str]:
+    shown = [timeline.iteration for timeline in measured.shown]
+    if len(shown) == 1:
+        return "iteration", str(shown[0])
+    warm_up = f" ({measured.warm_up} warmed up)" if measured.warm_up in shown else ""
+    return "iterations", ", ".join(map(str, shown)) + warm_up
 
 
 def _mfu(comparison: Comparison) -> str:
