@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from bpipe.ir.action import Kind
 from bpipe.ir.text import TextError, read_action
@@ -119,29 +119,49 @@ def _rank(rank: Mapping[str, Any], place: str, tracks: _Tracks) -> dict[str, Any
 
 def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
     """One side of one rank as columns."""
-    rows = []
-    for row in _of(track, "actions", place):
+    actions = _of(track, "actions", place)
+    for row in actions:
         if len(row) != _COLUMNS:
             raise ValueError(f"{place}: {row!r} has {len(row)} entries, an action has 6: text, start, end, wait, bytes, slot")
-        rows.append(row)
-    try:
-        actions = [read_action(row[0]) for row in rows]
-    except TextError as error:
-        raise ValueError(f"{place}: {error}") from None
+    rows = [_packed(row, place) for row in actions]
     memory = _of(track, "memory", place)
-    starts = [_ticks(row[1]) for row in rows]
     return {
-        "kind": column([_KINDS.index(action.kind.value) for action in actions]),
-        "stage": column([action.stage for action in actions]),
-        "microbatch": column([action.microbatch for action in actions]),
-        "start": column(starts),
-        "length": column([_ticks(row[2]) - start for row, start in zip(rows, starts, strict=True)]),
-        "wait": column([_ticks(row[3]) for row in rows]),
-        "bytes": column([NOTHING if row[4] is None else int(row[4]) for row in rows]),
-        "slot": column([NOTHING if row[5] is None else int(row[5]) for row in rows]),
+        **{name: column([getattr(row, name) for row in rows]) for name in _Packed._fields},
         "memory_time": column([_ticks(time) for time, _ in memory]),
         "memory_held": column([int(held) for _, held in memory]),
     }
+
+
+class _Packed(NamedTuple):
+    """An action as whole numbers, each of which is a column of its track: the kind's place in `_KINDS`, times in ticks."""
+
+    kind: int
+    stage: int
+    microbatch: int
+    start: int
+    length: int
+    wait: int
+    bytes: int
+    slot: int
+
+
+def _packed(row: Sequence[Any], place: str) -> _Packed:
+    text, start_s, end_s, wait_s, num_bytes, slot = row
+    try:
+        action = read_action(text)
+    except TextError as error:
+        raise ValueError(f"{place}: {error}") from None
+    start = _ticks(start_s)
+    return _Packed(
+        kind=_KINDS.index(action.kind.value),
+        stage=action.stage,
+        microbatch=action.microbatch,
+        start=start,
+        length=_ticks(end_s) - start,
+        wait=_ticks(wait_s),
+        bytes=NOTHING if num_bytes is None else int(num_bytes),
+        slot=NOTHING if slot is None else int(slot),
+    )
 
 
 def _ticks(seconds: float) -> int:
