@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -242,16 +243,15 @@ def _described(program: ProgramConfig) -> str:
 
 def _missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
     """Which ranks have no record, by rank where the size of the world is known, else by place."""
-    present = {record.rank for record in ranks}
     if info.world_size is not None:
-        absent = [str(rank) for rank in range(info.world_size) if rank not in present]
+        absent = sorted(set(range(info.world_size)) - {record.rank for record in ranks})
         noun = "rank" if len(absent) == 1 else "ranks"
-        return [f"no record of {noun} {', '.join(absent)} (of {info.world_size})"] if absent else []
-    places = {(record.pipeline, record.place) for record in ranks}
+        return [f"no record of {noun} {', '.join(map(str, absent))} (of {info.world_size})"] if absent else []
+    num_pipelines = max(record.pipeline for record in ranks) + 1
     num_places = max(iteration.program.num_stages for record in ranks for iteration in record.iterations.values())
-    pipelines = range(max(record.pipeline for record in ranks) + 1)
-    absent = [f"{place} of pipeline {pipeline}" for pipeline in pipelines for place in range(num_places) if (pipeline, place) not in places]
-    return [f"no record of stage {', '.join(absent)}"] if absent else []
+    missing = set(product(range(num_pipelines), range(num_places))) - {(record.pipeline, record.place) for record in ranks}
+    named = [f"{place} of pipeline {pipeline}" for pipeline, place in sorted(missing)]
+    return [f"no record of stage {', '.join(named)}"] if named else []
 
 
 def _read_steps(path: Path, notes: list[str]) -> dict[int, float]:
