@@ -8,9 +8,8 @@ waiting for it. `Basis` says which. Knows no difference and no cause.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from bpipe.ir.action import Kind
@@ -94,7 +93,8 @@ def replay(measured: Measured) -> Prediction:
     sizes = tuple(_sizes(measured, place) for place in range(schedule.num_ranks))
     seconds, assumed = _seconds(measured)
     speeds, sources = _speeds(measured, sizes)
-    inside, between, nodes = _messages(measured)
+    nodes = _nodes(measured)
+    inside, between = _messages(measured, nodes)
     stages = []
     for stage, place in enumerate(schedule.stage_to_rank):
         size = sizes[place]
@@ -195,12 +195,15 @@ def probed_speed(measured: Measured, place: int) -> float | None:
     return None
 
 
-def _messages(measured: Measured) -> tuple[float | None, float | None, tuple[int, ...]]:
-    """Seconds of a message inside a node and between nodes, and the node of every place."""
+def _nodes(measured: Measured) -> tuple[int, ...]:
+    """The node of every place; empty where all are on one, or not all are known."""
     hosts = [None if record is None else record.host for record in measured.records]
-    names = list(dict.fromkeys(host for host in hosts if host is not None))
-    known = None not in hosts
-    nodes = tuple(names.index(host) for host in hosts if host is not None) if known and len(names) > 1 else ()
+    names = list(dict.fromkeys(hosts))
+    return tuple(names.index(host) for host in hosts) if len(names) > 1 and None not in names else ()
+
+
+def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, float | None]:
+    """Seconds of a message inside a node and between nodes."""
     owner = measured.schedule.stage_to_rank
     inside: list[float] = []
     between: list[float] = []
@@ -209,7 +212,7 @@ def _messages(measured: Measured) -> tuple[float | None, float | None, tuple[int
         if message is None:
             continue
         (between if nodes and nodes[owner[stage]] != nodes[owner[stage + 1]] else inside).append(message)
-    return (median(inside) if inside else None), (median(between) if between else None), nodes
+    return (median(inside) if inside else None), (median(between) if between else None)
 
 
 def message_seconds(timelines: Sequence[Timeline], owner: Sequence[int], stage: int) -> float | None:
@@ -234,16 +237,16 @@ def gaps(timeline: Timeline, owner: Sequence[int], sender: int, receiver: int) -
     ends = {row.action.microbatch: row.end_s for row in ours.computations if row.action.stage == sender and row.action.kind in kinds}
     waits = sorted(row.end_s for row in theirs.transfers if row.wait_s > 0)
     found = []
-    for before, row in _pairs(theirs.computations):
+    for free, row in _with_free(theirs.computations):
         if row.action.stage != receiver or row.action.kind not in kinds:
             continue
         end = ends[row.action.microbatch]
-        free = before.end_s if before is not None else float("-inf")
         waited = bisect_left(waits, free) < bisect_right(waits, row.start_s)
         if free < end and not waited:
             found.append(row.start_s - end)
     return found
 
 
-def _pairs(rows: Sequence[Row]) -> list[tuple[Row | None, Row]]:
-    return [(None, rows[0]), *pairwise(rows)]
+def _with_free(rows: Sequence[Row]) -> Iterator[tuple[float, Row]]:
+    """Every computation of a rank with when the one before it was over."""
+    return zip([float("-inf"), *(row.end_s for row in rows)], rows, strict=False)
