@@ -42,7 +42,7 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
 
     columns: list[tuple[str, str, _Cell]] = [
         ("", "stage", lambda row: str(row.stage)),
-        ("", "rank", lambda row: "-" if row.rank is None else str(row.rank)),
+        ("", "rank", lambda row: _or(row.rank)),
         ("held", "micro-b.", lambda row: f"{_or(row.measured_microbatches)} ({row.predicted_microbatches})"),
         (f"activations, {name}", "peak (predicted)", lambda row: f"{size(row.measured_bytes)} ({size(row.predicted_bytes)})"),
     ]
@@ -57,10 +57,14 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
         ("evict", "/load", lambda row: f"{_or(row.evictions)}/{_or(row.loads)}"),
         ("", "GB/s", lambda row: "-" if row.bytes_per_s is None else f"{row.bytes_per_s / 1e9:.2f}"),
     ]
-    cells = [[top for top, _, _ in columns], [title for _, title, _ in columns]]
-    cells += [[cell(row) for _, _, cell in columns] for row in rows]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    return [" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    titles = [[top for top, _, _ in columns], [title for _, title, _ in columns]]
+    return _aligned([*titles, *([cell(row) for _, _, cell in columns] for row in rows)])
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Every column to the right, as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _or(value: int | None) -> str:
