@@ -8,7 +8,8 @@ Every cause is a condition on recorded numbers, and its sentence names them. Tri
   one transfer      slower than probed
   waiting           another stage computed longer, or stood still longer, than predicted; hand-overs took longer than predicted; times of
                     other stages vary
-  a peak            more or fewer micro-batches at once; micro-batches of differing size; what cannot move; a received input
+  a peak            more or fewer micro-batches at once; micro-batches of differing size; what is left after the last backward; what cannot
+                    move; a received input
 Knows no format.
 """
 
@@ -362,6 +363,12 @@ class OfPeak:
     def _stays(self, comparison: Comparison, over: int) -> str | None:
         row, size = comparison.stages[self.place], comparison.prediction.sizes[self.place]
         assert size is not None
+        left = self._left(comparison)
+        if left > size.received_bytes and over <= SLOWER * left:
+            return (
+                f"After its last backward {bytes_text(left)} of saved activations were still there: something in the model refers to them "
+                f"longer than their backward needs, as caches do."
+            )
         stays = max((size.saved_bytes.get(stage, 0) - moved for stage, moved in size.moved_bytes.items()), default=0)
         if stays > 0 and over <= stays * (row.evictions or 0):
             return (
@@ -378,3 +385,9 @@ class OfPeak:
                 f"Megatron's loop may hold inputs longer than their backward."
             )
         return None
+
+    def _left(self, comparison: Comparison) -> int:
+        """Bytes of activations that were there when every micro-batch was over, slots for the partner left out."""
+        lanes = [lane for timeline in comparison.measured.typical for lane in [timeline.lanes[self.place]] if lane is not None]
+        left = ((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for lane in lanes if lane.computations)
+        return max(left, default=0)

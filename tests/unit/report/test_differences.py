@@ -162,6 +162,17 @@ def test_a_peak_above_its_prediction(tmp_path: Path, place: int, extra: int, cau
     assert one.cause.startswith(cause)
 
 
+def test_what_the_model_still_refers_to(tmp_path: Path) -> None:
+    """Recomputed experts keep the input of their last recomputation; the report knew no cause for it."""
+
+    def kept(row: dict[str, Any]) -> None:
+        if row["action"] == "4B15":
+            row["left_bytes"] += 3_000_000
+
+    one = edited(tmp_path, 4, kept, extra_bytes={4: 2_500_000})["peak"]
+    assert one.cause.startswith("After its last backward 2.9 MiB of saved activations were still there")
+
+
 def test_inputs_that_are_held_longer(tmp_path: Path) -> None:
     one = found(tmp_path, received_bytes=1_000_000, extra_bytes={4: 2_000_000})["peak"]
     assert one.cause.startswith("About 2.0 times the 976.6 KiB that it receives for a micro-batch")
