@@ -155,7 +155,8 @@ def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[i
             for row in lane.computations:
                 samples.setdefault((row.action.stage, row.action.kind), []).append(row.seconds)
     seconds = {key: median(values) for key, values in samples.items()}
-    kinds = {kind for _, kind in seconds}
+    # In the order they were met: a set's order of kinds changes from process to process.
+    kinds = dict.fromkeys(kind for _, kind in seconds)
     assumed = tuple(stage for stage in range(measured.schedule.num_stages) if (stage, _FORWARD) not in seconds)
     typical = {kind: median([value for (_, other), value in seconds.items() if other is kind]) for kind in kinds}
     seconds |= {(stage, kind): typical[kind] for stage in assumed for kind in kinds}
