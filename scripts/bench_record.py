@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gpu_checks.one_stage import Loop
 
-from bpipe.ir.action import Kind
-from bpipe.passes.steps import steps
+from bpipe.ir.action import Action
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
@@ -54,42 +54,34 @@ def against(mine: Sequence[Spent], alone: Sequence[Spent]) -> dict[str, list[flo
     }
 
 
-class Calls:
-    """The engine's calls, and the processor time that they take of the thread which makes them."""
+class Timed:
+    """An engine's calls, and the processor time that they take of the thread which makes them."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self._engine = engine
         self.worked_s = 0.0
 
+    def begin(self) -> None:
+        with self.timed():
+            self._engine.begin()
+
+    def before(self, op: Action) -> None:
+        with self.timed():
+            self._engine.before(op)
+
+    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
+        with self.timed():
+            self._engine.after(op, outputs, inputs)
+
+    def end(self) -> None:
+        with self.timed():
+            self._engine.end()
+
     @contextlib.contextmanager
-    def timed(self) -> Iterator[Engine]:
+    def timed(self) -> Iterator[None]:
         begin_s = time.thread_time()
-        yield self.engine
+        yield
         self.worked_s += time.thread_time() - begin_s
-
-
-def iteration(calls: Calls, model: torch.nn.Module, inputs: torch.Tensor) -> None:
-    """What a pipeline loop does on the first stage."""
-    outputs: dict[int, torch.Tensor] = {}
-    with calls.timed() as engine:
-        engine.begin()
-    for step in steps(calls.engine.schedule, 0)[1:]:
-        op = step.compute
-        assert op is not None
-        with calls.timed() as engine:
-            engine.before(op)
-        if op.kind is Kind.FORWARD:
-            received = inputs.clone().requires_grad_()
-            outputs[op.microbatch] = model(received)
-            with calls.timed() as engine:
-                engine.after(op, [outputs[op.microbatch]], [received])
-        else:
-            output = outputs.pop(op.microbatch)
-            output.backward(torch.ones_like(output))
-            with calls.timed() as engine:
-                engine.after(op)
-    with calls.timed() as engine:
-        engine.end()
 
 
 def main() -> None:
@@ -107,6 +99,7 @@ def main() -> None:
     layer = torch.nn.TransformerEncoderLayer(arguments.hidden, 8, 4 * arguments.hidden, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False).to(device)
     inputs = torch.randn(1, arguments.sequence, arguments.hidden, device=device)
+    loop = Loop(schedule, 0, lambda received: model(received).sum(), lambda microbatch: inputs.clone().requires_grad_())
     out, home = lanes(device, 60.0)
     config = EngineConfig("rank 0", device, minimum_bytes=65536, timeout_s=60.0)
     engines = {
@@ -117,8 +110,8 @@ def main() -> None:
     for turn in range(arguments.rounds + 1):
         for name, engine in engines.items():
             recorder = engine.recorder = Recorder(Clock(device)) if VARIANTS[name][1] else None
-            calls, begin_s = Calls(engine), time.perf_counter()
-            iteration(calls, model, inputs)
+            calls, begin_s = Timed(engine), time.perf_counter()
+            loop.iteration(calls)
             if recorder is not None:
                 with calls.timed():
                     recorder.rows({}, {})
