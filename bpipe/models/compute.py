@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from bpipe.models.layout import Setup
 from bpipe.models.memory import rank_parameters
 from bpipe.models.saved import element_bytes, num_tokens, sent_bytes, stage_bytes
+from bpipe.passes.pairing import default_partners
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 
 # What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
@@ -123,6 +124,12 @@ def links(setup: Setup) -> Links:
     return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S), setup.nodes())
 
 
+def one_sided(setup: Setup) -> frozenset[int]:
+    """The ranks whose partner is on their node. There `--bpipe-transport auto` reaches into its memory; between nodes both have to meet."""
+    nodes = setup.nodes()
+    return frozenset(rank for rank, partner in enumerate(default_partners(setup.pipeline)) if nodes[rank] == nodes[partner])
+
+
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     """For every rank, reducing its gradients over replicas with gathering its weights again, and updating them. Nothing is overlapped."""
     device, d = setup.cluster.device, setup.data
@@ -162,4 +169,4 @@ def predict_costs(setup: Setup) -> Costs:
                 saved_bytes=saved[stage],
             )
         )
-    return Costs(tuple(stages), links(setup), blocking=True)
+    return Costs(tuple(stages), links(setup), blocking=True, one_sided=one_sided(setup))

@@ -1,8 +1,8 @@
 """Predict a recorded run from its own measurements. In: a `Measured`. Out: a `Prediction`: the schedule simulated, and peaks from it alone.
 
 Seconds of a computation are the median over all recorded iterations but a warm-up. A transfer takes what the link's probe says, or where
-there was none, the median of the measured ones. A message between stages takes the median gap between a computation and the one that was
-waiting for it. `Basis` says which. Knows no difference and no cause.
+there was none, the median of the measured ones, and waits for its partner where the transport does. A message between stages takes the
+median gap between a computation and the one that was waiting for it. `Basis` says which. Knows no difference and no cause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bpipe.ir.action import Kind
 from bpipe.program import ProgramConfig, build
 from bpipe.report.measured import Measured, Timeline, ended_transfers
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
-from bpipe.report.record import Iteration, Row
+from bpipe.report.record import ONE_SIDED, Iteration, Row
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Level, Report
@@ -115,13 +115,19 @@ def replay(measured: Measured) -> Prediction:
     links = Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes)
     plain = without_transfers(schedule)
     return Prediction(
-        report=simulate(schedule, Costs(tuple(stages), links, blocking=True)),
+        report=simulate(schedule, Costs(tuple(stages), links, True, _one_sided(measured))),
         basis=Basis(seconds, speeds, sources, inside, between, assumed),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
         unbalanced=tuple(rank_peaks(plain, place, _without_slots(size)) for place, size in enumerate(sizes)),
         balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance == "none" else None,
     )
+
+
+def _one_sided(measured: Measured) -> frozenset[int]:
+    """The places whose pair has a one-sided transport, as either of its ranks recorded."""
+    found = {place for place, record in enumerate(measured.records) if record is not None and record.transport in ONE_SIDED}
+    return frozenset(found | {measured.schedule.partners[place] for place in found if measured.schedule.partners})
 
 
 def _without_slots(size: RankSizes | None) -> RankSizes | None:

@@ -107,11 +107,13 @@ class Costs:
     """Costs of all stages (with chunks p*v of them) and of the links between their ranks.
 
     `blocking`: with one stage a rank, computation waits for the messages between stages, both ways, as in Megatron's 1F1B.
+    `one_sided`: ranks that move their activations by themselves, whatever their partner is doing; others meet it for every transfer.
     """
 
     stages: tuple[StageCost, ...]
     links: Links = Links()
     blocking: bool = False
+    one_sided: frozenset[int] = frozenset()
 
 
 def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:

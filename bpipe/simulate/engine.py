@@ -4,7 +4,7 @@ Every rank keeps its own order and waits as the runtime does; the numbers are th
   [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived
   [2] an eviction that stood in a bubble ends before the next computation, one beside a computation right after it: its memory is reused
   [3] a transfer is posted with the computation it stands beside, or at the end of the one before its bubble, and starts when both of its
-      ends are posted, what it sends is there, and the transfer before it in its direction is over
+      ends are posted (of a one-sided one: the evictor's), what it sends is there, and the transfer before it in its direction is over
   [4] a backward waits for the load of its activations
   [5] where exchanges block, a rank sends what it made and receives what it needs before it goes on, in one operation if one neighbour is
       both, and a message starts when both sides are there: Megatron's 1F1B. Otherwise it leaves when it is computed, beside computation
@@ -47,7 +47,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Report:
 
 @dataclass(slots=True)
 class _Transfer:
-    """One move of a micro-batch's activations from `sender` to `receiver`. `behind` is the hosting a return waits for."""
+    """One move of a micro-batch's activations from `sender` to `receiver`. `behind` is what brought there what comes back now."""
 
     event: int
     sender: int
@@ -307,19 +307,21 @@ class _Run:
         """[3] Post this rank's ends of transfers. Gives back the evictions among them; remembers the loads."""
         evictions = []
         for action in actions:
-            transfer = self._meet(rank, action)
-            key = (action.stage, action.microbatch)
-            if action.kind is _EVICT:
+            transfer, kind, key = self._meet(rank, action), action.kind, (action.stage, action.microbatch)
+            if kind is _EVICT:
                 evictions.append(transfer.event)
-            elif action.kind is _LOAD:
+            elif kind is _LOAD:
                 loading[key] = transfer.event
-            elif action.kind is _HOST:
+            alone = self.schedule.stage_to_rank[action.stage] in self.costs.one_sided
+            if alone and (kind is _HOST or kind is _RETURN):
+                continue
+            if kind is _HOST or (alone and kind is _EVICT):
                 self.hosted[key] = transfer
-            else:
+            elif kind is _RETURN or (alone and kind is _LOAD):
                 transfer.behind = self.hosted.pop(key)
             transfer.ready = max(transfer.ready, clock)
             transfer.num_posted += 1
-            if transfer.num_posted == 2:
+            if alone or transfer.num_posted == 2:
                 self.queues.setdefault(transfer.sender, deque()).append(transfer)
                 self._begin_next(transfer.sender, transfer.ready)
         return evictions

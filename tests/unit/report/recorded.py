@@ -131,7 +131,8 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Report:
         forward, backward = truth.seconds.get(f"{stage}F", truth.forward_s), truth.seconds.get(f"{stage}B", truth.backward_s)
         cost = StageCost(forward * times, backward * times, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage))
         stages.append(cost)
-    costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), blocking=True)
+    alone = frozenset(range(schedule.num_ranks)) if truth.transport in ONE_SIDED else frozenset[int]()
+    costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), True, alone)
     source = random.Random(f"{truth.seed} {number}")
     plain = engine._durations
 

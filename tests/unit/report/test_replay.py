@@ -51,6 +51,15 @@ def test_an_undisturbed_run_is_predicted_to_the_instant(tmp_path: Path, changes:
     same_times(measured_of(tmp_path, iterations=(5,), **changes))
 
 
+@pytest.mark.parametrize(("transport", "meets"), [("gloo", True), ("peer", False)])
+def test_only_a_two_sided_transfer_is_predicted_to_meet_its_partner(tmp_path: Path, transport: str, meets: bool) -> None:
+    """The quickstart's last stage has the output layer. Its partner was predicted to wait 240 ms for it, and did not: nobody has to."""
+    seconds = {"7F": 0.040, "7B": 0.080}
+    prediction = replay(measured_of(tmp_path, iterations=(5,), transport=transport, seconds=seconds))
+    assert (prediction.report.exposed_s[0] > 0.01) == meets
+    assert prediction.report.exposed_s[0] == 0 or meets
+
+
 def test_messages_are_told_from_waiting_whatever_the_clocks(tmp_path: Path) -> None:
     basis = replay(measured_of(tmp_path, message_s=0.0007, clock_error_s={2: 0.003, 3: -0.002})).basis
     assert basis.message_s == pytest.approx(0.0007)

@@ -138,20 +138,35 @@ def test_a_slow_partner_is_waited_for() -> None:
     assert (evict.start_s, evict.end_s) == (host.start_s, host.end_s)
 
 
+def test_a_one_sided_transfer_waits_for_no_partner() -> None:
+    """The last stage computes long when the first one evicts. Its program takes part only where the transport asks for it."""
+    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    stages = (StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),)
+    met, alone = (simulate(schedule, Costs(stages, one_sided=ranks)) for ranks in (frozenset[int](), frozenset({0})))
+    assert met.exposed_s[0] > 0 == alone.exposed_s[0]
+    assert (
+        when(alone, 0, "0EVICT3").start_s == when(alone, 0, "0B0").start_s == when(met, 0, "0B0").start_s < when(met, 0, "0EVICT3").start_s
+    )
+    # What is fetched back has been put there, also where the putting takes longer than everything between.
+    slow = simulate(schedule, Costs((replace(stages[0], transfer_s=50), *stages[1:]), one_sided=frozenset({0})))
+    assert when(slow, 0, "0LOAD1").start_s >= when(slow, 0, "0EVICT1").end_s
+
+
 @given(
     p=st.integers(4, 8),
     m=st.integers(4, 16),
     seconds=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 12)), min_size=8, max_size=8),
     blocking=st.booleans(),
     balanced=st.booleans(),
+    one_sided=st.frozensets(st.integers(0, 3)),
 )
 @settings(max_examples=60)
 def test_everything_happens_after_what_it_needs(
-    p: int, m: int, seconds: list[tuple[int, int, int]], blocking: bool, balanced: bool
+    p: int, m: int, seconds: list[tuple[int, int, int]], blocking: bool, balanced: bool, one_sided: frozenset[int]
 ) -> None:
     schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe" if balanced else "none"))
     stages = tuple(StageCost(f, b, transfer_s=t, sent_bytes=1, moved_bytes=1, saved_bytes=1) for f, b, t in seconds[:p])
-    report = simulate(schedule, Costs(stages, Links(Link(2, 1)), blocking))
+    report = simulate(schedule, Costs(stages, Links(Link(2, 1)), blocking, one_sided))
     times = {timed.action: timed for row in report.computations for timed in row}
     for action, timed in times.items():
         before = _needed(action, p)
