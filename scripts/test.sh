@@ -4,8 +4,8 @@
 #   --checks  only the gate: formatting, lint, types, tests/unit
 #   --slow    also the tests marked slow (or RUN_SLOW=1)
 #
-# The gate comes first and ends the run where it fails; then come the tests with real processes (gloo on the CPU), those for a GPU, and
-# those in a browser (Chromium with chromedriver): both kinds skip themselves on a machine without one.
+# The gate comes first and ends the run where it fails; then come the tests with real processes (scripts, and gloo on the CPU), those for
+# a GPU, and those in a browser (Chromium with chromedriver): both kinds skip themselves on a machine without one.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -68,6 +68,6 @@ step "types (mypy)" mypy
 test_step "unit tests" tests/unit
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
-    test_step "tests with real processes" tests/gloo tests/gpu tests/browser
+    test_step "tests with real processes" tests/scripts tests/gloo tests/gpu tests/browser
     finish
 fi

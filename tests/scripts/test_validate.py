@@ -65,4 +65,4 @@ def test_the_document_in_the_repository_is_what_the_script_writes(
     output = tmp_path / "validation.md"
     monkeypatch.setattr(sys, "argv", ["validate.py", "--output", str(output)])
     validate.main()
-    assert output.read_text() == (Path(__file__).resolve().parents[3] / "docs" / "validation.md").read_text()
+    assert output.read_text() == (Path(__file__).resolve().parents[2] / "docs" / "validation.md").read_text()
