@@ -35,7 +35,7 @@ from megatron.scheduling import links, patches
 from megatron.scheduling.arguments import TIMERS_LEVEL, SchedulingConfig
 from megatron.scheduling.recording import Recorded
 from megatron.scheduling.refusals import refuse
-from megatron.scheduling.reporting import StageReport, say
+from megatron.scheduling.stage_report import StageReport
 
 
 class Hooks:
@@ -324,3 +324,9 @@ def describe(schedule: Schedule) -> str:
         for s in evictors
     )
     return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"
+
+
+def say(line: str, everywhere: bool = False) -> None:
+    """One line in the training log, from rank 0 or from the rank that calls."""
+    if everywhere or dist.get_rank() == 0:
+        print(f"bpipe: {line}", flush=True)

@@ -1,6 +1,6 @@
 """Write what a run measured: one file a rank, and one line an iteration with its exact loss and gradient norm.
 
-In: measurements. Out: files under the folder of `--bpipe-report`, and single lines in the training log. Knows no tensors' insides.
+In: measurements. Out: files under the folder of `--bpipe-report`. Knows no tensors' insides.
 
     DIR/rank_00000.json     one stage: peaks measured and predicted, transfers an iteration
     DIR/iterations.jsonl    {"iteration": 1, "lm loss": "0x1.9p+2", "grad_norm": "0x1.0p+0", "skipped": 0, "elapsed_s": 0.5}
@@ -13,81 +13,19 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bpipe.ir.schedule import Schedule
 from bpipe.models.flops import mfu
-from bpipe.report.memory import own_peak
-from bpipe.simulate.memory import num_transfers
 from megatron.scheduling import metrics, patches
 from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.recording import Peak, RunRecord, device_name, held_bytes, peak_of, pipeline_index, write_whole
-
-if TYPE_CHECKING:
-    from megatron.scheduling.hooks import Hooks
-
-
-def say(line: str, everywhere: bool = False) -> None:
-    """One line in the training log, from rank 0 or from the rank that calls."""
-    if everywhere or dist.get_rank() == 0:
-        print(f"bpipe: {line}", flush=True)
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """One rank's row. Bytes of activations and of the slots preallocated for the partner; transfers are per iteration."""
-
-    rank: int
-    stage: int
-    pipeline: int
-    balanced: bool
-    num_microbatches: int
-    peak_microbatches: int
-    peak_bytes: int
-    predicted_microbatches: int
-    predicted_bytes: int
-    evictions: int
-    loads: int
-
-    @staticmethod
-    def of(
-        schedule: Schedule,
-        stage: int,
-        *,
-        peak_microbatches: int,
-        peak_bytes: int,
-        saved_bytes: Mapping[int, int],
-        moved_bytes: Mapping[int, int],
-        received_bytes: int,
-        num_slots: int,
-        host_bytes: int,
-        balanced: bool,
-    ) -> StageReport:
-        """Lay the measurement beside what the schedule says for micro-batches of this size.
-
-        Slots are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its own
-        micro-batches occupy in any slot, and its slots. `received_bytes` is what of it the stage received.
-        """
-        transfers = num_transfers(schedule, stage)
-        return StageReport(
-            rank=dist.get_rank(),
-            stage=stage,
-            pipeline=pipeline_index(),
-            balanced=balanced,
-            num_microbatches=schedule.num_microbatches,
-            peak_microbatches=peak_microbatches,
-            peak_bytes=peak_bytes,
-            predicted_microbatches=own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), dict.fromkeys(saved_bytes, 1), 0) + num_slots,
-            predicted_bytes=own_peak(schedule, stage, saved_bytes, moved_bytes, received_bytes) + host_bytes,
-            evictions=transfers.evictions,
-            loads=transfers.loads,
-        )
+from megatron.scheduling.hooks import Hooks
+from megatron.scheduling.recording import Peak, RunRecord, device_name, held_bytes, peak_of, write_whole
 
 
 class Reporter:
