@@ -48,11 +48,11 @@ def _mfu(comparison: Comparison) -> str:
     missing = [
         name
         for name, value in (
-            ("the device's peak", info.peak_flops),
+            ("the device's peak (--bpipe-peak-tflops)", info.peak_flops),
             ("the FLOPs of an iteration", info.flops_per_iteration),
             ("the number of ranks", info.world_size),
             ("the time of a step", totals.step_s),
         )
         if not value
     ]
-    return f"not known ({' and '.join(missing)} missing)"
+    return f"not known, missing: {', '.join(missing)}"

@@ -86,7 +86,8 @@ def test_the_table_names_what_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "record_00001.jsonl").unlink()
     (tmp_path / "iterations.jsonl").unlink()
     text = table(report_of(tmp_path))
-    assert "and the time of a step missing)" in " ".join(text.split())
+    assert "MFU not known, missing: the device's peak (--bpipe-peak-tflops), " in " ".join(text.split())
+    assert ", the time of a step; message" in " ".join(text.split())
     assert "note: no record of stage 1 of pipeline 0" in text
     assert re.search(r"^ +1 +1 +- \(3\) +- \(-\)", text, re.MULTILINE)
 

@@ -103,3 +103,12 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
     program = "import sys, megatron.scheduling.arguments; sys.exit(' '.join({'torch', 'megatron.core'} & set(sys.modules)) or 0)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_every_scalar_that_is_written_is_explained() -> None:
+    source = (ROOT / "megatron/scheduling/metrics.py").read_text()
+    written = set(re.findall(r'scalars\[f?"(bpipe-[^"]+)"\]', source))
+    section = (ROOT / "docs/report.md").read_text().split("## While it runs\n", 1)[1].split("\n## ")[0]
+    explained = {name.replace("stage-0", "stage-{stage}") for name in re.findall(r"^\| `(bpipe-[^`]+)`", section, re.MULTILINE)}
+    assert explained == written
+    assert len(written) == 3
