@@ -22,7 +22,7 @@ from statistics import mean, median, quantiles
 from bpipe.ir.action import Kind
 from bpipe.report.compare import Comparison
 from bpipe.report.handover import late_starts
-from bpipe.report.measured import SLOWER, Lane, Measured, Timeline, ended_transfers, warm_up_ratios
+from bpipe.report.measured import SLOWER, Lane, Measured, Timeline, ended_transfers, lanes_of, warm_up_ratios
 from bpipe.report.record import Row
 from bpipe.report.replay import probed_speed
 from bpipe.report.units import bytes_text, percent_text, rate_text, seconds_text
@@ -43,8 +43,8 @@ def transfer_seconds(measured: Measured, place: int, stage: int) -> list[float]:
 
 def idle_seconds(comparison: Comparison, place: int) -> float | None:
     """Between the pipeline's first and last computation, neither computing nor standing still for a transfer."""
-    lanes = [(timeline.span_s, timeline.lanes[place]) for timeline in comparison.measured.typical]
-    found = [span - lane.busy_s - lane.exposed_s for span, lane in lanes if lane is not None]
+    lanes = lanes_of(comparison.measured.typical, place)
+    found = [timeline.span_s - lane.busy_s - lane.exposed_s for timeline, lane in lanes]
     return median(found) if found else None
 
 
@@ -81,7 +81,7 @@ def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Seque
     """Noise on every stage adds up along the pipeline: each waits for the slowest before it."""
 
     def lost(place: int) -> tuple[float, float]:
-        present = [(timeline, lane) for timeline in timelines for lane in [timeline.lanes[place]] if lane is not None]
+        present = lanes_of(timelines, place)
         if not present:
             return 0.0, 0.0
         slow = median(_slow_ones(comparison, lane) for _, lane in present)
@@ -163,11 +163,9 @@ class OfComputation:
 
     def __call__(self, comparison: Comparison) -> str | None:
         place = comparison.measured.schedule.stage_to_rank[self.stage]
-        lanes = [(timeline.iteration, timeline.lanes[place]) for timeline in comparison.measured.typical]
         samples = [
-            (number, row, lane)
-            for number, lane in lanes
-            if lane is not None
+            (timeline.iteration, row, lane)
+            for timeline, lane in lanes_of(comparison.measured.typical, place)
             for row in lane.computations
             if row.action.stage == self.stage and row.action.kind is self.kind
         ]
@@ -259,13 +257,7 @@ class OfExposed:
         return self._one(comparison)
 
     def _one(self, comparison: Comparison) -> str | None:
-        rows = [
-            (timeline.iteration, row)
-            for timeline in comparison.measured.typical
-            for lane in [timeline.lanes[self.place]]
-            if lane is not None
-            for row in lane.transfers
-        ]
+        rows = [(timeline.iteration, row) for timeline, lane in lanes_of(comparison.measured.typical, self.place) for row in lane.transfers]
         total = sum(row.wait_s for _, row in rows)
         number, worst = max(rows, key=lambda pair: pair[1].wait_s)
         if worst.wait_s < MOST_OF_IT * total:
@@ -315,8 +307,7 @@ class OfWaiting:
         return _varies(comparison, comparison.measured.typical, places, over)
 
     def _typical(self, comparison: Comparison, place: int, value: Callable[[Lane], float]) -> float:
-        lanes = [timeline.lanes[place] for timeline in comparison.measured.typical]
-        return median([value(lane) for lane in lanes if lane is not None] or [0.0])
+        return median([value(lane) for _, lane in lanes_of(comparison.measured.typical, place)] or [0.0])
 
     def _messages(self, comparison: Comparison, over: float) -> str | None:
         found = [(timeline.iteration, late_starts(comparison, timeline, self.place)) for timeline in comparison.measured.typical]
@@ -348,14 +339,7 @@ class OfPeak:
         if held is not None and (held - row.predicted_microbatches) * over > 0:
             word = "more" if over > 0 else "fewer"
             return f"It held {held} micro-batches at once, {word} than the {row.predicted_microbatches} of the schedule."
-        sizes = [
-            other.bytes
-            for timeline in comparison.measured.typical
-            for lane in [timeline.lanes[self.place]]
-            if lane is not None
-            for other in lane.computations
-            if other.bytes
-        ]
+        sizes = [other.bytes for _, lane in lanes_of(comparison.measured.typical, self.place) for other in lane.computations if other.bytes]
         if sizes and len(size.saved_bytes) == 1 and max(sizes) - min(sizes) >= MOST_OF_IT * abs(over) / max(1, row.predicted_microbatches):
             return f"Its micro-batches differ in size, from {bytes_text(min(sizes))} to {bytes_text(max(sizes))}."
         return self._stays(comparison, over) if over > 0 else None
@@ -388,6 +372,5 @@ class OfPeak:
 
     def _left(self, comparison: Comparison) -> int:
         """Bytes of activations that were there when every micro-batch was over, slots for the partner left out."""
-        lanes = [lane for timeline in comparison.measured.typical for lane in [timeline.lanes[self.place]] if lane is not None]
-        left = ((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for lane in lanes if lane.computations)
-        return max(left, default=0)
+        lanes = lanes_of(comparison.measured.typical, self.place)
+        return max(((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for _, lane in lanes), default=0)

@@ -12,7 +12,7 @@ from statistics import median
 
 from bpipe.ir.action import Kind
 from bpipe.models.flops import mfu
-from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers, peak_microbatches, steps_of
+from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers, lanes_of, peak_microbatches, steps_of
 from bpipe.report.record import Row
 from bpipe.report.replay import Prediction
 
@@ -82,7 +82,7 @@ def compare(measured: Measured, prediction: Prediction) -> Comparison:
 
 
 def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
-    typical, shown = _lanes(measured.typical, place), _lanes(measured.shown, place)
+    typical, shown = lanes_of(measured.typical, place), lanes_of(measured.shown, place)
     record, peaks = measured.records[place], prediction.peaks[place]
     others = measured.others(place)
     return StageRow(
@@ -108,12 +108,6 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
         all_measured_bytes=_most(row.live_bytes for one in others for row in one.rows),
         all_exposed_s=max((sum(row.wait_s for row in one.rows) for one in others), default=None),
     )
-
-
-def _lanes(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
-    """Those of one place, where it has a record."""
-    lanes = [(timeline, timeline.lanes[place]) for timeline in timelines]
-    return [(timeline, lane) for timeline, lane in lanes if lane is not None]
 
 
 def _most(values: Iterable[int | None]) -> int | None:

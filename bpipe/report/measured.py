@@ -153,12 +153,16 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
     return Measured(run, program, schedule, pipeline, records, ranks, timelines, shown, _warm_up(timelines), tuple(notes))
 
 
+def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
+    """One place's part of every iteration in which it has a record."""
+    return [(timeline, lane) for timeline in timelines if (lane := timeline.lanes[place]) is not None]
+
+
 def _higher_peaks(run: Run, shown: Sequence[Timeline], records: Sequence[RankRecord | None]) -> list[str]:
     """Ranks that held more in an iteration that is not shown than in those that are."""
     higher = []
     for place, record in enumerate(records):
-        lanes = [timeline.lanes[place] for timeline in shown]
-        peaks = [lane.peak_bytes for lane in lanes if lane is not None and lane.peak_bytes is not None]
+        peaks = [lane.peak_bytes for _, lane in lanes_of(shown, place) if lane.peak_bytes is not None]
         if record is not None and peaks and run.run_peak_bytes.get(record.rank, 0) > max(peaks):
             higher.append(f"rank {record.rank} {run.run_peak_bytes[record.rank]} bytes")
     return [f"more was held in iterations that are not shown: {', '.join(higher)}"] if higher else []
@@ -302,11 +306,10 @@ def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
 def ended_transfers(measured: Measured, timelines: Sequence[Timeline], place: int, stage: int | None = None) -> list[Row]:
     """The evictions and loads that a place made, of one stage or all, whose duration is known."""
     record = measured.records[place]
-    lanes = [timeline.lanes[place] for timeline in timelines]
     return [
         row
-        for lane in lanes
-        if lane is not None and record is not None
+        for _, lane in lanes_of(timelines, place)
+        if record is not None
         for row in lane.transfers
         if row.action.kind in _OWN and stage in (None, row.action.stage) and row.seconds > 0 and record.ended(row)
     ]

@@ -14,9 +14,9 @@ from statistics import median
 
 from bpipe.ir.action import Kind
 from bpipe.program import ProgramConfig, build
-from bpipe.report.measured import Measured, Timeline, ended_transfers
+from bpipe.report.measured import Measured, Timeline, ended_transfers, lanes_of
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
-from bpipe.report.record import ONE_SIDED, Iteration, Row
+from bpipe.report.record import ONE_SIDED, Row
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Level, Report
@@ -146,7 +146,7 @@ def _balanced(program: ProgramConfig, sizes: Sequence[RankSizes | None]) -> tupl
 
 def _sizes(measured: Measured, place: int) -> RankSizes | None:
     """Of the iteration shown in which they are largest; they only differ where micro-batches do."""
-    found: list[Iteration] = [lane.source for lane in (timeline.lanes[place] for timeline in measured.shown) if lane is not None]
+    found = [lane.source for _, lane in lanes_of(measured.shown, place)]
     if not found:
         return None
     one = max(found, key=lambda iteration: sum(iteration.saved_bytes.values()))

@@ -5,7 +5,7 @@ Device times; where the host's differ (on a GPU the host runs ahead), its own be
 
 from __future__ import annotations
 
-from bpipe.report.measured import Lane, Measured, Timeline
+from bpipe.report.measured import Lane, Measured, Timeline, lanes_of
 from bpipe.report.record import Row
 from bpipe.simulate.trace import LOOP, NAMES, Slice, Span, Track, write_tracks
 
@@ -19,13 +19,11 @@ def write_trace(measured: Measured) -> str:
         slices: list[Slice] = []
         host: list[Span] = []
         levels: list[tuple[float, int]] = []
-        for timeline in measured.shown:
-            lane = timeline.lanes[place]
-            if lane is not None:
-                offset = _begin_s(timeline) - first
-                slices += _slices(lane, timeline.iteration, offset)
-                host += _host(lane, timeline, offset)
-                levels += [(time_s + offset, held) for time_s, held in lane.levels]
+        for timeline, lane in lanes_of(measured.shown, place):
+            offset = _begin_s(timeline) - first
+            slices += _slices(lane, timeline.iteration, offset)
+            host += _host(lane, timeline, offset)
+            levels += [(time_s + offset, held) for time_s, held in lane.levels]
         label = f"stage {place} (no record)" if rank is None else f"rank {rank} (stage {place})"
         tracks.append(Track(unknown + place if rank is None else rank, label, slices, host, levels))
     return write_tracks(tracks)
