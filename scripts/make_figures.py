@@ -29,8 +29,6 @@ from bpipe.draw.picture import lay_out, stack  # noqa: E402
 from bpipe.draw.plots import Overhead, Ranked, StageMemory, memory_chart, overhead_chart, ranking_chart, write  # noqa: E402
 from bpipe.draw.png import render_png  # noqa: E402
 from bpipe.draw.svg import render_svg  # noqa: E402
-from bpipe.ir.action import Kind  # noqa: E402
-from bpipe.ir.schedule import Schedule, Slot  # noqa: E402
 from bpipe.models.cluster import parse_cluster  # noqa: E402
 from bpipe.models.model import PRESETS  # noqa: E402
 from bpipe.plan.search import Space, search  # noqa: E402
@@ -77,28 +75,6 @@ def draw_memory(stem: Path, runs: Path) -> list[Path]:
     return write(memory_chart(read_memory(runs), "The quickstart: most memory of saved activations on each stage"), stem)
 
 
-def synchronous(schedule: Schedule) -> Schedule:
-    """The same transfers, but an evictor computes nothing while it transfers: each stands in a bubble of its own.
-
-    An eviction in a bubble ends before the next computation, and a load right before the backward that needs it holds that up
-    (bpipe.simulate.engine, rules 2 to 4). Acceptors are as they were. Only for simulation: the grid is no longer aligned.
-    """
-    rows = []
-    for row in schedule.ranks:
-        slots: list[Slot] = []
-        for slot in row:
-            if slot.compute is None:
-                slots.append(slot)
-                continue
-            evictions, loads = ([one for one in slot.transfers if one.kind is kind] for kind in (Kind.EVICT, Kind.LOAD))
-            slots += [Slot(None, (eviction,)) for eviction in evictions]
-            slots.append(Slot(slot.compute, tuple(one for one in slot.transfers if one.kind not in (Kind.EVICT, Kind.LOAD))))
-            slots += [Slot(None, (load,)) for load in loads]
-        rows.append(slots)
-    longest = max(map(len, rows))
-    return replace(schedule, ranks=tuple((*row, *[Slot()] * (longest - len(row))) for row in rows))
-
-
 def overheads(times: StageTimes, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> list[Overhead]:
     """Both kinds of transfer at one stage's times. Raises ValueError for a batch that is no multiple of the micro-batch."""
     costs = uniform(times.pipeline, StageCost(times.forward_ms, times.backward_ms, transfer_s=times.transfer_ms))
@@ -109,8 +85,9 @@ def overheads(times: StageTimes, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> 
         config = ProgramConfig("1f1b", times.pipeline, size // times.micro_batch)
         plain = simulate(build(config), costs).makespan_s
         balanced = build(replace(config, balance="bpipe"))
-        for is_synchronous, schedule in ((True, synchronous(balanced)), (False, balanced)):
-            percents[is_synchronous].append(100 * (float(simulate(schedule, costs).makespan_s / plain) - 1))
+        for kind, found in percents.items():
+            report = simulate(balanced, replace(costs, synchronous=kind))
+            found.append(100 * (float(report.makespan_s / plain) - 1))
     return [Overhead(SCOPES[times.recompute], batch_sizes, tuple(percents[kind]), kind) for kind in (True, False)]
 
 

@@ -21,6 +21,7 @@ def document(report: Report) -> dict[str, Any]:
             "started": info.started,
             "world_size": info.world_size,
             "device": info.device,
+            "synchronous": info.synchronous,
             **dict(info.versions),
             "num_pipelines": report.num_pipelines if info.num_pipelines is None else info.num_pipelines,
             "pipeline": measured.pipeline,

@@ -14,7 +14,7 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     device = info.device or next((record.device for record in measured.records if record is not None), "not known")
     found = [
         ("schedule", f"{program.schedule}, {program.num_stages} stages{chunks}, {program.num_microbatches} micro-batches"),
-        ("balance", program.balance),
+        ("balance", program.balance + (", synchronous transfers" if info.synchronous else "")),
         ("device", device),
     ]
     if info.num_pipelines is not None and info.num_pipelines > 1:

@@ -57,6 +57,7 @@ def _read_info(path: Path, notes: list[str]) -> RunInfo:
             world_size=found.get("world_size"),
             num_pipelines=found.get("num_pipelines"),
             device=found.get("device"),
+            synchronous=bool(found.get("synchronous")),
             versions=tuple((name, str(found[name])) for name in ("torch", "megatron_core") if found.get(name)),
             flops_per_iteration=found.get("flops_per_iteration"),
             peak_flops=found.get("peak_flops"),

@@ -93,12 +93,16 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """run.json: what holds for the whole run. `flops_per_iteration` are those of all ranks, `peak_flops` one device's a second."""
+    """run.json: what holds for the whole run. `flops_per_iteration` are those of all ranks, `peak_flops` one device's a second.
+
+    `synchronous`: it waited for every transfer where it started it.
+    """
 
     started: str | None = None
     world_size: int | None = None
     num_pipelines: int | None = None
     device: str | None = None
+    synchronous: bool = False
     versions: tuple[tuple[str, str], ...] = ()
     flops_per_iteration: float | None = None
     peak_flops: float | None = None

@@ -115,7 +115,7 @@ def replay(measured: Measured) -> Prediction:
     links = Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes)
     plain = without_transfers(schedule)
     return Prediction(
-        report=simulate(schedule, Costs(tuple(stages), links, True, _one_sided(measured))),
+        report=simulate(schedule, Costs(tuple(stages), links, True, _one_sided(measured), measured.run.info.synchronous)),
         basis=Basis(seconds, speeds, sources, inside, between, assumed),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),

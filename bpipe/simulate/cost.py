@@ -108,12 +108,14 @@ class Costs:
 
     `blocking`: with one stage a rank, computation waits for the messages between stages, both ways, as in Megatron's 1F1B.
     `one_sided`: ranks that move their activations by themselves, whatever their partner is doing; others meet it for every transfer.
+    `synchronous`: an evictor waits for every transfer where it starts it, as with `--bpipe-sync-transfers`.
     """
 
     stages: tuple[StageCost, ...]
     links: Links = Links()
     blocking: bool = False
     one_sided: frozenset[int] = frozenset()
+    synchronous: bool = False
 
 
 def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:

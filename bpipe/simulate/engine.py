@@ -5,7 +5,7 @@ Every rank keeps its own order and waits as the runtime does; the numbers are th
   [2] an eviction that stood in a bubble ends before the next computation, one beside a computation right after it: its memory is reused
   [3] a transfer is posted with the computation it stands beside, or at the end of the one before its bubble, and starts when both of its
       ends are posted (of a one-sided one: the evictor's), what it sends is there, and the transfer before it in its direction is over
-  [4] a backward waits for the load of its activations
+  [4] a backward waits for the load of its activations; where transfers are synchronous an evictor waits for each where it is posted
   [5] where exchanges block, a rank sends what it made and receives what it needs before it goes on, in one operation if one neighbour is
       both, and a message starts when both sides are there: Megatron's 1F1B. Otherwise it leaves when it is computed, beside computation
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
@@ -197,7 +197,7 @@ class _Run:
 
     def _rank(self, rank: int) -> _Process:
         """One rank's iteration."""
-        timed, durations = self.compute[rank], _durations(self.costs.stages)
+        timed, durations, synchronous = self.compute[rank], _durations(self.costs.stages), self.costs.synchronous
         clock: Number = 0
         leaving: list[int] = []
         loading: dict[tuple[int, int], int] = {}
@@ -206,6 +206,8 @@ class _Run:
             compute = step.compute
             if compute is None:
                 leaving = self._post(rank, step.after, clock, loading)
+                if synchronous:
+                    clock = yield from self._await(rank, [*leaving, *loading.values()], clock)  # [4]
                 continue
             kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
             needed = self._needed(kind, stage, microbatch)
@@ -213,6 +215,8 @@ class _Run:
             if leaving:
                 clock = yield from self._await(rank, leaving, clock)  # [2]
             started = self._post(rank, step.before, clock, loading) if step.before else []
+            if synchronous:
+                clock = yield from self._await(rank, [*started, *loading.values()], clock)  # [4]
             if loading and kind is not _FORWARD and (stage, microbatch) in loading:
                 clock = yield from self._await(rank, [loading.pop((stage, microbatch))], clock)  # [4]
             end = clock + durations[kind][stage]
@@ -223,6 +227,8 @@ class _Run:
             if started:
                 clock = yield from self._await(rank, started, clock)  # [2]
             leaving = self._post(rank, step.after, clock, loading) if step.after else []
+            if synchronous:
+                clock = yield from self._await(rank, [*leaving, *loading.values()], clock)  # [4]
         self.clocks[rank] = yield from self._arrive(made, None, clock)
 
     def _end(self, event: int) -> Number:

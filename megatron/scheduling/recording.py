@@ -27,6 +27,7 @@ from bpipe.models.cluster import DEVICES
 from bpipe.program import ProgramConfig
 from bpipe.runtime.recorder import COLUMNS
 from bpipe.transport.connect import Facts, Link
+from megatron.scheduling.arguments import SchedulingConfig
 
 VERSION = 1
 
@@ -73,10 +74,10 @@ class Recorded:
 class RunRecord:
     """This rank's record in a folder."""
 
-    def __init__(self, folder: Path, balanced: bool, peak: Peak | None) -> None:
+    def __init__(self, folder: Path, config: SchedulingConfig, peak: Peak | None) -> None:
         """Before the first step. Collective over the world: the clocks are compared."""
         self._folder = folder
-        self._balanced = balanced
+        self._config = config
         self._peak = peak
         self._path = folder / f"record_{dist.get_rank():05d}.jsonl"
         self._started = False
@@ -116,7 +117,8 @@ class RunRecord:
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
                 "world_size": dist.get_world_size(),
                 "num_pipelines": dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size(),
-                "balanced": self._balanced,
+                "balanced": self._config.balance,
+                "synchronous": self._config.synchronous,
                 "device": device_name(),
                 "torch": torch.__version__,
                 "megatron_core": version("megatron-core"),

@@ -53,7 +53,7 @@ class Reporter:
             iteration = given["iteration"] + 1
             if self._record is None:
                 self._peak = peak_of(device_name(), self._config.peak_tflops)
-                self._record = RunRecord(self._folder, self._config.balance, self._peak)
+                self._record = RunRecord(self._folder, self._config, self._peak)
             chosen = self._config.report_first <= iteration <= self._config.report_last
             logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
             self._hooks.recording = chosen or logged

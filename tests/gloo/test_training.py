@@ -17,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bpipe.program import ProgramConfig, build
+from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome
 
 FOUR_STAGES = [
@@ -88,6 +89,14 @@ def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) ->
     same(four, "m8", f"m8_{transport}", 4)
     said = four.logs[0].split(f"=== m8_{transport}\n")[1].split("===")[0]
     assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("case", "synchronous"), [("m8_gloo", False), ("m8_gloo_synchronous", True)])
+def test_the_report_knows_whether_transfers_were_waited_for(four: Outcome, case: str, synchronous: bool) -> None:
+    comparison = report_of(four.report_folder(case)).comparison
+    assert comparison.measured.run.info.synchronous is synchronous
+    assert (comparison.stages[0].predicted_exposed_s > 0) or not synchronous
 
 
 @pytest.mark.timeout(300)

@@ -58,6 +58,7 @@ class Truth:
     moved_bytes: int = MOVED
     received_bytes: int = RECEIVED
     transport: str = "peer"
+    synchronous: bool = False
     num_pipelines: int = 1
     clock_error_s: Mapping[int, float] = field(default_factory=dict)
     weights_bytes: int | None = 30_000_000
@@ -96,6 +97,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
                 "world_size": world,
                 "num_pipelines": truth.num_pipelines,
                 "balanced": truth.balance != "none",
+                "synchronous": truth.synchronous,
                 "device": "cpu",
                 "torch": "2.15.0",
                 "megatron_core": "0.19.2",
@@ -132,7 +134,7 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Report:
         cost = StageCost(forward * times, backward * times, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage))
         stages.append(cost)
     alone = frozenset(range(schedule.num_ranks)) if truth.transport in ONE_SIDED else frozenset[int]()
-    costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), True, alone)
+    costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), True, alone, truth.synchronous)
     source = random.Random(f"{truth.seed} {number}")
     plain = engine._durations
 

@@ -44,6 +44,7 @@ def same_times(measured: Measured) -> None:
         {"speed": 0.7e9, "probe": 0.7e9},
         {"speed": 0.7e9, "probe": None},
         {"balance": "none"},
+        {"synchronous": True},
         {"schedule": "interleaved-1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2},
     ],
 )

@@ -152,6 +152,21 @@ def test_a_one_sided_transfer_waits_for_no_partner() -> None:
     assert when(slow, 0, "0LOAD1").start_s >= when(slow, 0, "0EVICT1").end_s
 
 
+@pytest.mark.parametrize("one_sided", [frozenset[int](), frozenset({0})])
+def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_sided: frozenset[int]) -> None:
+    """Stage 0 of 4, 8 micro-batches: three evictions and three loads, nothing of them hidden."""
+    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    costs = uniform(4, StageCost(10, 20, transfer_s=7))
+    hidden, report = (simulate(schedule, replace(costs, one_sided=one_sided, synchronous=how)) for how in (False, True))
+    assert hidden.exposed_s[0] == 0
+    assert report.exposed_s[0] >= 6 * 7
+    assert report.exposed_s[0] == 6 * 7 or not one_sided
+    for timed in report.transfers[0]:
+        overlapping = [one for one in report.computations[0] if one.start_s < timed.end_s and timed.start_s < one.end_s]
+        assert not overlapping, f"{timed.action} beside {overlapping}"
+    assert len(report.transfers[0]) == 6
+
+
 @given(
     p=st.integers(4, 8),
     m=st.integers(4, 16),
@@ -159,14 +174,15 @@ def test_a_one_sided_transfer_waits_for_no_partner() -> None:
     blocking=st.booleans(),
     balanced=st.booleans(),
     one_sided=st.frozensets(st.integers(0, 3)),
+    synchronous=st.booleans(),
 )
 @settings(max_examples=60)
 def test_everything_happens_after_what_it_needs(
-    p: int, m: int, seconds: list[tuple[int, int, int]], blocking: bool, balanced: bool, one_sided: frozenset[int]
+    p: int, m: int, seconds: list[tuple[int, int, int]], blocking: bool, balanced: bool, one_sided: frozenset[int], synchronous: bool
 ) -> None:
     schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe" if balanced else "none"))
     stages = tuple(StageCost(f, b, transfer_s=t, sent_bytes=1, moved_bytes=1, saved_bytes=1) for f, b, t in seconds[:p])
-    report = simulate(schedule, Costs(stages, Links(Link(2, 1)), blocking, one_sided))
+    report = simulate(schedule, Costs(stages, Links(Link(2, 1)), blocking, one_sided, synchronous))
     times = {timed.action: timed for row in report.computations for timed in row}
     for action, timed in times.items():
         before = _needed(action, p)
