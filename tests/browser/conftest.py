@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -170,10 +171,16 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pytest.skip(f"no {'chromedriver' if chromium else 'Chromium'} here (Debian: apt-get install chromium chromium-driver)")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in (*FLAGS, f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+    profile = tmp_path_factory.mktemp("chromium")
+    for flag in (*FLAGS, f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(chromedriver))
     driver.set_script_timeout(30)
     yield driver
+    theirs = [
+        process for process in psutil.process_iter(["cmdline"]) if any(str(profile) in word for word in process.info["cmdline"] or ())
+    ]
     driver.quit()
+    # The driver does not wait for all of the browser's processes, and whoever runs the tests would find some left behind.
+    psutil.wait_procs(theirs, timeout=10)
