@@ -23,9 +23,10 @@ from bpipe.runtime.capture import Found
 
 Key = tuple[int, int]
 
-# Looks until all that follows from a transfer was seen. An eviction issued before a computation still has its storages when that one
-# starts and ends, and has emptied them when the next one starts. A load has filled them at once.
-_LOOKS = {Kind.EVICT: 3, Kind.LOAD: 1}
+# Looks until all that follows from an action was seen. An eviction issued before a computation still has its storages when that one
+# starts and ends, and has emptied them when the next one starts. A load has filled them at once, and the inputs' half of a backward has
+# freed what the weights' half does not need.
+_LOOKS = {Kind.EVICT: 3, Kind.LOAD: 1, Kind.BACKWARD_INPUT: 1}
 
 
 @dataclass
