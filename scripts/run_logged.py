@@ -65,11 +65,12 @@ def family() -> dict[int, list[int]]:
     """The children of every living process, from /proc."""
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        # A process may end while it is being read; the zombies among them are already dead.
+        # A process may end while it is being read. The zombies among them are dead, unless only their first thread is: then the process
+        # still has its children, and nobody has adopted them yet.
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
+                if state != "Z" or len(os.listdir(entry / "task")) > 1:
                     below.setdefault(int(parent), []).append(int(entry.name))
     return below
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -88,6 +89,38 @@ def test_a_signal_ends_the_whole_family(scripts: Path, tmp_path: Path, number: s
     assert process.returncode == 128 + number
     assert number.name in errors
     assert all(gone(pid) for pid in family)
+
+
+# The system call that ends one thread alone.
+EXIT = {"x86_64": 60, "aarch64": 93}
+
+FIRST_THREAD_ENDED = """
+import ctypes, os, subprocess, sys, threading, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+threading.Thread(target=time.sleep, args=(1000,)).start()
+with open(sys.argv[1], "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+ctypes.CDLL(None).syscall(int(sys.argv[2]), 0)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in EXIT, reason="the number of the system call is not known here")
+def test_a_process_of_which_only_the_first_thread_is_dead_is_ended_with_its_children(scripts: Path, tmp_path: Path) -> None:
+    """A command that dies is a zombie before its other threads are gone, and until then nobody has adopted its children.
+
+    Whoever looked just then saw no family left: of four test runs that were stopped, three left their workers.
+    """
+    pids, program = tmp_path / "pids", tmp_path / "program.py"
+    program.write_text(FIRST_THREAD_ENDED)
+    process = start(scripts, tmp_path / "a.log", f"exec {sys.executable} {program} {pids} {EXIT[platform.machine()]}")
+    family = wait_for_pids(pids, 2)
+    while not gone(family[0]):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert gone(family[1])
+    assert not [task for task in Path("/proc").glob(f"{family[0]}/task/*") if task.name != str(family[0])]
 
 
 def test_even_killed_it_takes_the_command_along(scripts: Path, tmp_path: Path) -> None:
