@@ -29,6 +29,8 @@ from types import FrameType
 from typing import IO
 
 GRACE_S = 5.0
+# What watches over a process ends just after it by itself, such as Python's own tracker of shared resources.
+SETTLING_S = 0.5
 TAIL_LINES = 25
 CAUSE_LINES = 8
 PR_SET_PDEATHSIG = 1
@@ -152,6 +154,7 @@ def run(log_path: Path, pattern: re.Pattern[str], causes: re.Pattern[str] | None
             reader = threading.Thread(target=keep_and_show, args=(process.stdout, log, pattern, excerpt), daemon=True)
             reader.start()
             status = process.wait()
+            wait_until(lambda: not descendants(os.getpid()), SETTLING_S)
             left = end_all(grace_s)
             reader.join(grace_s)
         except Stopped as stopped:

@@ -79,6 +79,14 @@ def test_an_orphan_in_a_session_of_its_own_is_ended(scripts: Path, tmp_path: Pat
     assert all(gone(pid) for pid in wait_for_pids(pids, 1))
 
 
+def test_what_ends_by_itself_right_after_is_no_orphan(scripts: Path, tmp_path: Path) -> None:
+    """Python's resource tracker notices that its process is gone, and ends; it was called left behind now and then."""
+    process = start(scripts, tmp_path / "a.log", "setsid sleep 0.2 & exit 0")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert errors == ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_whole_family(scripts: Path, tmp_path: Path, number: signal.Signals) -> None:
     pids = tmp_path / "pids"
