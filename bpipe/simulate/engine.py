@@ -313,24 +313,29 @@ class _Run:
         """[3] Post this rank's ends of transfers. Gives back the evictions among them; remembers the loads."""
         evictions = []
         for action in actions:
-            transfer, kind, key = self._meet(rank, action), action.kind, (action.stage, action.microbatch)
-            if kind is _EVICT:
+            transfer = self._meet(rank, action)
+            if action.kind is _EVICT:
                 evictions.append(transfer.event)
-            elif kind is _LOAD:
-                loading[key] = transfer.event
-            alone = self.schedule.stage_to_rank[action.stage] in self.costs.one_sided
-            if alone and (kind is _HOST or kind is _RETURN):
-                continue
-            if kind is _HOST or (alone and kind is _EVICT):
-                self.hosted[key] = transfer
-            elif kind is _RETURN or (alone and kind is _LOAD):
-                transfer.behind = self.hosted.pop(key)
-            transfer.ready = max(transfer.ready, clock)
-            transfer.num_posted += 1
-            if alone or transfer.num_posted == 2:
-                self.queues.setdefault(transfer.sender, deque()).append(transfer)
-                self._begin_next(transfer.sender, transfer.ready)
+            elif action.kind is _LOAD:
+                loading[action.stage, action.microbatch] = transfer.event
+            self._post_end(transfer, action, clock)
         return evictions
+
+    def _post_end(self, transfer: _Transfer, action: Action, clock: Number) -> None:
+        """One end of a transfer is posted. Of a one-sided one the evictor's end is all there is."""
+        alone = self.schedule.stage_to_rank[action.stage] in self.costs.one_sided
+        there, back = (_EVICT, _LOAD) if alone else (_HOST, _RETURN)
+        if alone and action.kind not in (there, back):
+            return
+        if action.kind is there:
+            self.hosted[action.stage, action.microbatch] = transfer
+        elif action.kind is back:
+            transfer.behind = self.hosted.pop((action.stage, action.microbatch))
+        transfer.ready = max(transfer.ready, clock)
+        transfer.num_posted += 1
+        if alone or transfer.num_posted == 2:
+            self.queues.setdefault(transfer.sender, deque()).append(transfer)
+            self._begin_next(transfer.sender, transfer.ready)
 
     def _meet(self, rank: int, action: Action) -> _Transfer:
         """The transfer this end belongs to: the n-th one sent is the n-th received."""
