@@ -197,7 +197,7 @@ class _Run:
 
     def _rank(self, rank: int) -> _Process:
         """One rank's iteration."""
-        timed, durations, synchronous = self.compute[rank], _durations(self.costs.stages), self.costs.synchronous
+        timed, durations = self.compute[rank], _durations(self.costs.stages)
         clock: Number = 0
         leaving: list[int] = []
         loading: dict[tuple[int, int], int] = {}
@@ -205,18 +205,16 @@ class _Run:
         for step in steps(self.schedule, rank):
             compute = step.compute
             if compute is None:
-                leaving = self._post(rank, step.after, clock, loading)
-                if synchronous:
-                    clock = yield from self._await(rank, [*leaving, *loading.values()], clock)  # [4]
+                leaving, clock = yield from self._post(rank, step.after, clock, loading)
                 continue
             kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
             needed = self._needed(kind, stage, microbatch)
             clock = yield from self._arrive(made, needed, clock)
             if leaving:
                 clock = yield from self._await(rank, leaving, clock)  # [2]
-            started = self._post(rank, step.before, clock, loading) if step.before else []
-            if synchronous:
-                clock = yield from self._await(rank, [*started, *loading.values()], clock)  # [4]
+            started: list[int] = []
+            if step.before:
+                started, clock = yield from self._post(rank, step.before, clock, loading)
             if loading and kind is not _FORWARD and (stage, microbatch) in loading:
                 clock = yield from self._await(rank, [loading.pop((stage, microbatch))], clock)  # [4]
             end = clock + durations[kind][stage]
@@ -226,9 +224,9 @@ class _Run:
             self._leave(made, clock)
             if started:
                 clock = yield from self._await(rank, started, clock)  # [2]
-            leaving = self._post(rank, step.after, clock, loading) if step.after else []
-            if synchronous:
-                clock = yield from self._await(rank, [*leaving, *loading.values()], clock)  # [4]
+            leaving = []
+            if step.after:
+                leaving, clock = yield from self._post(rank, step.after, clock, loading)
         self.clocks[rank] = yield from self._arrive(made, None, clock)
 
     def _end(self, event: int) -> Number:
@@ -309,9 +307,11 @@ class _Run:
                 clock = end
         return clock
 
-    def _post(self, rank: int, actions: tuple[Action, ...], clock: Number, loading: dict[tuple[int, int], int]) -> list[int]:
-        """[3] Post this rank's ends of transfers. Gives back the evictions among them; remembers the loads."""
-        evictions = []
+    def _post(
+        self, rank: int, actions: tuple[Action, ...], clock: Number, loading: dict[tuple[int, int], int]
+    ) -> Generator[int, None, tuple[list[int], Number]]:
+        """[3] Post this rank's ends of transfers. Gives back the evictions among them, and when that was done; remembers the loads."""
+        evictions: list[int] = []
         for action in actions:
             transfer = self._meet(rank, action)
             if action.kind is _EVICT:
@@ -319,7 +319,9 @@ class _Run:
             elif action.kind is _LOAD:
                 loading[action.stage, action.microbatch] = transfer.event
             self._post_end(transfer, action, clock)
-        return evictions
+        if self.costs.synchronous:
+            clock = yield from self._await(rank, [*evictions, *loading.values()], clock)  # [4]
+        return evictions, clock
 
     def _post_end(self, transfer: _Transfer, action: Action, clock: Number) -> None:
         """One end of a transfer is posted. Of a one-sided one the evictor's end is all there is."""
