@@ -124,10 +124,9 @@ def links(setup: Setup) -> Links:
     return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S), setup.nodes())
 
 
-def one_sided(setup: Setup) -> frozenset[int]:
+def one_sided(links: Links, num_ranks: int) -> frozenset[int]:
     """The ranks whose partner is on their node. There `--bpipe-transport auto` reaches into its memory; between nodes both have to meet."""
-    nodes = setup.nodes()
-    return frozenset(rank for rank, partner in enumerate(default_partners(setup.pipeline)) if nodes[rank] == nodes[partner])
+    return frozenset(rank for rank, partner in enumerate(default_partners(num_ranks)) if not links.crosses(rank, partner))
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
@@ -169,4 +168,5 @@ def predict_costs(setup: Setup) -> Costs:
                 saved_bytes=saved[stage],
             )
         )
-    return Costs(tuple(stages), links(setup), blocking=True, one_sided=one_sided(setup))
+    joined = links(setup)
+    return Costs(tuple(stages), joined, blocking=True, one_sided=one_sided(joined, setup.pipeline))

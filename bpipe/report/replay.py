@@ -112,10 +112,16 @@ def replay(measured: Measured) -> Prediction:
                 saved_bytes=saved,
             )
         )
-    links = Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes)
+    costs = Costs(
+        tuple(stages),
+        Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes),
+        blocking=True,
+        one_sided=_one_sided(measured),
+        synchronous=measured.run.info.synchronous,
+    )
     plain = without_transfers(schedule)
     return Prediction(
-        report=simulate(schedule, Costs(tuple(stages), links, True, _one_sided(measured), measured.run.info.synchronous)),
+        report=simulate(schedule, costs),
         basis=Basis(seconds, speeds, sources, inside, between, assumed),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
