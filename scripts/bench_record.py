@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from bench_transfer import spread
 from gpu_checks.one_stage import Loop
 
 from bpipe.ir.action import Action
@@ -33,10 +34,6 @@ from bpipe.transport.one_sided import Host, Reaching
 VARIANTS = {"engine alone": (False, False), "with peaks": (True, False), "with peaks and record": (True, True)}
 
 
-# How the columns of the table are written.
-FORMS = {"calls_us": ".0f", "ratio": ".4f"}
-
-
 @dataclass(frozen=True)
 class Spent:
     """One iteration: by the clock, and this thread's processor time in the engine's calls for each computation."""
@@ -46,11 +43,11 @@ class Spent:
 
 
 def against(mine: Sequence[Spent], alone: Sequence[Spent]) -> dict[str, list[float]]:
-    """Quartiles of one variant, its iterations beside those of the engine alone in the same round."""
+    """What was measured of one variant, its iterations beside those of the engine alone in the same round."""
     return {
-        "iteration_s": statistics.quantiles([spent.iteration_s for spent in mine], n=4),
-        "calls_us": statistics.quantiles([1e6 * spent.calls_s for spent in mine], n=4),
-        "ratio": statistics.quantiles([a.iteration_s / b.iteration_s for a, b in zip(mine, alone, strict=True)], n=4),
+        "iteration_s": [spent.iteration_s for spent in mine],
+        "calls_us": [1e6 * spent.calls_s for spent in mine],
+        "ratio": [a.iteration_s / b.iteration_s for a, b in zip(mine, alone, strict=True)],
     }
 
 
@@ -127,10 +124,11 @@ def main() -> None:
     )
     print(f"{'':<22} {'iteration, ms':>13} {'calls, us a computation':>28} {'iteration to the engine alone':>32}")
     for name, row in found.items():
-        calls_us, ratio = (f"{{1:{form}}} ({{0:{form}}} to {{2:{form}}})".format(*row[key]) for key, form in FORMS.items())
-        print(f"{name:<22} {1e3 * row['iteration_s'][1]:>13.1f} {calls_us:>28} {ratio:>32}")
+        iteration_ms = 1e3 * statistics.median(row["iteration_s"])
+        print(f"{name:<22} {iteration_ms:>13.1f} {spread(row['calls_us'], '.0f'):>28} {spread(row['ratio'], '.4f'):>32}")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        quartiles = {name: {key: statistics.quantiles(values, n=4) for key, values in row.items()} for name, row in found.items()}
+        Path(arguments.json).write_text(json.dumps(quartiles, indent=1) + "\n")
 
 
 if __name__ == "__main__":
