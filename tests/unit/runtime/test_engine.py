@@ -79,8 +79,14 @@ class LateTransport:
     abandon = release
 
 
-def engine_for(plan: Schedule, transport: LateTransport | None = None, meter: Meter | None = None, minimum_bytes: int = 1) -> Engine:
-    config = EngineConfig("rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True)
+def engine_for(
+    plan: Schedule,
+    transport: LateTransport | None = None,
+    meter: Meter | None = None,
+    minimum_bytes: int = 1,
+    synchronous: bool = False,
+) -> Engine:
+    config = EngineConfig("rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous)
     return Engine(plan, 0, transport or LateTransport(), config, meter)
 
 
@@ -276,14 +282,13 @@ def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
             return Late(copy)
 
     plan = schedule()
-    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True, synchronous=True)
-    engine = Engine(plan, 0, Logged(), config)
+    engine = engine_for(plan, Logged(), synchronous=True)
     assert torch.equal(gradient(engine, plan, computing=lambda: log.append("computing")), gradient(None, plan))
     transfers = [position for position, entry in enumerate(log) if entry in ("put", "get")]
     assert len(transfers) == 6
     assert [log[position + 1] for position in transfers] == [f"{log[position]} waited for" for position in transfers]
     log.clear()
-    gradient(Engine(plan, 0, Logged(), replace(config, synchronous=False)), plan, computing=lambda: log.append("computing"))
+    gradient(engine_for(plan, Logged()), plan, computing=lambda: log.append("computing"))
     assert [log[log.index(name) + 1] for name in ("put", "get")] == ["computing"] * 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -44,18 +43,12 @@ def living(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     return None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
-def synchronous(engine: Engine) -> Engine:
-    engine._config = dataclasses.replace(engine._config, synchronous=True)
-    return engine
-
-
 @pytest.mark.parametrize("waiting", ["as late as it may", "synchronous"])
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 4), (5, 9), (8, 16), (12, 20)])
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_looking_where_something_was_touched_finds_everything(p: int, m: int, balance: str, waiting: str) -> None:
     plan, meter = schedule(p, m, balance), Thorough()
-    engine = engine_for(plan, None, meter)
-    gradient(engine if waiting != "synchronous" else synchronous(engine), plan, 2)
+    gradient(engine_for(plan, None, meter, synchronous=waiting == "synchronous"), plan, 2)
     assert len(meter.pairs) == 2 * 2 * 2 * m
     assert all(few == all_ for few, all_ in meter.pairs)
     assert len({few for few, _ in meter.pairs}) > 2
