@@ -9,24 +9,30 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from bpipe import __version__
+from bpipe.commands.parser import Parser, numbers, positive
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.messages import has_messages, read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
 from bpipe.program import BALANCES, ProgramConfig, adopt, build
 from bpipe.simulate.memory import num_transfers, peak_counts
 
-FORMATS = ("grid", "csv", "json", "svg", "png")
+SUFFIXES = ("grid", "csv", "json", "svg", "png")
+# The last is CSV, too, so a file's name does not tell.
+FORMATS = (*SUFFIXES, "runtime")
 
+SCHEDULE = "generate or read a schedule, balance it, check it, and print or draw it"
 # Each is a module of that name in bpipe.commands.
 COMMANDS = {
     "simulate": "predict one configuration's time, bubble and memory per stage",
@@ -49,64 +55,91 @@ _COLOURS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 2 with one message on stderr."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _parser(arguments[0] if arguments else None)
-    options = parser.parse_args(arguments)
+    """Run the command; the exit status is 0 or the command's own, 2 with one message on stderr, or 130 where it was interrupted."""
+    if sys.stdout is None:
+        # Started with standard output closed: what is written has to fail like on any other output that takes nothing.
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     try:
-        options.run(options)
+        return _run(sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
-        # The reader has seen enough. Python would complain once more while it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has seen enough.
+        _drop_output()
+        return 0
     except (ValueError, OSError) as error:
+        _drop_output()
         print(f"bpipe: error: {error}", file=sys.stderr)
         return 2
-    return 0
+    except KeyboardInterrupt:
+        print("bpipe: interrupted", file=sys.stderr)
+        return 130
 
 
-def _parser(called: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bpipe", description="Look at pipeline schedules and what they cost before they run.", allow_abbrev=False
-    )
+def _run(arguments: Sequence[str]) -> int:
+    parser, commands = _parsers(arguments[0] if arguments else None)
+    try:
+        if arguments and arguments[0] in commands:
+            commands[arguments[0]].check_flags(arguments[1:])
+        options = parser.parse_args(arguments)
+        status: int | None = options.run(options)
+    except SystemExit:
+        # Help has been written.
+        sys.stdout.flush()
+        raise
+    # Output that cannot be written has to fail here, and not once Python ends.
+    sys.stdout.flush()
+    return status or 0
+
+
+def _drop_output() -> None:
+    """Python would write what is left once more while it ends, and complain."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
+    """The command's parser and those of its sub-commands; only that of the one that is called is complete."""
+    parser = Parser(prog="bpipe", description="Look at pipeline schedules and what they cost before they run.")
+    parser.add_argument("--version", action="version", version=f"bpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        command = commands.add_parser(name, allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        if name == called:
+    found: dict[str, Parser] = {}
+    for name, text in {"schedule": SCHEDULE, **COMMANDS}.items():
+        found[name] = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name != called:
+            continue
+        if name == "schedule":
+            _add_arguments(found[name])
+            found[name].set_defaults(run=_schedule)
+        else:
             module = importlib.import_module(f"bpipe.commands.{name}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    schedule = commands.add_parser(
-        "schedule",
-        allow_abbrev=False,
-        help="generate or read a schedule, balance it, check it, and print or draw it",
-        description="Generate or read a schedule, balance it, check it, and print or draw it.",
-    )
-    schedule.set_defaults(run=_schedule)
-    add = schedule.add_argument
+            module.add_arguments(found[name])
+            found[name].set_defaults(run=module.run)
+    return parser, found
+
+
+def _add_arguments(parser: Parser) -> None:
+    add = parser.add_argument
     add("--schedule", choices=tuple(GENERATORS), help="what to generate")
-    add("--stages", type=int, metavar="P", help="pipeline ranks")
-    add("--microbatches", type=int, metavar="M", help="micro-batches an iteration")
-    add("--chunks", type=int, default=1, metavar="V", help="model chunks a rank (default 1)")
+    add("--stages", type=positive, metavar="P", help="pipeline ranks")
+    add("--microbatches", type=positive, metavar="M", help="micro-batches an iteration")
+    add("--chunks", type=positive, default=1, metavar="V", help="model chunks a rank (default 1)")
+    add("--group", type=positive, metavar="G", help="interleaved-1f1b: micro-batches that go through a chunk before the next (default: P)")
     add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")
-    add("--bound", type=_numbers, metavar="N|N,N,...", help="most saved micro-batches, for all ranks or each (default: the schedule's own)")
-    add("--partners", type=_numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: p-1,...,1,0)")
-    add("--format", choices=FORMATS, help="default: by the output file's name, else grid")
+    add("--bound", type=numbers, metavar="N|N,N,...", help="most saved micro-batches, for all ranks or each (default: the schedule's own)")
+    add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: p-1,...,1,0)")
+    add("--format", choices=FORMATS, help="default: by the output file's name, else grid; runtime: csv with torch's messages")
     add("--output", metavar="FILE", help="write there instead of to standard output")
-    return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number and no list of numbers such as 3,3,2,1")
-    return tuple(int(number) for number in text.split(","))
 
 
 def _schedule(options: argparse.Namespace) -> None:
     output = None if options.output is None else Path(options.output)
-    suffix = "" if output is None else output.suffix.removeprefix(".")
-    form = options.format or (suffix if suffix in FORMATS else "grid")
+    form = options.format or _format_of(output)
+    if options.balance == "none" and (options.bound or options.partners):
+        raise ValueError(f"{'--bound' if options.bound else '--partners'} says how to balance: give --balance bpipe, too, or leave it out")
     schedule = _generated(options) if options.input is None else _imported(options)
     content = _written(schedule, form, to_terminal=output is None and sys.stdout.isatty())
     if output is not None:
@@ -114,6 +147,16 @@ def _schedule(options: argparse.Namespace) -> None:
         return
     sys.stdout.buffer.write(content)
     sys.stdout.buffer.flush()
+
+
+def _format_of(output: Path | None) -> str:
+    """What a file of this name is to hold."""
+    suffix = "" if output is None else output.suffix.removeprefix(".").lower()
+    if suffix in ("", "txt"):
+        return "grid"
+    if suffix not in SUFFIXES:
+        raise ValueError(f"--output {output}: .{suffix} is not written, only {', '.join(SUFFIXES)}: end the name so, or say --format")
+    return suffix
 
 
 def _generated(options: argparse.Namespace) -> Schedule:
@@ -124,16 +167,25 @@ def _generated(options: argparse.Namespace) -> Schedule:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
     return build(
         ProgramConfig(
-            options.schedule, options.stages, options.microbatches, options.chunks, options.balance, options.bound, options.partners
+            options.schedule,
+            options.stages,
+            options.microbatches,
+            options.chunks,
+            options.balance,
+            options.bound,
+            options.partners,
+            options.group,
         )
     )
 
 
 def _imported(options: argparse.Namespace) -> Schedule:
-    for name in ("schedule", "stages", "microbatches"):
+    for name in ("schedule", "stages", "microbatches", "group"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for generating, --input reads a schedule: give one of them")
     source = "standard input" if options.input == "-" else options.input
+    if options.input == "-" and sys.stdin is None:
+        raise ValueError("--input -: standard input is closed")
     try:
         data = sys.stdin.buffer.read() if options.input == "-" else Path(options.input).read_bytes()
         schedule = read(data.decode("utf-8"))
@@ -154,12 +206,14 @@ def read(text: str) -> Schedule:
     first, _, rest = text.partition("\n")
     if first.startswith("#") and rest.startswith("slot"):
         return read_grid(text)
-    return read_csv(text)
+    return read_runtime(text) if has_messages(text) else read_csv(text)
 
 
 def _written(schedule: Schedule, form: str, to_terminal: bool) -> bytes:
     if form == "csv":
         return write_csv(schedule).encode()
+    if form == "runtime":
+        return write_runtime(schedule).encode()
     if form == "json":
         return write_json(schedule).encode()
     if form == "svg":

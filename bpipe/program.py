@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from bpipe.generate.registry import GENERATORS, Generator
 from bpipe.ir.check import check
 from bpipe.ir.schedule import Schedule
+from bpipe.names import unknown
 from bpipe.passes.balance import balance, smallest_bounds
 
 BALANCES = ("none", "bpipe")
@@ -26,7 +27,8 @@ class ProgramConfig:
     """What to build. `num_stages` is the number of pipeline ranks p; with `num_chunks` v each rank computes v of p*v stages.
 
     `bounds` holds one number for every rank, or the same for all; by default the schedule's own balanced bound. `partners[rank]` is the
-    rank that hosts for it; by default rank s and rank p-1-s are a pair. Both need `balance="bpipe"`.
+    rank that hosts for it; by default rank s and rank p-1-s are a pair. Both need `balance="bpipe"`. `group_size` is for an interleaved
+    schedule: how many micro-batches go through a chunk before they go through the next, by default as many as there are ranks.
     """
 
     schedule: str
@@ -36,10 +38,11 @@ class ProgramConfig:
     balance: str = "none"
     bounds: tuple[int, ...] | None = None
     partners: tuple[int, ...] | None = None
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in GENERATORS:
-            raise ValueError(f"unknown schedule {self.schedule!r}: choose from {', '.join(GENERATORS)}")
+            raise ValueError(unknown("schedule", self.schedule, GENERATORS))
         for name in ("num_stages", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
@@ -48,16 +51,17 @@ class ProgramConfig:
             raise ValueError(f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
         _check_balance(self.balance, self.bounds, self.partners)
         self._check_chunks(GENERATORS[self.schedule])
+        if self.group_size is not None and not GENERATORS[self.schedule].takes_groups:
+            fitting = ", ".join(name for name, other in GENERATORS.items() if other.takes_groups)
+            raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: leave the group out, or choose from {fitting}")
 
     def _check_chunks(self, generator: Generator) -> None:
         if self.num_chunks < generator.min_chunks:
-            raise ValueError(
-                f"schedule {self.schedule} needs at least {generator.min_chunks} chunks a rank, num_chunks is {self.num_chunks}"
-            )
+            raise ValueError(f"schedule {self.schedule} needs at least {generator.min_chunks} chunks a rank, not {self.num_chunks}")
         if generator.max_chunks is not None and self.num_chunks > generator.max_chunks:
             fitting = ", ".join(name for name, other in GENERATORS.items() if other.max_chunks is None)
             raise ValueError(
-                f"schedule {self.schedule} takes at most {generator.max_chunks} chunk a rank, num_chunks is {self.num_chunks}: "
+                f"schedule {self.schedule} takes at most {generator.max_chunks} chunk a rank, not {self.num_chunks}: "
                 f"leave it at {generator.max_chunks}, or choose a schedule with chunks ({fitting})"
             )
 
@@ -67,10 +71,10 @@ def build(config: ProgramConfig) -> Schedule:
 
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
-    p, m, v = config.num_stages, config.num_microbatches, config.num_chunks
+    p, m, v, g = config.num_stages, config.num_microbatches, config.num_chunks, config.group_size
     generator = GENERATORS[config.schedule]
-    bounds = (generator.balanced_bound(p, m, v),) if config.bounds is None else config.bounds
-    return run(generator.generate(p, m, v), passes(config.balance, bounds, config.partners))
+    bounds = (generator.balanced_bound(p, m, v, g),) if config.bounds is None else config.bounds
+    return run(generator.generate(p, m, v, g), passes(config.balance, bounds, config.partners))
 
 
 def adopt(
@@ -110,6 +114,6 @@ def balanced(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] 
 
 def _check_balance(balance: str, bounds: Sequence[int] | None, partners: Sequence[int] | None) -> None:
     if balance not in BALANCES:
-        raise ValueError(f"unknown balance {balance!r}: choose from {', '.join(BALANCES)}")
+        raise ValueError(unknown("balance", balance, BALANCES))
     if balance == "none" and (bounds is not None or partners is not None):
         raise ValueError('bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out')

@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
-# For continuous integration on one node of 8 GPUs: a small GPT on mock data, trained without and with --bpipe in three layouts, then
-# compared. Fails where a loss or a gradient norm differs in any bit, or a run does not end. Everything it leaves is in runs/smoke.
-# Usage: [DRY_RUN=1] [ON_CPU=1] [PYTHON=...] examples/smoke_8gpu.sh [more flags of Megatron, for all runs]
+# For continuous integration on one node of 8 GPUs: a small GPT on mock data, trained by stock Megatron and with --bpipe over every
+# transport, and once with Megatron's own timers running, in three layouts. Every run is compared with stock's, bit by bit. One that fails
+# or hangs is ended and reported, and the others go on; at the end one table has them all.
+# Exit status: 0 where every loss and every gradient norm is stock's to the last bit, 1 otherwise, 2 without 8 GPUs.
+# Usage: [DRY_RUN=1] [ON_CPU=1] [LAYOUTS=...] [RUNS_WITH=...] [LIMIT=...] [RUNS=...] [PYTHON=...]
+#        examples/smoke_8gpu.sh [more flags of Megatron, for all runs]
 #
-#   ON_CPU=1  run it on the CPU, one process a rank, where there are no 8 GPUs: a smaller model, the same comparison
+#   ON_CPU=1   run it on the CPU, one process a rank, where there are no 8 GPUs: a smaller model, the same comparison
+#   LAYOUTS    of pipeline, tensor and interleaved, those to try (default: all)
+#   RUNS_WITH  of auto, nccl, peer, host and timers, those to try (default: all; on the CPU gloo stands for nccl, and auto is left out)
+#   RUNS       where reports, logs and verdicts go (default runs/smoke)
+#   LIMIT      seconds after which a training is ended (default 900)
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -12,12 +19,15 @@ PYTHON="${PYTHON:-python}"
 ITERATIONS=5
 HIDDEN=1024
 SEQUENCE=1024
-RUNS=runs/smoke
+RUNS="${RUNS:-runs/smoke}"
+LIMIT="${LIMIT:-900}"
+TWO_SIDED=nccl
 
 DEVICE_ARGS=()
 if [[ -n "${ON_CPU:-}" ]]; then
     HIDDEN=64
     SEQUENCE=64
+    TWO_SIDED=gloo
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 else
     if [[ -z "${DRY_RUN:-}" ]]; then
@@ -36,6 +46,10 @@ else
     fi
 fi
 
+read -r -a layouts <<<"${LAYOUTS:-pipeline tensor interleaved}"
+if [[ -n "${ON_CPU:-}" ]]; then RUNS_WITH="${RUNS_WITH:-gloo peer host timers}"; fi
+read -r -a runs_with <<<"${RUNS_WITH:-auto nccl peer host timers}"
+
 DISTRIBUTED_ARGS=(--standalone --local-addr 127.0.0.1 --nproc-per-node 8)
 
 GPT_MODEL_ARGS=(
@@ -43,8 +57,9 @@ GPT_MODEL_ARGS=(
     --seq-length "$SEQUENCE" --max-position-embeddings "$SEQUENCE"
 )
 
+# 32 micro-batches: with half of them no plan of 8 stages stands where a wait in the wrong place could end in a deadlock.
 TRAINING_ARGS=(
-    --micro-batch-size 2 --global-batch-size 32 --train-iters "$ITERATIONS"
+    --micro-batch-size 2 --global-batch-size 64 --train-iters "$ITERATIONS"
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
 )
 
@@ -52,24 +67,101 @@ DATA_ARGS=(--mock-data --split "99,1,0" --tokenizer-type NullTokenizer --vocab-s
 
 LOGGING_ARGS=(--log-interval 1 --eval-interval 1000 --eval-iters 0 --distributed-timeout-minutes 5)
 
-# smoke NAME STAGES FLAG...: both runs of one layout, and their comparison.
-smoke() {
-    local name=$1 stages=$2 kind
-    shift 2
-    run rm -rf "${RUNS:?}/$name"
-    for kind in plain balanced; do
-        local arguments=(
-            "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}"
-            --pipeline-model-parallel-size "$stages" --bpipe-report "$RUNS/$name/$kind" "$@"
-        )
-        if [[ "$kind" == balanced ]]; then arguments+=(--bpipe); fi
-        say "$name, $kind"
-        run "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${arguments[@]}"
-    done
-    run "$PYTHON" scripts/compare_runs.py "$RUNS/$name/plain" "$RUNS/$name/balanced" --stages "$stages" --iterations "$ITERATIONS"
+# layout_args NAME: set STAGES and LAYOUT_ARGS.
+layout_args() {
+    case "$1" in
+        pipeline) STAGES=8 LAYOUT_ARGS=() ;;
+        tensor) STAGES=4 LAYOUT_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
+        interleaved)
+            STAGES=4
+            LAYOUT_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --num-virtual-stages-per-pipeline-rank 2)
+            ;;
+        *)
+            say "LAYOUTS names $1. Remedy: pipeline, tensor, interleaved"
+            exit 2
+            ;;
+    esac
 }
 
-smoke pipeline 8 "$@"
-smoke tensor 4 --tensor-model-parallel-size 2 --sequence-parallel "$@"
-smoke interleaved 4 --tensor-model-parallel-size 2 --sequence-parallel --num-virtual-stages-per-pipeline-rank 2 "$@"
-if [[ -z "${DRY_RUN:-}" ]]; then say "all three layouts train as they do without --bpipe"; fi
+# run_args NAME: set RUN_ARGS. Megatron's timers wait for the device, and a transfer that both ends post must not wait with them.
+run_args() {
+    case "$1" in
+        stock) RUN_ARGS=() ;;
+        auto | nccl | gloo | peer | host) RUN_ARGS=(--bpipe --bpipe-transport "$1") ;;
+        timers) RUN_ARGS=(--bpipe --bpipe-transport "$TWO_SIDED" --timing-log-level 2) ;;
+        *)
+            say "RUNS_WITH names $1. Remedy: auto, $TWO_SIDED, peer, host, timers"
+            exit 2
+            ;;
+    esac
+}
+
+# train FOLDER FLAG...: one training, ended at its limit, with its log beside its report; its exit status.
+train() {
+    local folder=$1
+    shift
+    local command=(
+        timeout --kill-after 30 "$LIMIT" "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py
+        "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" ${DEVICE_ARGS[@]+"${DEVICE_ARGS[@]}"}
+        --pipeline-model-parallel-size "$STAGES" ${LAYOUT_ARGS[@]+"${LAYOUT_ARGS[@]}"} ${RUN_ARGS[@]+"${RUN_ARGS[@]}"}
+        --bpipe-report "$folder" "$@"
+    )
+    if [[ -n "${DRY_RUN:-}" ]]; then
+        run "${command[@]}"
+        return
+    fi
+    mkdir -p "$folder"
+    local status=0
+    "${command[@]}" >"$folder.log" 2>&1 || status=$?
+    if ((status)); then tail -n 20 "$folder.log" >&2; fi
+    return "$status"
+}
+
+# verdict FOLDER STATUS: what became of a training that ended with this status, beside stock's.
+verdict() {
+    local compared=0
+    if (($2 == 124 || $2 == 137)); then
+        echo "ended at $LIMIT s"
+    elif (($2)); then
+        echo "failed with $2"
+    else
+        "$PYTHON" scripts/compare_runs.py "$(dirname "$1")/stock" "$1" --stages "$STAGES" --iterations "$ITERATIONS" \
+            --summary "$1/summary.json" >"$1.compared" 2>&1 || compared=$?
+        case "$compared" in
+            0) echo identical ;;
+            1) echo DIFFERS ;;
+            *) echo "not comparable" ;;
+        esac
+        if ((compared)); then tail -n 3 "$1.compared" >&2; fi
+    fi
+}
+
+# smoke LAYOUT FLAG...: stock's run and all others of one layout.
+smoke() {
+    local layout=$1 folder="$RUNS/$1" name status said
+    shift
+    layout_args "$layout"
+    if [[ -z "${DRY_RUN:-}" ]]; then rm -rf "${folder:?}"; fi
+    for name in stock "${runs_with[@]}"; do
+        run_args "$name"
+        say "$layout, $name"
+        status=0
+        train "$folder/$name" "$@" || status=$?
+        if [[ -n "${DRY_RUN:-}" ]]; then continue; fi
+        if [[ "$name" == stock ]] && ((status == 0)); then continue; fi
+        said="$(verdict "$folder/$name" "$status")"
+        say "$layout, $name: $said"
+        printf '%s\t%s\t%s\n' "$layout" "$name" "$said" >>"$RUNS/verdicts.tsv"
+        # Without it there is nothing to compare with.
+        if [[ "$name" == stock ]]; then return; fi
+    done
+}
+
+for layout in "${layouts[@]}"; do layout_args "$layout"; done
+for name in "${runs_with[@]}"; do run_args "$name"; done
+if [[ -z "${DRY_RUN:-}" ]]; then
+    mkdir -p "$RUNS"
+    : >"$RUNS/verdicts.tsv"
+fi
+for layout in "${layouts[@]}"; do smoke "$layout" "$@"; done
+if [[ -z "${DRY_RUN:-}" ]]; then "$PYTHON" scripts/smoke_table.py "$RUNS"; fi

@@ -51,7 +51,7 @@ class Pipeline:
         held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         total = 0.0
         self.engine.begin()
-        for step in steps(self.schedule, self.rank)[1:]:
+        for step in steps(self.schedule, self.rank)[1:-1]:
             op = step.compute
             assert op is not None
             if op.kind is Kind.FORWARD:

@@ -28,7 +28,7 @@ from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.streams import Clock, lanes, synchronize
+from bpipe.runtime.streams import Clock, copying_on, lanes, synchronize
 from bpipe.transport.one_sided import Host, Reaching
 
 VARIANTS = {"engine alone": (False, False), "with peaks": (True, False), "with peaks and record": (True, True)}
@@ -100,7 +100,7 @@ def main() -> None:
     out, home = lanes(device, 60.0)
     config = EngineConfig("rank 0", device, minimum_bytes=65536, timeout_s=60.0)
     engines = {
-        name: Engine(schedule, 0, Reaching(Host(pinned=device.type == "cuda"), out, home), config, Meter() if metered else None)
+        name: Engine(schedule, 0, Reaching(Host(copying_on(device)), out, home), config, Meter() if metered else None)
         for name, (metered, _) in VARIANTS.items()
     }
     spent: dict[str, list[Spent]] = {name: [] for name in VARIANTS}

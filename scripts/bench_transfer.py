@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +108,27 @@ def one_rank(rank: int, part: Callable[..., Any], world: int, options: argparse.
 
 def links(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every size, in one storage and in several, over every transport."""
-    connection, _ = connect([(0, 1)], "auto", TIMEOUT_S, copying_on(CPU))
-    assert connection is not None
+    connections = connected([(0, 1)])
     found = []
     for size in options.sizes:
         for storages in (1, options.storages):
-            found.append(one_size(rank, connection, int(size * MB), storages, options.rounds))
-    connection.close()
+            found.append(one_size(rank, connections, int(size * MB), storages, options.rounds))
+    for connection in connections.values():
+        connection.close()
     return found
 
 
-def one_size(rank: int, connection: Connection, nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
+def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
+    """This rank's connection over each transport; none where it is in no pair. Together they would keep only what is fastest."""
+    made = {name: connect(pairs, name, TIMEOUT_S, copying_on(CPU))[0] for name in TRANSPORTS}
+    return {name: connection for name, connection in made.items() if connection is not None}
+
+
+def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
     """One size over all transports, in an order that turns from round to round."""
     lengths = tuple(nbytes // storages for _ in range(storages))
     layout = SlotLayout.of(SLOT, {0: lengths})
-    ends: dict[str, Transport] = {name: connection.transport(name) for name in TRANSPORTS}
+    ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
     acceptors: dict[str, Acceptor] = {}
     announced = []
     for name, end in ends.items():
@@ -224,7 +230,7 @@ class Loop:
         dist.barrier()
         begin = time.perf_counter()
         self.engine.begin()
-        for step in steps(self.schedule, self.rank)[1:]:
+        for step in steps(self.schedule, self.rank)[1:-1]:
             op = step.compute
             assert op is not None
             forward = op.kind is Kind.FORWARD
@@ -269,12 +275,12 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     partners = plans["bpipe"].partners
     assert partners is not None
     pairs = [(stage, partners[stage]) for stage in range(STAGES) if num_transfers(plans["bpipe"], stage).evictions]
-    connection, _ = connect(pairs, "auto", TIMEOUT_S, copying_on(CPU))
+    connections = connected(pairs)
     shape = int(options.microbatch * MB) // options.storages // 4, options.storages
     loops = {"none": Loop(plans["none"], rank, None, False, *shape)}
     for name in TRANSPORTS:
         for synchronous in (False, True):
-            transport = connection.transport(name) if connection else None
+            transport = connections[name].transport() if connections else None
             loops[f"{name}{', synchronous' if synchronous else ''}"] = Loop(plans["bpipe"], rank, transport, synchronous, *shape)
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in loops}
     for turn in range(WARM_UP + options.rounds):
@@ -289,7 +295,7 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     moved = loops["gloo"].engine.moved_bytes.get(rank, 0)
     for loop in loops.values():
         loop.engine.release()
-    if connection is not None:
+    for connection in connections.values():
         connection.close()
     return {"moved_bytes": moved, "forward_s": FORWARD_S, "transfers": num_transfers(plans["bpipe"], 0).evictions, "samples": samples}
 

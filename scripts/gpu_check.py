@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Check on one GPU what can be checked there of moving activations, and measure what can be measured. Needs torch, and no Megatron.
+"""Check on one GPU what can be checked there of moving activations, and measure what can be measured.
 
-In: a machine with a GPU; --rehearse runs the same code with tiny sizes on a CPU and shows nothing of a GPU. Out: a line for everything
-found, a summary, and with --json a file of all of it. Every step is a process of its own: one that fails is reported and the others go on.
-Exit status 1 if a step found something wrong or did not come to its end. docs/gpu.md says what each step shows.
+In: a machine with a GPU and torch; one step also wants Megatron and is skipped without it. --rehearse runs the same code with tiny sizes
+on a CPU and shows nothing of a GPU. Out: a line for everything found, a summary, and with --json a file of all of it, written after every
+step. Every step is a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on. All of it
+takes less than 25 minutes, each of the three parts less than 9.
+Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what each step shows.
 """
 
 from __future__ import annotations
@@ -25,42 +27,127 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_checks import cannot, isolate, limits, memory, overhead, peer, streams, units
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, say
+from gpu_checks import (
+    abandon,
+    cannot,
+    counts,
+    isolate,
+    limits,
+    megatron_stage,
+    memory,
+    nccl,
+    nearly_full,
+    overhead,
+    peer,
+    queues,
+    side_stream,
+    streams,
+    units,
+    versions,
+)
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, on_cuda, say
+from gpu_checks.isolate import Under
 
 REHEARSED = "REHEARSAL on a CPU: it shows that this script runs, and nothing of a GPU"
-# Of the time allowed, what goes to starting processes.
-STARTING = 0.2
+# A full CPU of two cores starts torch more slowly than any machine with a GPU.
+REHEARSAL_S = 120.0
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = versions.ALLOCATOR
+ONCE = (Under("", {}),)
 
 
 @dataclass(frozen=True)
 class Step:
-    """`share`: how much of the time it may have, compared with the other steps."""
+    """`limit_s`: when it is ended. `part`: the third of everything it belongs to. `run` is None where it only runs other steps again."""
 
-    run: Callable[..., Result]
+    run: Callable[..., Result] | None
     sizes: Mapping[str, Any]
-    share: float
+    part: int
+    limit_s: float
     shows: str
+    under: tuple[Under, ...] = ONCE
+
+    def runs(self, name: str) -> list[tuple[Under, str]]:
+        """What has to be started for it."""
+        return [(under, one) for under in self.under for one in under.steps or (name,)]
 
 
+# In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
 STEPS: dict[str, Step] = {
-    "limits": Step(limits.run, limits.SIZES, 1, "what copies and matrix products reach here"),
-    "peer": Step(peer.run, peer.SIZES, 2, "one-sided copies between two processes are right"),
-    "streams": Step(streams.run, streams.SIZES, 2, "the order of streams is right, and each wait is needed"),
-    "connections": Step(isolate.run, isolate.SIZES, 4, "both again with CUDA_DEVICE_MAX_CONNECTIONS 1 and 8"),
-    "memory": Step(memory.run, memory.SIZES, 2, "what each stage allocates, against the prediction"),
-    "overhead": Step(overhead.run, overhead.SIZES, 5, "what balancing costs one stage, beside copy engines"),
-    "compute_units": Step(units.run, units.SIZES, 2, "what copies that occupy compute units cost"),
-    "cannot": Step(cannot.run, cannot.SIZES, 0.1, "what one GPU cannot show"),
+    "versions": Step(versions.run, versions.SIZES, 1, 40, "what is installed, and that torch and the CUDA runtime mean one device"),
+    "counts": Step(counts.run, counts.SIZES, 1, 75, "the runtime's own tests: reference counts differ between versions of torch"),
+    "queues": Step(
+        queues.run,
+        queues.SIZES,
+        1,
+        75,
+        "whether streams wait for each other in the device's queues",
+        (Under("unset", {}), Under("1", {CONNECTIONS: "1"}), Under("8", {CONNECTIONS: "8"})),
+    ),
+    "peer": Step(peer.run, peer.SIZES, 1, 75, "one-sided copies between two processes are right"),
+    "streams": Step(streams.run, streams.SIZES, 1, 90, "the order of streams is right, and each wait is needed"),
+    "memory": Step(memory.run, memory.SIZES, 1, 90, "what each stage allocates, against the prediction"),
+    "overhead": Step(overhead.run, overhead.SIZES, 2, 140, "what balancing costs one stage, beside copy engines"),
+    "overhead_one_queue": Step(
+        None,
+        overhead.SIZES,
+        2,
+        130,
+        "the same where all streams share one queue",
+        (Under("1 connection", {CONNECTIONS: "1"}, ("overhead",)),),
+    ),
+    "nccl": Step(
+        nccl.run,
+        nccl.SIZES,
+        2,
+        60,
+        "the nccl transport with two ranks on this GPU, right or wrong",
+        (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),),
+    ),
+    "megatron": Step(
+        megatron_stage.run, megatron_stage.SIZES, 2, 180, "Megatron's own stage, compiled: what moves, and that nothing differs"
+    ),
+    "nearly_full": Step(nearly_full.run, nearly_full.SIZES, 3, 60, "a balanced program with no room to spare, and lending beside it"),
+    "side_stream": Step(side_stream.run, side_stream.SIZES, 3, 40, "what refusing activations of another stream protects from"),
+    "abandon": Step(abandon.run, abandon.SIZES, 3, 45, "after an error a rank lets go at once, however busy its device is"),
+    "connections": Step(
+        None,
+        peer.SIZES,
+        3,
+        120,
+        "peer and streams again with CUDA_DEVICE_MAX_CONNECTIONS 1 and 8",
+        (
+            Under("1 connection", {CONNECTIONS: "1"}, ("peer", "streams")),
+            Under("8 connections", {CONNECTIONS: "8"}, ("peer", "streams")),
+        ),
+    ),
+    "allocators": Step(
+        None,
+        streams.SIZES,
+        3,
+        150,
+        "the order of streams again under torch's other allocators",
+        (
+            Under("expandable segments", {ALLOCATOR: "expandable_segments:True"}, ("versions", "streams", "peer", "memory")),
+            Under("cudaMallocAsync", {ALLOCATOR: "backend:cudaMallocAsync"}, ("versions", "streams")),
+        ),
+    ),
+    "limits": Step(limits.run, limits.SIZES, 3, 40, "what copies and matrix products reach here"),
+    "compute_units": Step(units.run, units.SIZES, 3, 60, "what copies that occupy compute units cost"),
+    "cannot": Step(cannot.run, cannot.SIZES, 3, 20, "what one GPU cannot show"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    names = options.only or list(STEPS)
+    names = options.only or [name for name, step in STEPS.items() if options.part in (None, step.part)]
     size = options.size or (REHEARSAL if options.rehearse else FULL)
+    if options.list:
+        _list(names)
+        return 0
     if options.inside:
-        return _inside(names, size, 60 * options.minutes, options.inside)
+        return _inside(names[0], size, 60 * options.minutes, options.inside)
     if size != REHEARSAL and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device; --rehearse tries the script on a CPU", file=sys.stderr)
         return 2
@@ -68,14 +155,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for what, value in header.items():
         print(f"{what}: {value}")
     results: dict[str, Result] = {}
-    allowed = 60 * options.minutes * (1 - STARTING)
+    scale = 60 * options.minutes / sum(STEPS[name].limit_s for name in names) if options.minutes else 1.0
     for name in names:
         print(f"--- {name}: {STEPS[name].shows}", flush=True)
-        seconds = allowed * STEPS[name].share / sum(STEPS[one].share for one in names)
-        results.update(isolate.isolated([name], size, seconds, {}))
+        results[name] = find_out(name, size, scale * STEPS[name].limit_s)
         if options.json:
             # After every step: what has been found is kept, whatever happens later.
-            _write(options.json, {"header": header, "steps": {one: asdict(result) for one, result in results.items()}})
+            found = {one: asdict(result) for one, result in results.items()}
+            _write(options.json, {"header": header, "asked": names, "steps": found})
     _summary(results)
     if size == REHEARSAL:
         print(REHEARSED)
@@ -90,9 +177,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"no step {', '.join(unknown)}: choose from {', '.join(STEPS)}")
         return names
 
+    def minutes(text: str) -> float:
+        value = float(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is no time: give a number above 0")
+        return value
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=steps, metavar="STEP,STEP", help=f"these steps, of {', '.join(STEPS)}")
-    parser.add_argument("--minutes", type=float, default=9.0, metavar="N", help="about how long to take; repeats are cut (default 9)")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--only", type=steps, metavar="STEP,STEP", help=f"these steps, of {', '.join(STEPS)}")
+    chosen.add_argument("--part", type=int, choices=sorted({step.part for step in STEPS.values()}), help="a third of them (default: all)")
+    parser.add_argument("--minutes", type=minutes, metavar="N", help="all that is chosen ends within N (default: the steps' own limits)")
+    parser.add_argument("--list", action="store_true", help="name the steps that are chosen, with their limits, and run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after every step")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, to try this script without a GPU")
     parser.add_argument("--size", choices=(FULL, MODERATE, REHEARSAL), help=argparse.SUPPRESS)
@@ -100,25 +196,46 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _inside(names: Sequence[str], size: str, seconds: float, file: Path) -> int:
-    """Run steps in this process, one after another, and write their results."""
+def _list(names: Sequence[str]) -> None:
+    width = max(map(len, names))
+    for name in names:
+        step = STEPS[name]
+        print(f"{name:<{width}}  part {step.part}  at most {step.limit_s:4.0f} s  {step.shows}")
+    print(f"{'together':<{width}}          at most {sum(STEPS[name].limit_s for name in names) / 60:4.1f} min")
+
+
+def find_out(name: str, size: str, limit_s: float) -> Result:
+    """Run a step, or what it consists of, in processes of their own. What one of them leaves of the time, the next ones have."""
+    step = STEPS[name]
+    runs = step.runs(name)
+    if size == REHEARSAL:
+        limit_s = max(limit_s, REHEARSAL_S * len(runs))
+    until = time.monotonic() + limit_s
+    found = []
+    for number, (under, one) in enumerate(runs):
+        if under.label:
+            say(f"{one}, {under.label}:")
+        # Never nothing: a step that is ended at once says so, and no time-out is below zero.
+        left_s = max((until - time.monotonic()) / (len(runs) - number), 1.0)
+        found.append((under.label, one, isolate.isolated(one, size, left_s, under.environment)))
+    return found[0][2] if not any(under.label for under in step.under) else isolate.merged(found)
+
+
+def _inside(name: str, size: str, seconds: float, file: Path) -> int:
+    """Run a step in this process, and write its result."""
     device = torch.device("cpu") if size == REHEARSAL else torch.device("cuda", 0)
-    if device.type == "cuda":
+    if on_cuda(device):
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    results: dict[str, Result] = {}
-    until = time.monotonic()
-    for name in names:
-        until += seconds * STEPS[name].share / sum(STEPS[one].share for one in names)
-        results[name] = run_step(name, device, size, until)
-        _write(file, {one: asdict(result) for one, result in results.items()})
+    _write(file, asdict(run_step(name, device, size, time.monotonic() + seconds)))
     return 0
 
 
 def run_step(name: str, device: torch.device, size: str, until: float) -> Result:
     """One step here and now. What it raises becomes its failure, with where."""
     step = STEPS[name]
+    assert step.run is not None, f"{name} is made of other steps"
     begin = time.monotonic()
     try:
         result = step.run(device, step.sizes[size], until)
@@ -141,6 +258,7 @@ def _write(file: Path, value: Any) -> None:
 
 def _header(size: str, arguments: Sequence[str] | None) -> dict[str, str]:
     command = [Path(sys.argv[0]).name, *(sys.argv[1:] if arguments is None else arguments)]
+    ignored = [f"{name}={os.environ[name]}" for name in isolate.OURS if name in os.environ]
     return {
         "command": " ".join(command),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -149,7 +267,7 @@ def _header(size: str, arguments: Sequence[str] | None) -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "cpus": str(os.cpu_count()),
-        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
+        "set here and not for the steps": ", ".join(ignored) or "nothing",
     }
 
 

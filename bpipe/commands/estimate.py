@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 
 from bpipe.commands.flags import print_json
+from bpipe.commands.parser import positive, seconds
 from bpipe.plan.estimate import estimate, iteration_seconds, verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--global-batch", type=int, required=True, metavar="B", help="sequences an iteration of one replica")
-    add("--pipeline", type=int, required=True, metavar="P", help="pipeline ranks")
-    add("--micro-batch", type=int, nargs=2, required=True, metavar=("Y", "X"), help="the size that fits, and the one balancing makes fit")
+    add("--global-batch", type=positive, required=True, metavar="B", help="sequences an iteration of one replica")
+    add("--pipeline", type=positive, required=True, metavar="P", help="pipeline ranks")
+    fits = "the size that fits, and the one balancing makes fit"
+    add("--micro-batch", type=positive, nargs=2, required=True, metavar=("Y", "X"), help=fits)
     add("--stage-mfu", type=float, nargs=2, required=True, metavar=("Y%", "X%"), help="MFU of one stage alone at either size, in percent")
-    add("--stage-seconds", type=float, nargs=2, metavar=("Y", "X"), help="forward plus backward of one stage: gives iteration times, too")
+    add("--stage-seconds", type=seconds, nargs=2, metavar=("Y", "X"), help="forward plus backward of one stage: gives iteration times, too")
     add("--format", choices=("table", "json"), default="table")
 
 
@@ -23,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     stage_y, stage_x = (value / 100 for value in options.stage_mfu)
     result = estimate(options.global_batch, options.pipeline, x, y, stage_x, stage_y)
     text = verdict(result, x, y, stage_x, stage_y)
-    seconds = [
+    iterations = [
         iteration_seconds(options.global_batch, options.pipeline, size, stage)
         for size, stage in zip((y, x), options.stage_seconds or (), strict=False)
     ]
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
                         "stage_mfu_percent": 100 * stage,
                         "mfu_percent": 100 * whole,
                         "bubble_percent": 100 * bubble,
-                        "iteration_time_s": seconds[index] if seconds else None,
+                        "iteration_time_s": iterations[index] if iterations else None,
                     }
                     for index, (size, stage, whole, bubble) in enumerate(rows)
                 ],
@@ -47,5 +49,5 @@ def run(options: argparse.Namespace) -> None:
         )
         return
     for index, (size, whole) in enumerate(((y, result.mfu_y), (x, result.mfu_x))):
-        print(f"micro-batch {size}: whole model MFU {100 * whole:.1f} %" + (f", iteration {seconds[index]:.3f} s" if seconds else ""))
+        print(f"micro-batch {size}: whole model MFU {100 * whole:.1f} %" + (f", iteration {iterations[index]:.3f} s" if iterations else ""))
     print(text)

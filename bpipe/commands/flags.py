@@ -9,9 +9,12 @@ import argparse
 import json
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+from bpipe.commands.parser import positive
 from bpipe.models.cluster import DEVICES, Cluster, parse_cluster
+from bpipe.models.cluster_file import SUFFIXES, read_cluster
 from bpipe.models.flops import FORMULAS
 from bpipe.models.layout import ATTENTION, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS, Model, find_model
@@ -31,10 +34,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "a preset or a config.json; sizes given besides replace its own, and do without it")
     add = group.add_argument
     add("--model", metavar="NAME|PATH", help=f"{', '.join(PRESETS)}, or a config.json of Hugging Face on disk")
-    add("--sequence", type=int, metavar="N", help="sequence length (default: the model's)")
-    add("--vocabulary", type=int, metavar="N", help="vocabulary, padded as Megatron pads it (default: the model's)")
+    add("--sequence", type=positive, metavar="N", help="sequence length (default: the model's)")
+    add("--vocabulary", type=positive, metavar="N", help="vocabulary, padded as Megatron pads it (default: the model's)")
     for name in _SIZES:
-        add(f"--{name.replace('_', '-')}", type=int, metavar="N")
+        add(f"--{name.replace('_', '-')}", type=positive, metavar="N")
     for name, (_, _, text) in _SWITCHES.items():
         add(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
@@ -42,10 +45,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--cluster", required=True, metavar="DEVICE:NODESxGPUS", help=f"such as a100-80g:4x8; devices: {', '.join(DEVICES)}")
-    add("--global-batch", type=int, required=True, metavar="B", help="sequences an iteration")
-    add("--attention", choices=ATTENTION, default="flash", help="default flash")
-    add("--precision", choices=PRECISIONS, default="bf16", help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
+    add(
+        "--cluster",
+        required=True,
+        metavar="DEVICE:NODESxGPUS|FILE",
+        help=f"such as a100-80g:4x8, or a .json or .toml file; devices: {', '.join(DEVICES)}; a launch with torchrun may say NODESxGPUS",
+    )
+    add("--global-batch", type=positive, metavar="B", help="sequences an iteration")
+    add("--attention", choices=ATTENTION, help="default flash")
+    add("--precision", choices=PRECISIONS, help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
     add("--kernels", choices=KERNELS, default="gpu", help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)")
     add("--no-distributed-optimizer", action="store_true", help="every replica holds the whole optimizer state (default: ZeRO-1)")
     add("--flops-formula", choices=FORMULAS, default="megatron", help="whose FLOPs MFU counts (default megatron)")
@@ -64,12 +72,18 @@ def model_of(options: argparse.Namespace) -> Model:
     if missing:
         raise ValueError(f"no --model, and {', '.join(missing)} missing: name a model, or give all of its sizes")
     heads, hidden = changes["num_attention_heads"], changes["hidden_size"]
+    if hidden % heads and "kv_channels" not in changes:
+        raise ValueError(
+            f"--num-attention-heads {heads} do not divide --hidden-size {hidden}: give other numbers, or --kv-channels, the size of a head"
+        )
     sizes = {"name": "custom", "num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden, **changes}
     return Model(**{field.name: sizes[field.name] for field in fields(Model) if field.name in sizes})
 
 
-def cluster_of(options: argparse.Namespace) -> Cluster:
-    return parse_cluster(options.cluster)
+def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Cluster:
+    """`devices` are nodes and GPUs of one, for a cluster that says none."""
+    path = Path(options.cluster)
+    return read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(options.cluster, devices)
 
 
 def print_json(value: object) -> None:

@@ -3,53 +3,72 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
+from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
+from bpipe.commands.parser import positive
+from bpipe.commands.simulate import setup_of
 from bpipe.generate.registry import GENERATORS
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
-from bpipe.plan.explain import describe, only_balanced, what_balancing_buys
+from bpipe.plan.explain import describe, only_balanced, verdict
+from bpipe.plan.layer_split import split_flags
+from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.search import Found, Outcome, Space, search
+from bpipe.plan.predict import Prediction, predict
+from bpipe.plan.search import Found, Outcome, search
+from bpipe.plan.space import CUTS, Space, num_grids
 from bpipe.program import BALANCES
+
+# The exit status where nothing was found; 2 is an error in what was asked.
+NO_ROWS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_training_arguments(parser)
+    add_launch_arguments(parser)
     add = parser.add_argument_group("search").add_argument
     add("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help="scopes to consider (default all)")
     add("--schedule", nargs="+", choices=tuple(GENERATORS), default=("1f1b", "interleaved-1f1b"), help="default 1f1b interleaved-1f1b")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
-    add("--max-micro-batch", type=int, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
-    add("--max-chunks", type=int, default=8, metavar="V", help="most model chunks a rank (default 8)")
-    add("--allow-uneven", action="store_true", help="also where layers do not divide: the first and the last rank get fewer")
+    add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
+    add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
+    add(
+        "--even-layers",
+        action="store_true",
+        help="no unequal stages where the layers do not divide (default: those before the last get one more)",
+    )
     add(
         "--profile",
         metavar="FILE",
         help="measured seconds; what it does not cover (micro-batch sizes, tensor, recompute, ...) is not considered",
     )
     output = parser.add_argument_group("output").add_argument
-    output("--rows", type=int, default=10, metavar="N", help="how many configurations to show (default 10)")
+    output("--rows", type=positive, default=10, metavar="N", help="how many configurations to show (default 10)")
     output("--format", choices=("table", "json"), default="table")
-    output("--emit-args", type=int, metavar="ROW", help="print only the Megatron flags of a row, the first is 1")
+    output("--emit-args", type=positive, metavar="ROW", help="print only the Megatron flags of a row, the first is 1")
 
 
-def run(options: argparse.Namespace) -> None:
-    model = model_of(options)
-    if options.rows < 1:
-        raise ValueError(f"--rows is {options.rows}, but must be at least 1")
+def run(asked: argparse.Namespace) -> int:
+    reading = reading_of(asked)
+    # What the search chooses is no one's to say; `yours` below is the launch as it stands.
+    every = filled(asked, reading, ("global_batch",))
+    options = argparse.Namespace(**{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}})
+    model, cluster = model_of(options), cluster_of(options, reading.devices if reading else None)
+    yours = None if reading is None else _yours(asked, reading)
+    if options.global_batch is None:
+        raise ValueError("the launch does not say --global-batch-size: give --global-batch")
     row = options.emit_args
-    if row is not None and row < 1:
-        raise ValueError(f"--emit-args {row}: rows are counted from 1")
     space = Space(
         model=model,
-        cluster=cluster_of(options),
+        cluster=cluster,
         global_batch=options.global_batch,
         sequence=model.sequence,
         attention=options.attention,
@@ -58,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         balances=tuple(options.balance),
         max_micro_batch=options.max_micro_batch,
         max_chunks=options.max_chunks,
-        allow_uneven=options.allow_uneven,
+        uneven=not options.even_layers,
         precision=options.precision,
         distributed_optimizer=not options.no_distributed_optimizer,
         kernels=options.kernels,
@@ -70,28 +89,75 @@ def run(options: argparse.Namespace) -> None:
     bar.clear()
     if row is not None:
         if row > len(outcome.rows):
-            raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {what_balancing_buys(outcome)}")
-        print(" ".join(megatron_flags(outcome.rows[row - 1].prediction.setup)))
+            raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
+        print(shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup)))
     elif options.format == "json":
-        print_json([_row(found) for found in outcome.rows])
-        print(what_balancing_buys(outcome), file=sys.stderr)
+        print_json({**plan_document(outcome), **(_launch_document(yours, reading) if yours and reading else {})})
     else:
+        for line in (*(lines(reading) if reading else ()), *(_yours_lines(yours) if yours else ())):
+            print(line)
         print(table(outcome), end="")
+    return 0 if outcome.rows else NO_ROWS
+
+
+def _yours(asked: argparse.Namespace, reading: Reading) -> Prediction | str:
+    """The launch as it stands, or why it cannot be on this cluster."""
+    options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(("recompute", "schedule", "balance", "tensor", "pipeline"))})
+    options = argparse.Namespace(**{**vars(options), **dict.fromkeys(("micro_batch", "chunks", "layers")), "no_sequence_parallel": False})
+    try:
+        setup = setup_of(filled(options, reading, ()), reading.devices)
+    except ValueError as error:
+        return str(error)
+    return predict(setup, formula=asked.flops_formula)
+
+
+def _yours_lines(yours: Prediction | str) -> list[str]:
+    if isinstance(yours, str):
+        return [f"the launch as it stands: {yours}"]
+    misses = [f"rank {rank.rank} needs {gib(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
+    fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
+    return ["the launch as it stands, first; then what was found", *_lines(0, Found(yours, None)), f"     {fits}"]
+
+
+def _launch_document(yours: Prediction | str, reading: Reading) -> dict[str, Any]:
+    said = {"impossible": yours} if isinstance(yours, str) else document(yours)
+    return {"launch": {**launch_document(reading), "as_it_stands": said}}
+
+
+def plan_document(outcome: Outcome) -> dict[str, Any]:
+    """What `--format json` promises (docs/planning.md)."""
+    return {
+        "verdict": verdict(outcome)._asdict(),
+        "searched": {
+            "grids": num_grids(outcome.space),
+            "configurations": outcome.num_configurations,
+            "fitting": outcome.num_fitting,
+            "only_balanced": outcome.num_only_balanced,
+            "simulated": outcome.num_simulated,
+            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS},
+        },
+        "rows": [_row(found) for found in outcome.rows],
+    }
 
 
 def _row(found: Found) -> dict[str, Any]:
-    return {**document(found.prediction), "only_balanced": found.needs_bytes is not None, "unbalanced_peak_bytes": found.needs_bytes}
+    return {
+        **document(found.prediction),
+        "only_balanced": found.needs_bytes is not None,
+        "unbalanced_peak_bytes": found.needs_bytes,
+        "megatron_flags": megatron_flags(found.prediction.setup),
+    }
 
 
 def table(outcome: Outcome) -> str:
     """The rows, what each holds in every rank, and what balancing buys."""
-    lines = [
-        f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit, {outcome.num_simulated} simulated: "
-        f"the {len(outcome.rows)} fastest"
-    ]
+    head = f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit"
+    if outcome.rows:
+        head += f", {outcome.num_simulated} simulated: the {len(outcome.rows)} fastest"
+    lines = [head]
     for number, found in enumerate(outcome.rows, 1):
         lines += _lines(number, found)
-    return "\n".join((*lines, what_balancing_buys(outcome))) + "\n"
+    return "\n".join((*lines, verdict(outcome).text)) + "\n"
 
 
 def _lines(number: int, found: Found) -> list[str]:
@@ -109,7 +175,10 @@ def _lines(number: int, found: Found) -> list[str]:
             f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     reason = only_balanced(found)
-    return [*lines, f"     {reason}"] if reason else lines
+    if reason:
+        lines.append(f"     {reason}")
+    split = split_flags(prediction.setup.layers, prediction.setup.pipeline)
+    return [*lines, f"     {shlex.join(split)}"] if split else lines
 
 
 @dataclass(slots=True)

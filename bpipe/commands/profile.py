@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 from bpipe.commands.flags import add_model_arguments, model_of
+from bpipe.commands.parser import positive
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import ATTENTION, PRECISIONS, RECOMPUTE, Setup
 from bpipe.plan.megatron_flags import megatron_flags
@@ -22,25 +23,20 @@ PROGRAM = "megatron.scheduling.profile"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add = parser.add_argument_group("stage").add_argument
-    add("--tensor", type=int, default=1, metavar="T", help="time one rank of this tensor parallelism, without its collectives (default 1)")
+    alone = "time one rank of this tensor parallelism, without its collectives (default 1)"
+    add("--tensor", type=positive, default=1, metavar="T", help=alone)
     add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
-    add("--micro-batch", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="sizes to time (default 1 2 4)")
-    add("--layers", type=int, default=1, metavar="N", help="layers to time; readers scale to a stage's own number (default 1)")
+    add("--micro-batch", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="sizes to time (default 1 2 4)")
+    add("--layers", type=positive, default=1, metavar="N", help="layers to time; readers scale to a stage's own number (default 1)")
     add("--recompute", choices=RECOMPUTE, default="none", help="default none")
     add("--attention", choices=ATTENTION, default="flash", help="flash needs a GPU and Transformer Engine (default flash)")
     add("--precision", choices=PRECISIONS, default="bf16", help="default bf16")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
-    add("--repeats", type=int, default=5, metavar="N", help="the median of N runs counts (default 5)")
+    add("--repeats", type=positive, default=5, metavar="N", help="the median of N runs counts (default 5)")
     add("--output", metavar="FILE", help="write there instead of to standard output")
 
 
 def run(options: argparse.Namespace) -> None:
-    for name in ("layers", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} is {getattr(options, name)}, but must be at least 1")
-    for micro_batch in options.micro_batch:
-        if micro_batch < 1:
-            raise ValueError(f"--micro-batch has {micro_batch}, but a micro-batch has at least 1 sequence")
     ended = subprocess.run([sys.executable, "-m", PROGRAM, *flags(options)], env=_environment(options.device), check=False)
     if ended.returncode:
         # The program has said why.

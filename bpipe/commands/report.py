@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bpipe.commands.flags import print_json
+
+if TYPE_CHECKING:
+    from bpipe.report.held import Held
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from bpipe.report.held import read_held
+    from bpipe.report.read import has_iterations
     from bpipe.report.report import report_of
 
+    held = read_held(options.folder)
+    if held is not None and not has_iterations(options.folder):
+        _shortage(options, held)
+        return
     report = report_of(options.folder, options.iteration)
     if options.html is not None:
         from bpipe.report.page import render
@@ -38,3 +48,20 @@ def run(options: argparse.Namespace) -> None:
         from bpipe.report.table import table
 
         print(table(report), end="")
+        if held is not None and held.failure is not None:
+            from bpipe.report.shortage_text import text
+
+            print(f"\n{text(held)}", end="")
+
+
+def _shortage(options: argparse.Namespace, held: Held) -> None:
+    """Of a run that ended before it recorded an iteration: what was held, and what would have fitted."""
+    from bpipe.report.shortage_text import document, text
+
+    for flag in ("html", "trace", "iteration"):
+        if getattr(options, flag) is not None:
+            raise ValueError(f"--{flag}: {options.folder} has no recorded iteration; the table and --format json say what was held")
+    if options.format == "json":
+        print_json(document(held))
+    else:
+        print(text(held), end="")

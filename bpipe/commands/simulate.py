@@ -6,28 +6,35 @@ import argparse
 from pathlib import Path
 
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
+from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
+from bpipe.commands.parser import positive
 from bpipe.generate.registry import GENERATORS
 from bpipe.models.layout import RECOMPUTE, Setup, split_layers
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
+from bpipe.plan.explain import describe
 from bpipe.plan.predict import Prediction, predict, report_of
 from bpipe.program import BALANCES
 from bpipe.simulate.report import Report
+
+# Some seconds. Beyond, the steady phase is continued, unless a trace or picture needs every action.
+MOST_COMPUTATIONS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_training_arguments(parser)
     add = parser.add_argument_group("configuration").add_argument
-    add("--tensor", type=int, default=1, metavar="T", help="tensor parallel (default 1)")
-    add("--pipeline", type=int, required=True, metavar="P", help="pipeline ranks; data parallel follows from the cluster")
-    add("--micro-batch", type=int, default=1, metavar="N", help="sequences a micro-batch (default 1)")
-    add("--recompute", choices=RECOMPUTE, default="none", help="selective: the attention core; full: whole layers (default none)")
+    add("--tensor", type=positive, metavar="T", help="tensor parallel (default 1)")
+    add("--pipeline", type=positive, metavar="P", help="pipeline ranks; data parallel follows from the cluster")
+    add("--micro-batch", type=positive, metavar="N", help="sequences a micro-batch (default 1)")
+    add("--recompute", choices=RECOMPUTE, help="selective: the attention core; full: whole layers (default none)")
     add("--schedule", choices=tuple(GENERATORS), help="default 1f1b, with chunks interleaved-1f1b")
-    add("--chunks", type=int, default=1, metavar="V", help="model chunks a rank (default 1)")
-    add("--balance", choices=BALANCES, default="none", help="default none")
-    add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else fewer at both ends)")
+    add("--chunks", type=positive, metavar="V", help="model chunks a rank (default 1)")
+    add("--balance", choices=BALANCES, help="default none")
+    add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
     add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
+    add_launch_arguments(parser)
     output = parser.add_argument_group("output").add_argument
     parser.add_argument("--profile", metavar="FILE", help="seconds measured by `bpipe profile` or given; the rest is predicted")
     output("--format", choices=("table", "json"), default="table")
@@ -43,39 +50,46 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def run(options: argparse.Namespace) -> None:
-    setup = setup_of(options)
+    reading = reading_of(options)
+    setup = setup_of(filled(options, reading, ("pipeline", "global_batch")), reading.devices if reading else None)
     profile = None if options.profile is None else read_profile(options.profile)
     plot = None if options.plot is None else Path(options.plot)
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ValueError(f"--plot {plot}: the name must end in .svg or .png")
-    report = report_of(setup, profile)
+    drawn = options.trace is not None or plot is not None
+    report = report_of(setup, profile) if drawn or _num_computations(setup) <= MOST_COMPUTATIONS else None
     prediction = predict(setup, profile, report, options.flops_formula)
-    if options.trace is not None:
+    if report is not None and options.trace is not None:
         from bpipe.simulate.trace import write_trace
 
         Path(options.trace).write_text(write_trace(report))
-    if plot is not None:
-        plot.write_bytes(_picture(report, plot.suffix))
+    if report is not None and plot is not None:
+        plot.write_bytes(_picture(report, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
     if options.format == "json":
-        print_json(document(prediction))
+        print_json({**document(prediction), **({"launch": launch_document(reading)} if reading else {})})
     else:
+        for line in lines(reading) if reading else ():
+            print(line)
         print(table(prediction), end="")
 
 
-def setup_of(options: argparse.Namespace) -> Setup:
-    model = model_of(options)
+def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Setup:
+    """Of filled options. Without a global batch it is one micro-batch a replica, as Megatron has it."""
+    model, cluster = model_of(options), cluster_of(options, devices)
     schedule = options.schedule or ("interleaved-1f1b" if options.chunks > 1 else "1f1b")
     stages = options.pipeline * options.chunks
-    layers = options.layers or (split_layers(model.num_layers, stages, allow_uneven=True) if stages > 0 else ())
+    layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
     if layers is None:
-        raise ValueError(f"{model.num_layers} layers do not go over {stages} stages, nor with fewer at both ends: say how with --layers")
+        of = f"--pipeline {options.pipeline} with {options.chunks} chunks"
+        raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
+    replicas = max(1, cluster.num_devices // (options.tensor * options.pipeline))
     return Setup(
         model=model,
-        cluster=cluster_of(options),
+        cluster=cluster,
         tensor=options.tensor,
         pipeline=options.pipeline,
         micro_batch=options.micro_batch,
-        global_batch=options.global_batch,
+        global_batch=options.global_batch or options.micro_batch * replicas,
         sequence=model.sequence,
         layers=layers,
         recompute=options.recompute,
@@ -90,10 +104,14 @@ def setup_of(options: argparse.Namespace) -> Setup:
     )
 
 
-def _picture(report: Report, suffix: str) -> bytes:
+def _num_computations(setup: Setup) -> int:
+    return 2 * setup.num_stages * setup.num_microbatches
+
+
+def _picture(report: Report, suffix: str, name: str) -> bytes:
     from bpipe.draw.timeline import lay_out_report
 
-    picture = lay_out_report(report)
+    picture = lay_out_report(report, name)
     if suffix == ".svg":
         from bpipe.draw.svg import render_svg
 
@@ -114,6 +132,9 @@ def table(prediction: Prediction) -> str:
         f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_makespan:.1f} % of the iteration, "
         f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
+    if timing.simulated < setup.num_microbatches:
+        others = setup.num_microbatches - timing.simulated
+        lines.append(f"simulated are the first {timing.simulated} micro-batches; the other {others} continue their steady phase")
     if bandwidth:
         lines.append(
             f"a transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: within a forward it needs "

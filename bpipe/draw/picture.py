@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 from bpipe.simulate.memory import live_counts
 
 SLOT_WIDTH = 30
@@ -44,6 +44,7 @@ STYLES = {
     "curve": Style("none", "#202020"),
     "bound": Style("none", "#c00000", dash=True),
     "axis": Style("none", "#909090"),
+    "grid": Style("none", "#e4e4e4"),
 }
 
 _COMPUTE_STYLES = {
@@ -53,6 +54,11 @@ _COMPUTE_STYLES = {
     Kind.BACKWARD_WEIGHT: "weight",
 }
 _AWAY = (Kind.EVICT, Kind.RETURN)
+_LINES = ("curve", "bound")
+LEGEND = (
+    *(("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"), ("away", "evict, return"), ("towards", "load, host")),
+    *(("curve", "held"), ("bound", "bound")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     if subtitle:
         title += f", {subtitle}"
     picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))
-    _legend(picture)
+    draw_legend(picture, LEGEND, MARGIN_LEFT, 36)
     curves = [live_counts(schedule, rank) for rank in range(schedule.num_ranks)]
     top = max(max(max(curve) for curve in curves), *(schedule.bounds or (1,)))
     for rank in range(schedule.num_ranks):
@@ -105,7 +111,7 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
         picture.words.append(Word(MARGIN_LEFT - 8, y + BOX_HEIGHT / 2, f"rank {rank}", 12, "end"))
         for slot, cell in enumerate(schedule.ranks[rank]):
             x = MARGIN_LEFT + slot * SLOT_WIDTH
-            _computation(picture, x, y, cell.compute, schedule.num_chunks > 1)
+            _computation(picture, x, y, cell, schedule.num_chunks > 1)
             for index, action in enumerate(cell.transfers):
                 _transfer(picture, x, y + BOX_HEIGHT + 2, index, len(cell.transfers), action)
         _curve(picture, y + BOX_HEIGHT + MOVE_HEIGHT + 4, curves[rank], top, None if schedule.bounds is None else schedule.bounds[rank])
@@ -128,7 +134,7 @@ def _box(x: float, y: float, width: float, height: float) -> tuple[tuple[float, 
     return ((x, y), (x + width, y), (x + width, y + height), (x, y + height))
 
 
-def _pointed(x: float, y: float, width: float, height: float, away: bool) -> tuple[tuple[float, float], ...]:
+def pointed(x: float, y: float, width: float, height: float, away: bool) -> tuple[tuple[float, float], ...]:
     """A box with a point to the right for what leaves, to the left for what arrives."""
     tip = min(5.0, width / 3)
     if away:
@@ -136,19 +142,26 @@ def _pointed(x: float, y: float, width: float, height: float, away: bool) -> tup
     return ((x + tip, y), (x + width, y), (x + width, y + height), (x + tip, y + height), (x, y + height / 2))
 
 
-def _computation(picture: Picture, x: float, y: float, action: Action | None, with_stage: bool) -> None:
-    style = "bubble" if action is None else _COMPUTE_STYLES[action.kind]
-    picture.shapes.append(Shape(style, _box(x + 0.5, y, SLOT_WIDTH - 1, BOX_HEIGHT)))
-    if action is not None:
+def _computation(picture: Picture, x: float, y: float, cell: Slot, with_stage: bool) -> None:
+    """One box, or one above the other where a forward and a backward overlap."""
+    actions = cell.computations
+    if not actions:
+        picture.shapes.append(Shape("bubble", _box(x + 0.5, y, SLOT_WIDTH - 1, BOX_HEIGHT)))
+        return
+    height = BOX_HEIGHT / len(actions)
+    for index, action in enumerate(actions):
+        top = y + index * height
+        picture.shapes.append(Shape(_COMPUTE_STYLES[action.kind], _box(x + 0.5, top, SLOT_WIDTH - 1, height)))
         text = str(action) if with_stage else f"{action.kind.value}{action.microbatch}"
-        picture.words.append(Word(x + SLOT_WIDTH / 2, y + BOX_HEIGHT / 2, text, 11 if len(text) < 5 else 8))
+        size = 11 if len(text) < 5 and len(actions) == 1 else 8
+        picture.words.append(Word(x + SLOT_WIDTH / 2, top + height / 2, text, size))
 
 
 def _transfer(picture: Picture, x: float, y: float, index: int, count: int, action: Action) -> None:
     width = (SLOT_WIDTH - 1) / count
     left = x + 0.5 + index * width
     away = action.kind in _AWAY
-    picture.shapes.append(Shape("away" if away else "towards", _pointed(left, y, width, MOVE_HEIGHT - 4, away)))
+    picture.shapes.append(Shape("away" if away else "towards", pointed(left, y, width, MOVE_HEIGHT - 4, away)))
     picture.words.append(
         Word(left + width / 2, y + MOVE_HEIGHT / 2 - 2, f"{action.kind.value[0]}{action.microbatch}", 9 if count == 1 else 6)
     )
@@ -172,15 +185,13 @@ def _curve(picture: Picture, y: float, counts: tuple[int, ...], top: int, bound:
     picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2, label, 11, "start"))
 
 
-def _legend(picture: Picture) -> None:
-    x: float = MARGIN_LEFT
-    entries = ("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"), ("away", "evict, return"), ("towards", "load, host")
+def draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
+    """What shapes of these styles mean, from `x` on with its middle at `y`: lines for open ones, boxes for the others."""
     for style, text in entries:
-        points = _pointed(x, 30, 16, 12, style == "away") if style in ("away", "towards") else _box(x, 30, 16, 12)
-        picture.shapes.append(Shape(style, points))
-        picture.words.append(Word(x + 20, 36, text, 10, "start"))
-        x += 34 + 6 * len(text)
-    for style, text in (("curve", "held"), ("bound", "bound")):
-        picture.shapes.append(Shape(style, ((x, 36), (x + 16, 36)), closed=False))
-        picture.words.append(Word(x + 20, 36, text, 10, "start"))
+        if style in _LINES:
+            picture.shapes.append(Shape(style, ((x, y), (x + 16, y)), closed=False))
+        else:
+            box = pointed(x, y - 6, 16, 12, style == "away") if style in ("away", "towards") else _box(x, y - 6, 16, 12)
+            picture.shapes.append(Shape(style, box))
+        picture.words.append(Word(x + 20, y, text, 10, "start"))
         x += 34 + 6 * len(text)

@@ -1,21 +1,30 @@
-"""Lay a simulation out to scale. In: a Report. Out: a `Picture`. A lane is a rank: what it computes, below what it moves, below its bytes.
+"""Lay a simulation out to scale. In: a Report, and whose it is. Out: a `Picture`. A lane is a rank: computations, transfers, bytes held.
 
-Styles and shapes are those of `picture`; here a box is as wide as its action is long. Knows no file format.
+Styles and shapes are those of `picture`; here a box is as wide as its action is long, over an axis of seconds. The bound of a balanced rank
+is drawn in bytes: as many micro-batches as it may hold, each of the largest size that it ever holds. Knows no file format.
 """
 
 from __future__ import annotations
 
-from bpipe.draw.picture import Picture, Shape, Word
+import math
+
+from bpipe.draw.picture import Picture, Shape, Word, draw_legend, pointed
 from bpipe.ir.action import Kind
-from bpipe.simulate.report import Report
+from bpipe.simulate.report import Report, Timed
 
 WIDTH = 1600
 MARGIN = 80
-TOP = 48
+MARGIN_RIGHT = 150
+TOP = 84
 BOX_HEIGHT = 22
-MOVE_HEIGHT = 12
-CURVE_HEIGHT = 34
+MOVE_HEIGHT = 14
+CURVE_HEIGHT = 40
 LANE_HEIGHT = BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + 16
+AXIS_HEIGHT = 44
+# As many ticks as have room for their numbers.
+MAX_TICKS = 16
+# A transfer narrower than this has no room for its word of two letters, a computation not for half of it a letter.
+LETTER_WIDTH = 14
 
 _STYLES = {
     Kind.FORWARD: "forward",
@@ -27,44 +36,139 @@ _STYLES = {
     Kind.HOST: "towards",
     Kind.LOAD: "towards",
 }
+_COMPUTED = (("forward", "forward"), ("backward", "backward"))
+_SPLIT = (("weight", "backward of weights"),)
+_MOVED = (("away", "evict, return"), ("towards", "load, host"))
+_HELD = (("curve", "bytes of activations held"),)
+_BOUND = (("bound", "bound of balancing"),)
 
 
-def lay_out_report(report: Report) -> Picture:
-    """The picture of a simulation, as wide as a page however long it took."""
+def lay_out_report(report: Report, name: str = "") -> Picture:
+    """The picture of a simulation, as wide as a page however long it took. `name` says of what."""
     ranks = range(report.schedule.num_ranks)
-    picture = Picture(WIDTH + 2 * MARGIN, TOP + len(ranks) * LANE_HEIGHT)
+    picture = Picture(MARGIN + WIDTH + MARGIN_RIGHT, TOP + len(ranks) * LANE_HEIGHT + AXIS_HEIGHT)
     scale = WIDTH / float(report.makespan_s or 1)
-    title = f"{report.schedule.name}: {float(report.makespan_s):.4g} s, bubble {100 * float(report.bubble_of_makespan):.1f} %"
-    picture.words.append(Word(MARGIN, 18, title, 14, "start"))
-    top = max(report.peak_bytes(rank) for rank in ranks) or 1
+    picture.words.append(Word(MARGIN, 18, name or report.schedule.name, 15, "start"))
+    picture.words.append(Word(MARGIN, 40, _summary(report), 12, "start"))
+    draw_legend(picture, _legend_entries(report), MARGIN, 64)
+    bounds = [_bound_bytes(report, rank) for rank in ranks]
+    top = max(*(report.peak_bytes(rank) for rank in ranks), *(bound or 0 for bound in bounds)) or 1
+    _axis(picture, report, scale)
     for rank in ranks:
         y = TOP + rank * LANE_HEIGHT
         picture.words.append(Word(MARGIN - 8, y + BOX_HEIGHT / 2, f"rank {rank}", 12, "end"))
         for timed in report.computations[rank]:
-            x, width = MARGIN + float(timed.start_s) * scale, float(timed.end_s - timed.start_s) * scale
-            _box(picture, _STYLES[timed.action.kind], x, y, width, BOX_HEIGHT)
-            if width > 22:
-                name = f"{timed.action.kind.value}{timed.action.microbatch}"
-                picture.words.append(Word(x + width / 2, y + BOX_HEIGHT / 2, name, 9))
+            _computation(picture, timed, y, scale, report.schedule.num_chunks > 1)
         for timed in report.transfers[rank]:
-            x, width = MARGIN + float(timed.start_s) * scale, float(timed.end_s - timed.start_s) * scale
-            _box(picture, _STYLES[timed.action.kind], x, y + BOX_HEIGHT + 2, width, MOVE_HEIGHT - 4)
-        _curve(picture, report, rank, y + BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT, scale, CURVE_HEIGHT / top)
+            _transfer(picture, timed, y + BOX_HEIGHT + 2, scale)
+        _curve(picture, report, rank, y + BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + 2, scale, CURVE_HEIGHT / top, bounds[rank])
     return picture
+
+
+def _summary(report: Report) -> str:
+    schedule = report.schedule
+    chunks = f", {schedule.num_chunks} chunks a rank" if schedule.num_chunks > 1 else ""
+    exposed = float(report.exposed_transfer_s)
+    waits = f", transfers exposed {_seconds(exposed)}" if exposed else ""
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches{chunks}; iteration "
+        f"{_seconds(float(report.makespan_s))}, bubble {100 * float(report.bubble_of_makespan):.1f} %{waits}"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if value >= 1 or not value else f"{1e3 * value:.4g} ms"
+
+
+def _legend_entries(report: Report) -> tuple[tuple[str, str], ...]:
+    """Of what there is."""
+    splits = any(timed.action.kind is Kind.BACKWARD_WEIGHT for row in report.computations for timed in row)
+    moves = any(report.transfers)
+    return (*_COMPUTED, *(_SPLIT if splits else ()), *(_MOVED if moves else ()), *_HELD, *(_BOUND if report.schedule.bounds else ()))
+
+
+def _bound_bytes(report: Report, rank: int) -> int | None:
+    """None for a rank without a bound."""
+    schedule, stages = report.schedule, report.costs.stages
+    if schedule.bounds is None:
+        return None
+    partner = schedule.partners[rank] if schedule.partners else rank
+    own = [stage.saved_bytes for stage, of in zip(stages, schedule.stage_to_rank, strict=True) if of == rank]
+    hosted = [stage.moved_bytes for stage, of in zip(stages, schedule.stage_to_rank, strict=True) if of == partner and _hosts(report, rank)]
+    return schedule.bounds[rank] * max(*own, *hosted, 0)
+
+
+def _hosts(report: Report, rank: int) -> bool:
+    return any(timed.action.kind is Kind.HOST for timed in report.transfers[rank])
+
+
+def _ticks(span: float) -> tuple[float, list[float]]:
+    """Their distance and places: 1, 2 or 5 times a power of ten."""
+    rough = span / MAX_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    return step, [number * step for number in range(math.floor(span / step + 1e-9) + 1)]
+
+
+def _axis(picture: Picture, report: Report, scale: float) -> None:
+    """Seconds below all lanes, a line through them at every tick, and where the pipeline ends."""
+    span = float(report.makespan_s)
+    if not span:
+        return
+    step, places = _ticks(span)
+    unit, factor = ("s", 1.0) if span >= 1 else ("ms", 1e3)
+    digits = max(0, -math.floor(math.log10(step * factor) + 1e-9))
+    bottom = picture.height - AXIS_HEIGHT + 6
+    for place in places:
+        x = MARGIN + place * scale
+        picture.shapes.append(Shape("grid", ((x, TOP - 6), (x, bottom)), closed=False))
+        picture.words.append(Word(x, bottom + 10, f"{place * factor:.{digits}f}", 11))
+    picture.shapes.append(Shape("axis", ((MARGIN, bottom), (MARGIN + WIDTH, bottom)), closed=False))
+    picture.words.append(Word(MARGIN + WIDTH / 2, bottom + 28, f"time, {unit}", 12))
+    ends = float(report.pipeline_s)
+    if (span - ends) * scale > 60:
+        picture.words.append(Word(MARGIN + ends * scale + 4, TOP - 10, "reduction and update", 10, "start"))
+        picture.shapes.append(Shape("axis", ((MARGIN + ends * scale, TOP - 14), (MARGIN + ends * scale, bottom)), closed=False))
+
+
+def _computation(picture: Picture, timed: Timed, y: float, scale: float, with_stage: bool) -> None:
+    x, width = _place(timed, scale)
+    _box(picture, _STYLES[timed.action.kind], x, y, width, BOX_HEIGHT)
+    text = str(timed.action) if with_stage else f"{timed.action.kind.value}{timed.action.microbatch}"
+    if width > LETTER_WIDTH / 2 * len(text):
+        picture.words.append(Word(x + width / 2, y + BOX_HEIGHT / 2, text, 9))
+
+
+def _transfer(picture: Picture, timed: Timed, y: float, scale: float) -> None:
+    x, width = _place(timed, scale)
+    style = _STYLES[timed.action.kind]
+    picture.shapes.append(Shape(style, pointed(x, y, width, MOVE_HEIGHT - 4, style == "away")))
+    if width > LETTER_WIDTH:
+        text = f"{timed.action.kind.value[0]}{timed.action.microbatch}"
+        picture.words.append(Word(x + width / 2, y + MOVE_HEIGHT / 2 - 2, text, 8))
+
+
+def _place(timed: Timed, scale: float) -> tuple[float, float]:
+    return MARGIN + float(timed.start_s) * scale, float(timed.end_s - timed.start_s) * scale
 
 
 def _box(picture: Picture, style: str, x: float, y: float, width: float, height: float) -> None:
     picture.shapes.append(Shape(style, ((x, y), (x + width, y), (x + width, y + height), (x, y + height))))
 
 
-def _curve(picture: Picture, report: Report, rank: int, bottom: float, scale: float, height: float) -> None:
+def _curve(picture: Picture, report: Report, rank: int, bottom: float, scale: float, height: float, bound: int | None) -> None:
     points: list[tuple[float, float]] = [(MARGIN, bottom)]
     for level in report.levels(rank):
         x = MARGIN + float(level.start_s) * scale
         points += [(x, points[-1][1]), (x, bottom - level.held_bytes * height)]
-    points.append((MARGIN + WIDTH, points[-1][1]))
-    picture.shapes.append(Shape("axis", ((MARGIN, bottom), (MARGIN + WIDTH, bottom)), closed=False))
+    right = MARGIN + WIDTH
+    points.append((right, points[-1][1]))
+    picture.shapes.append(Shape("axis", ((MARGIN, bottom), (right, bottom)), closed=False))
     picture.shapes.append(Shape("curve", tuple(points), closed=False))
     peak = report.peak_bytes(rank)
     if peak:
-        picture.words.append(Word(MARGIN + WIDTH + 4, bottom - CURVE_HEIGHT / 2, f"{peak / 2**30:.1f} GiB", 10, "start"))
+        picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2 - 7, f"peak {peak / 2**30:.2f} GiB", 11, "start"))
+    if bound:
+        line = bottom - bound * height
+        picture.shapes.append(Shape("bound", ((MARGIN, line), (right, line)), closed=False))
+        picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2 + 8, f"bound {bound / 2**30:.2f} GiB", 11, "start"))

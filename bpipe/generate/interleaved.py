@@ -1,10 +1,12 @@
 """Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: a compute-only Schedule.
 
-Stage s is on rank s % p. Forwards go through the chunks in groups of p micro-batches: a group through the first chunk, the same group
-through the second, and so on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
-2 * (p - rank - 1) + (v - 1) * p forwards ahead, then a forward and a backward alternate, then the backwards left over: Megatron's order.
-Where p does not divide m, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group is
-filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for nothing it did not wait for before.
+Stage s is on rank s % p. Forwards go through the chunks in groups of g micro-batches, by default of p: a group through the first chunk,
+the same group through the second, and so on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
+2 * (p - rank - 1) + (v - 1) * g forwards ahead, then a forward and a backward alternate, then the backwards left over: Megatron's order.
+Groups larger than p hold more and send a chunk's outputs longer before they are needed. Smaller ones would starve the pipeline.
+Where fewer than p micro-batches are left for the last group, Megatron refuses, and its formula can make ranks wait for each other (p=8,
+v=2, m=10). Here the last group is filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for
+nothing it did not wait for before.
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 """
 
@@ -15,12 +17,23 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 
 
-def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes."""
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None = None) -> Schedule:
+    """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes. Groups of `group_size` micro-batches, p by default.
+
+    Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
+    """
+    group = num_ranks if group_size is None else group_size
+    if group_size is not None and not num_ranks <= group_size <= num_microbatches:
+        raise ValueError(
+            f"a group of {group_size} micro-batches is outside {num_ranks} to {num_microbatches}: interleaved 1F1B takes at least "
+            f"as many as there are pipeline ranks, and at most as many as an iteration has"
+        )
     stages = [stage % num_ranks for stage in range(num_ranks * num_chunks)]
-    missing = -num_microbatches % num_ranks
-    turns = chunk_turns(num_ranks, num_microbatches + missing, num_chunks)
-    orders = [_order(rank, num_ranks, num_chunks, turns) for rank in range(num_ranks)]
+    left = num_microbatches % group
+    missing = num_ranks - left if 0 < left < num_ranks else 0
+    turns = chunk_turns(group, num_microbatches + missing, num_chunks)
+    ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group for rank in range(num_ranks)]
+    orders = [_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)]
     if missing:
         orders = [[action for action in order if action.microbatch < num_microbatches] for order in orders]
     return place("interleaved-1f1b", num_microbatches, stages, orders)
@@ -35,14 +48,14 @@ def chunk_turns(group_size: int, num_microbatches: int, num_chunks: int) -> list
     return turns
 
 
-def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]]) -> list[Action]:
+def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int) -> list[Action]:
     forwards = [Action(chunk * num_ranks + rank, Kind.FORWARD, microbatch) for chunk, microbatch in turns]
     backwards = [Action((num_chunks - 1 - chunk) * num_ranks + rank, Kind.BACKWARD, microbatch) for chunk, microbatch in turns]
-    ahead = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, len(turns))
+    ahead = min(warm_up_forwards, len(turns))
     warm_up, cool_down = forwards[:ahead], backwards[len(turns) - ahead :]
     return warm_up + alternate(forwards[ahead:], backwards) + cool_down
 
 
-def balanced_bound(num_ranks: int, num_chunks: int) -> int:
-    """A pair saves 2 * p * v chunk micro-batches together; one more on each serves an eviction and a load at once."""
-    return num_ranks * num_chunks + 1
+def balanced_bound(num_ranks: int, num_chunks: int, group_size: int | None = None) -> int:
+    """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together; one more on each serves an eviction and a load at once."""
+    return (num_chunks - 1) * (group_size or num_ranks) + num_ranks + 1

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule, Slot
 
-# Computations of one rank, in order.
-Order = Sequence[Action]
+# Computations of one rank, in order; a slot is two that overlap.
+Order = Sequence[Action | Slot]
 
 _FORWARD, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_WEIGHT
 _BUBBLE = Slot()
@@ -46,7 +46,7 @@ def place(name: str, num_microbatches: int, stage_to_rank: Sequence[int], orders
     while unfinished:
         advanced = [placed.advance(rank, orders[rank]) for rank in unfinished]
         if not any(advanced):
-            stuck = ", ".join(f"rank {rank} at {orders[rank][placed.next[rank]]}" for rank in unfinished)
+            stuck = ", ".join(f"rank {rank} at {_name(orders[rank][placed.next[rank]])}" for rank in unfinished)
             raise ValueError(f"schedule {name}: the orders of the ranks wait for each other: {stuck}")
         unfinished = [rank for rank in unfinished if placed.next[rank] < len(orders[rank])]
     length = max(len(row) for row in placed.rows)
@@ -68,31 +68,45 @@ class _Placement:
 
     def advance(self, rank: int, order: Order) -> bool:
         """Place the rank's computations until one needs what is not placed yet. False if not even one could be placed."""
-        width, row, last_stage = self.num_microbatches, self.rows[rank], self.last_stage
-        forward_over, backward_over = self.forward_over, self.backward_over
+        row = self.rows[rank]
         first = position = self.next[rank]
         length = len(row)
         while position < len(order):
-            action = order[position]
-            kind, stage = action.kind, action.stage
-            key = stage * width + action.microbatch
-            needed = 0
-            if kind is _FORWARD:
-                if stage:
-                    needed = forward_over[key - width]
-            elif kind is not _WEIGHT:
-                needed = forward_over[key] if stage == last_stage else backward_over[key + width]
+            one = order[position]
+            parts = one.computations if isinstance(one, Slot) else (one,)
+            needed = self._ready(parts[0])
+            for action in parts[1:]:
+                other = self._ready(action)
+                needed = _UNPLACED if _UNPLACED in (needed, other) else max(needed, other)
             if needed == _UNPLACED:
                 break
             if needed > length:
                 row.extend([_BUBBLE] * (needed - length))
                 length = needed
-            row.append(Slot(action))
+            row.append(one if isinstance(one, Slot) else Slot(one))
             length += 1
             position += 1
-            if kind is _FORWARD:
-                forward_over[key] = length
-            elif kind is not _WEIGHT:
-                backward_over[key] = length
+            for action in parts:
+                self._over(action, length)
         self.next[rank] = position
         return position > first
+
+    def _ready(self, action: Action) -> int:
+        """The first slot in which what the computation needs is over; _UNPLACED where that is not known yet."""
+        key = action.stage * self.num_microbatches + action.microbatch
+        if action.kind is _FORWARD:
+            return self.forward_over[key - self.num_microbatches] if action.stage else 0
+        if action.kind is _WEIGHT:
+            return 0
+        return self.forward_over[key] if action.stage == self.last_stage else self.backward_over[key + self.num_microbatches]
+
+    def _over(self, action: Action, slot: int) -> None:
+        key = action.stage * self.num_microbatches + action.microbatch
+        if action.kind is _FORWARD:
+            self.forward_over[key] = slot
+        elif action.kind is not _WEIGHT:
+            self.backward_over[key] = slot
+
+
+def _name(one: Action | Slot) -> str:
+    return " with ".join(map(str, one.computations)) if isinstance(one, Slot) else str(one)

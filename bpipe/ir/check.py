@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from bpipe.ir.action import COMPUTE, OTHER_END, TRANSFER, Action, Kind
 from bpipe.ir.deadlock import Waits, blocked_ranks
 from bpipe.ir.grid import window
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.host_slots import Hosting, host_slots
 from bpipe.passes.pairing import pairing
 from bpipe.simulate.memory import live_counts
@@ -49,6 +49,11 @@ class Case:
 
     schedule: Schedule
     spots: Spots = field(default_factory=lambda: Spots([], [], []))
+
+    def at(self, rank: int, slot: int, key: int) -> Action | None:
+        """What is computed there of the stage and micro-batch of `key`: of two that overlap, the one that is meant."""
+        mine = divmod(key, self.schedule.num_microbatches)
+        return next((one for one in self.schedule.ranks[rank][slot].computations if (one.stage, one.microbatch) == mine), None)
 
     def error(self, rule: str, rank: int, slot: int, action: Action | None, reason: str, lanes: tuple[int, ...] = ()) -> ScheduleError:
         """The error at this place; `lanes` are further ranks whose part of the grid explains it."""
@@ -108,27 +113,36 @@ def check_once(case: Case) -> None:
     filled = {_FORWARD: (forward,), _BACKWARD: (need, release), _INPUT: (need,), _WEIGHT: (release,)}
     for rank, row in enumerate(schedule.ranks):
         for slot, cell in enumerate(row):
-            compute = cell.compute
-            if compute is None:
+            if cell.compute is None and cell.overlapped is None:
                 continue
-            kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
-            if kind not in COMPUTE:
-                raise case.error(rule, rank, slot, compute, f"{kind.value} is no computation")
-            if not 0 <= stage < num_stages or not 0 <= microbatch < width:
-                raise case.error(rule, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
-            if owner[stage] != rank:
-                raise case.error(rule, rank, slot, compute, f"stage {stage} belongs to rank {owner[stage]}", (owner[stage],))
-            key = stage * width + microbatch
-            for spots in filled[kind]:
-                if spots[key] != NOWHERE:
-                    raise case.error(rule, rank, slot, compute, f"already computed in slot {spots[key]}")
-                spots[key] = slot
+            if cell.overlapped is not None:
+                _check_pair(case, rank, slot, cell)
+            for compute in cell.computations:
+                kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
+                if kind not in COMPUTE:
+                    raise case.error(rule, rank, slot, compute, f"{kind.value} is no computation")
+                if not 0 <= stage < num_stages or not 0 <= microbatch < width:
+                    raise case.error(rule, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
+                if owner[stage] != rank:
+                    raise case.error(rule, rank, slot, compute, f"stage {stage} belongs to rank {owner[stage]}", (owner[stage],))
+                key = stage * width + microbatch
+                for spots in filled[kind]:
+                    if spots[key] != NOWHERE:
+                        raise case.error(rule, rank, slot, compute, f"already computed in slot {spots[key]}")
+                    spots[key] = slot
     for spots, kinds in ((forward, "F"), (need, "B or I"), (release, "B or W")):
         if NOWHERE in spots:
             stage, microbatch = divmod(spots.index(NOWHERE), width)
             last = len(schedule.ranks[owner[stage]]) - 1
             raise case.error(rule, owner[stage], last, None, f"stage {stage} has no {kinds} of micro-batch {microbatch} in any slot")
     case.spots = Spots(forward, need, release)
+
+
+def _check_pair(case: Case, rank: int, slot: int, cell: Slot) -> None:
+    first, second = cell.compute, cell.overlapped
+    if first is None or first.kind is not _FORWARD or second is None or second.kind not in (_BACKWARD, _INPUT):
+        what = f"{first or 'nothing'} and {second} cannot overlap: it takes a forward and a backward, in this order"
+        raise case.error("each computation once", rank, slot, second, what)
 
 
 def check_forward_first(case: Case) -> None:
@@ -139,7 +153,7 @@ def check_forward_first(case: Case) -> None:
             continue
         rank = case.schedule.stage_to_rank[key // width]
         late, early = (forward, need) if forward >= need else (need, release)
-        before, after = case.schedule.ranks[rank][early].compute, case.schedule.ranks[rank][late].compute
+        before, after = case.at(rank, early, key), case.at(rank, late, key)
         raise case.error(rule, rank, early, before, f"{after} comes only in slot {late}")
 
 
@@ -153,8 +167,7 @@ def check_stage_order(case: Case) -> None:
             stage, other = (index + later) // width, (index + earlier) // width
             rank, other_rank = case.schedule.stage_to_rank[stage], case.schedule.stage_to_rank[other]
             slot, other_slot = spot[index + later], spot[index + earlier]
-            needed = case.schedule.ranks[other_rank][other_slot].compute
-            action = case.schedule.ranks[rank][slot].compute
+            needed, action = case.at(other_rank, other_slot, index + earlier), case.at(rank, slot, index + later)
             reason = f"needs {needed}, which rank {other_rank} computes in slot {other_slot}"
             raise case.error(rule, rank, slot, action, reason, (other_rank,))
 
@@ -200,7 +213,7 @@ def check_residency(case: Case) -> None:
         stage, microbatch = divmod(key, schedule.num_microbatches)
         rank, need = schedule.stage_to_rank[stage], spots.need[key]
         reason = f"micro-batch {microbatch} left in slot {slot} and is not loaded before this"
-        raise case.error("activations present", rank, need, schedule.ranks[rank][need].compute, reason)
+        raise case.error("activations present", rank, need, case.at(rank, need, key), reason)
 
 
 def _cannot_leave(slot: int, forward: int, need: int, left: int | None, returned: int) -> str | None:
@@ -220,8 +233,8 @@ def _cannot_return(slot: int, need: int, left: int) -> str | None:
 
 
 def check_host_slots(case: Case, assigned: Mapping[int, Mapping[Hosting, int]] | None = None) -> None:
-    """No preallocated slot of an acceptor holds two micro-batches at once. `assigned` replaces what `host_slots` gives, rank by rank."""
-    schedule, rule = case.schedule, "host slots"
+    """No host buffer of an acceptor holds two micro-batches at once. `assigned` replaces what `host_slots` gives, rank by rank."""
+    schedule, rule = case.schedule, "host buffers"
     for rank in range(schedule.num_ranks):
         stays = (host_slots(schedule, rank) if assigned is None else assigned[rank]) if _hosts(schedule, rank) else {}
         nth: dict[tuple[int, int], int] = {}
@@ -233,7 +246,7 @@ def check_host_slots(case: Case, assigned: Mapping[int, Mapping[Hosting, int]] |
                     nth[key] = nth.get(key, -1) + 1
                     index = stays[Hosting(*key, nth[key])]
                     if index in taken:
-                        raise case.error(rule, rank, slot, action, f"slot {index} still holds {taken[index]}")
+                        raise case.error(rule, rank, slot, action, f"host buffer {index} still holds {taken[index]}")
                     taken[index] = action
             for action in cell.transfers:
                 if action.kind is _RETURN:
@@ -263,8 +276,17 @@ def check_pair_order(case: Case) -> None:
 
 
 def check_no_deadlock(case: Case) -> None:
-    """Every rank reaches its end although sends, receives and transfers wait for each other, under the strictest of `Waits`."""
-    blocked = blocked_ranks(case.schedule, Waits.IN_EVERY_OPERATION)
+    """Every rank reaches its end although sends, receives and transfers wait for each other, and every operation for all of them."""
+    _check_waits(case, Waits.IN_EVERY_OPERATION)
+
+
+def check_waits(schedule: Schedule, waits: Waits) -> None:
+    """The same under other `Waits`: those of a certain run may be stricter than what every schedule has to stand."""
+    _check_waits(Case(schedule), waits)
+
+
+def _check_waits(case: Case, waits: Waits) -> None:
+    blocked = blocked_ranks(case.schedule, waits)
     if blocked:
         first = min(blocked, key=lambda one: one.slot)
         others = ", ".join(f"rank {one.rank} for rank {one.peer} at slot {one.slot}" for one in blocked[:8])

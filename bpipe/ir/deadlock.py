@@ -5,11 +5,14 @@ between two computations the rank sends what the first made and receives what th
 
 - With one stage a rank it receives as late as it can, just before the computation, and an exchange with one neighbour in both directions
   is one operation; towards different neighbours it first sends, then receives. For 1F1B these are Megatron's own calls.
-- With several stages a rank the ring of neighbours would block itself that way. There it receives, in one operation with what it sends,
-  all that its neighbours send until its next computation, as Megatron's interleaved loop does.
+- With several stages a rank the ring of neighbours would block itself that way. There, and where computations overlap, it receives, in one
+  operation with what it sends, all that its neighbours send until its next computation, as Megatron's interleaved loop does.
+- What stands behind its last computation starts when the last exchange is over.
 
 A message passes when both ends have arrived at it, and until then an end that waits for it goes no further. Every receive names its
-sender, so one execution that completes means that all do, and fewer waits never block more. `Waits` says how much else waits for transfers.
+sender, so one execution that completes means that all do, and fewer waits never block more. What the data needs is always waited for: a
+computation for what it receives and loads and for what was evicted before it, a RETURN for its HOST, a HOST for its slot's RETURN.
+`Waits` says how much else waits for transfers.
 Knows no tensors, no seconds.
 """
 
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
+from bpipe.passes.host_slots import Hosting, host_slots
 from bpipe.passes.steps import Step, steps
 
 _FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
@@ -31,11 +35,15 @@ NOBODY = -1
 
 
 class Waits(enum.IntEnum):
-    """When a rank waits for the transfers it has started, beyond what their data needs."""
+    """When a rank waits for the transfers it has started, beyond what their data needs. Each includes those before it."""
 
     ASYNCHRONOUS = 0
     AFTER_EXCHANGES = 1  # the device is synchronised after every exchange with a neighbouring stage, Megatron's batch_p2p_sync
     IN_EVERY_OPERATION = 2  # and inside every computation, as some communication libraries and allocators do
+    # And before a transfer starts, for the one before it in its direction: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a device share
+    # one queue, and an operation at its head that its own stream does not let begin holds up whatever was issued after it.
+    ONE_QUEUE = 3
+    AT_ISSUE = 4  # and for every transfer where it is posted: --bpipe-sync-transfers, or a timer around it that synchronises the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,9 @@ class Blocked:
 def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
     """Every rank that never finishes; empty for a schedule that cannot deadlock."""
     messages = _Messages(schedule)
-    exchanges = None if schedule.num_chunks == 1 else messages.early_exchanges()
+    # What overlaps is torch's, and its messages block nobody.
+    late = schedule.num_chunks == 1 and not any(cell.overlapped is not None for row in schedule.ranks for cell in row)
+    exchanges = None if late else messages.early_exchanges()
     programs = [_Program(schedule, rank, messages, exchanges, waits) for rank in range(schedule.num_ranks)]
     positions = _execute([program.operations for program in programs], messages.total)
     return tuple(
@@ -116,7 +126,7 @@ class _Messages:
         return self.transfers[key]
 
     def early_exchanges(self) -> list[list[list[int]]]:
-        """By rank, for the start of its loop and each of its computations: the messages it sends and receives right after.
+        """By rank, for its loop's start, each of its computations and the end: the messages it sends and receives right after.
 
         It sends what the computation made, and receives what is made for it from then until its next computation.
         """
@@ -126,13 +136,16 @@ class _Messages:
             made: list[tuple[int, int]] = []
             for rank, cell in enumerate(column):
                 if cell.compute is not None:
-                    message, to, _, _ = self.ends(cell.compute)
-                    exchanges[rank].append([] if to == NOBODY else [message])
-                    if to != NOBODY:
-                        made.append((message, to))
+                    sent: list[int] = []
+                    for action in cell.computations:
+                        message, to, _, _ = self.ends(action)
+                        if to != NOBODY:
+                            sent.append(message)
+                            made.append((message, to))
+                    exchanges[rank].append(sent)
             for message, to in made:
                 exchanges[to][-1].append(message)
-        return exchanges
+        return [[*of_rank, []] for of_rank in exchanges]
 
     def peer(self, rank: int, message: int) -> int:
         """The rank at the other end."""
@@ -162,10 +175,17 @@ class _Program:
         self.partner = -1 if schedule.partners is None else schedule.partners[rank]
         self.operations: list[int] = []
         self.outstanding: list[int] = []
-        self.sent = self.received = 0
+        # By direction, outwards and homewards: the transfers so far, and the last of them.
+        self.num_started = [0, 0]
+        self.last = [NOBODY, NOBODY]
+        self.host_slots = host_slots(schedule, rank)
+        self.stays: dict[tuple[int, int], int] = {}
+        self.returned: dict[int, int] = {}
         self.hosted: dict[tuple[int, int], int] = {}
         self.loading: dict[tuple[int, int], int] = {}
-        self.slots = [-1, *(slot for slot, cell in enumerate(schedule.ranks[rank]) if cell.compute is not None)]
+        self.leaving: list[int] = []
+        row = schedule.ranks[rank]
+        self.slots = [-1, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
         self.starts: list[int] = []
         if exchanges is None:
             self._receive_late(steps(schedule, rank))
@@ -191,8 +211,6 @@ class _Program:
                     self._exchange((needed,))
             self._step(step)
             output, to = made, made_to
-        if to != NOBODY:
-            self._exchange((output,))
 
     def _receive_early(self, program: Sequence[Step], exchanges: Sequence[list[int]]) -> None:
         for step, exchanged in zip(program, exchanges, strict=True):
@@ -210,33 +228,59 @@ class _Program:
     def _step(self, step: Step) -> None:
         if not (step.before or step.after or self.outstanding):
             return
-        evicting = [self._start(action) for action in step.before]
-        compute = step.compute
-        if compute is not None:
-            if self.loading and compute.kind is not _FORWARD and (compute.stage, compute.microbatch) in self.loading:
+        self._finish_evictions()
+        for action in step.before:
+            self._start(action)
+        for compute in step.computations if self.loading else ():
+            if compute.kind is not _FORWARD and (compute.stage, compute.microbatch) in self.loading:
                 self.operations.append(~self.loading.pop((compute.stage, compute.microbatch)))
-            if self.waits >= Waits.IN_EVERY_OPERATION:
-                self._wait_all()
-        # What was evicted beside a computation is freed right after it.
-        self.operations += [~message for message, action in zip(evicting, step.before, strict=True) if action.kind is _EVICT]
+        if step.compute is not None and self.waits >= Waits.IN_EVERY_OPERATION:
+            self._wait_all()
+        if any(action.kind is _LOAD for action in step.after):
+            self._finish_evictions()
         for action in step.after:
             self._start(action)
 
-    def _start(self, action: Action) -> int:
-        """Arrive at a transfer. A RETURN first waits for what its HOST brings; a LOAD is waited for by its backward."""
-        key = (action.stage, action.microbatch)
-        if action.kind is _EVICT or action.kind is _RETURN:
-            message = self.messages.transfer(self.rank, self.partner, self.sent)
-            self.sent += 1
-            if action.kind is _RETURN and key in self.hosted:
-                self.operations.append(~self.hosted.pop(key))
-        else:
-            message = self.messages.transfer(self.partner, self.rank, self.received)
-            self.received += 1
-            (self.hosted if action.kind is _HOST else self.loading)[key] = message
+    def _finish_evictions(self) -> None:
+        """The next computation, or a load before it, takes the memory of what was evicted."""
+        self.operations += [~message for message in self.leaving]
+        self.leaving.clear()
+
+    def _start(self, action: Action) -> None:
+        """Arrive at a transfer, after what it waits for. A LOAD is waited for by its backward."""
+        kind, key = action.kind, (action.stage, action.microbatch)
+        homeward = kind is _HOST or kind is _LOAD
+        ends = (self.partner, self.rank) if homeward else (self.rank, self.partner)
+        message = self.messages.transfer(*ends, self.num_started[homeward])
+        self.num_started[homeward] += 1
+        if self.waits >= Waits.ONE_QUEUE and self.last[homeward] != NOBODY:
+            self.operations.append(~self.last[homeward])
+        self.last[homeward] = message
+        if kind is _HOST:
+            self._host(key, message)
+        elif kind is _RETURN and key in self.hosted:
+            self.operations.append(~self.hosted.pop(key))
+            self.returned[self._slot(key)] = message
+        elif kind is _LOAD:
+            self.loading[key] = message
+        elif kind is _EVICT:
+            self.leaving.append(message)
         self.operations.append(message)
-        self.outstanding.append(message)
-        return message
+        if self.waits >= Waits.AT_ISSUE:
+            self.operations.append(~message)
+        else:
+            self.outstanding.append(message)
+
+    def _host(self, key: tuple[int, int], message: int) -> None:
+        """A slot is filled once what it held has left."""
+        self.stays[key] = self.stays.get(key, -1) + 1
+        emptied = self.returned.pop(self._slot(key), NOBODY)
+        if emptied != NOBODY:
+            self.operations.append(~emptied)
+        self.hosted[key] = message
+
+    def _slot(self, key: tuple[int, int]) -> int:
+        return self.host_slots[Hosting(*key, self.stays[key])]
 
     def _wait_all(self) -> None:
         if self.outstanding:

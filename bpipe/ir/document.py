@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NoReturn
 
 from bpipe.ir.action import Action
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.text import TextError, describe, read_action, slot_of
+from bpipe.ir.text import NAME, TextError, describe, read_computation, slot_of, write_computation
 from bpipe.simulate.memory import live_counts, num_transfers
+from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
 _USUAL = ("partners", "stage_to_rank")
@@ -41,8 +41,7 @@ def write_json(schedule: Schedule) -> str:
             "peak": max(live_counts(schedule, rank), default=0),
             "evictions": num_transfers(schedule, rank).evictions,
             "slots": [
-                {"compute": None if slot.compute is None else str(slot.compute), "transfers": [str(action) for action in slot.transfers]}
-                for slot in row
+                {"compute": write_computation(slot) or None, "transfers": [str(action) for action in slot.transfers]} for slot in row
             ],
         }
         for rank, row in enumerate(schedule.ranks)
@@ -54,17 +53,13 @@ def write_json(schedule: Schedule) -> str:
 def read_json(text: str) -> Schedule:
     """A schedule from JSON. Raises TextError for what is missing, unknown, of the wrong type, or does not agree."""
     try:
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise TextError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise TextError("nested deeper than any schedule") from None
+        document = load_json(text)
     except ValueError as error:
         raise TextError(f"{error}") from None
     fields = _object(document, "the document", _KEYS, _USUAL)
     name = fields["schedule"]
-    if not isinstance(name, str):
-        raise TextError(f"schedule: {name!r} is no name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise TextError(f"schedule: {repr(name)[:40]} is no name: use letters, digits, '.', '_' and '-'")
     num_ranks, num_chunks, num_microbatches = (_number(fields[key], key, 1) for key in ("stages", "chunks", "microbatches"))
     entries = _list(fields["ranks"], "ranks")
     if len(entries) != num_ranks:
@@ -105,7 +100,7 @@ def _read_slot(entry: object, place: str) -> Slot:
     try:
         if not all(isinstance(cell, str) for cell in cells):
             raise TextError(f"{cells!r:.60} must be actions as text")
-        slot = slot_of([read_action(str(cell)) for cell in cells])
+        slot = slot_of([read_computation(str(cell)) for cell in cells])
         if (slot.compute is None) != (compute is None):
             raise TextError(f"compute is {compute!r}: write transfers under transfers, computations under compute")
         return slot
@@ -126,20 +121,7 @@ def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
 
 
 def _actions(slot: Slot) -> tuple[Action, ...]:
-    return slot.transfers if slot.compute is None else (slot.compute, *slot.transfers)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key[:40]!r} stands there twice")
-        found[key] = value
-    return found
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number a schedule has")
+    return (*slot.computations, *slot.transfers)
 
 
 def _object(value: object, place: str, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, object]:

@@ -7,7 +7,8 @@
 
 A lane is a rank: on its line C what it computes (`.` is a bubble), on line T, if it transfers anything, what it moves beside that. A cell
 is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H host, R return, L load. With several stages
-a rank, or where the stage is not the one the lane implies, its number stands in front. A grid wider than the page goes on in blocks.
+a rank, or where the stage is not the one the lane implies, its number stands in front. `0F5&7B2` are a forward and a backward that run
+together. A grid wider than the page goes on in blocks.
 Further lines that start with `#` are remarks.
 Knows no terminal: width and paint come from the caller.
 """
@@ -24,6 +25,8 @@ from bpipe.ir.text import NUMBER, TextError, assemble, header, read_header, slot
 BUBBLE = "."
 # Joins the transfers of one slot.
 JOIN = "+"
+# Joins the two computations of one slot.
+BESIDE = "&"
 
 _LETTERS = {
     Kind.FORWARD: "F",
@@ -38,6 +41,7 @@ _LETTERS = {
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 _CELL = re.compile(f"{NUMBER}?([FBIWEHRL]){NUMBER}")
 _LANE = re.compile(f"rank {NUMBER} C (.*)")
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _PARTNERS_KINDS = (Kind.HOST, Kind.RETURN)
 
 # Colours a cell: the padded text and the slot it belongs to.
@@ -67,7 +71,7 @@ def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]
     digits = len(str(schedule.num_ranks - 1))
     lines: list[tuple[str, list[str], list[Action | None]]] = []
     for rank, row in enumerate(schedule.ranks):
-        computed = [BUBBLE if slot.compute is None else _short(slot.compute, own[rank], hosted[rank]) for slot in row]
+        computed = [_computed(slot, own[rank]) for slot in row]
         lines.append((f"rank {rank:<{digits}} C", computed, [slot.compute for slot in row]))
         if any(slot.transfers for slot in row):
             moved = [JOIN.join(_short(action, own[rank], hosted[rank]) for action in slot.transfers) or BUBBLE for slot in row]
@@ -137,11 +141,12 @@ class _Reader:
         lane = []
         for slot, (cell, number) in enumerate(self.computed[rank]):
             transfers, below = self.moved.get(rank, {}).get(slot, (BUBBLE, number))
-            actions = [] if cell == BUBBLE else [_long(cell, own, hosted, number, slot)]
-            if transfers != BUBBLE:
-                actions += [_long(one, own, hosted, below, slot) for one in transfers.split(JOIN)]
+            parts = [] if cell == BUBBLE else [_long(one, own, hosted, number, slot) for one in cell.split(BESIDE)]
+            moved = [] if transfers == BUBBLE else [_long(one, own, hosted, below, slot) for one in transfers.split(JOIN)]
             try:
-                found = slot_of(actions)
+                if len(parts) > 1 and (len(parts) > 2 or parts[0].kind is not Kind.FORWARD or parts[1].kind not in _BACKWARDS):
+                    raise TextError(f"{cell[:40]!r} overlaps other than a forward and a backward, in this order")
+                found = slot_of([*([tuple(parts)] if parts else []), *((action,) for action in moved)])
             except TextError as error:
                 raise TextError(f"line {number}, slot {slot}: {error}") from None
             if (found.compute is None) != (cell == BUBBLE):
@@ -176,7 +181,7 @@ def _window_cell(schedule: Schedule, rank: int, slot: int, line: str) -> str:
     own, hosted = _implied(schedule.stage_to_rank, schedule.num_ranks, schedule.partners)
     cell = schedule.ranks[rank][slot]
     if line == "C":
-        return BUBBLE if cell.compute is None else _short(cell.compute, own[rank], hosted[rank])
+        return _computed(cell, own[rank])
     return JOIN.join(_short(action, own[rank], hosted[rank]) for action in cell.transfers)
 
 
@@ -188,6 +193,11 @@ def _implied(stage_to_rank: Sequence[int], num_ranks: int, partners: Sequence[in
             if rank < num_ranks:
                 own[rank] = stage
     return own, [-1] * num_ranks if partners is None else [own[partner] for partner in partners]
+
+
+def _computed(slot: Slot, own: int) -> str:
+    """What stands on line C."""
+    return BESIDE.join(_short(action, own, -1) for action in slot.computations) or BUBBLE
 
 
 def _short(action: Action, own: int, hosted: int) -> str:

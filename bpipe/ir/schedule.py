@@ -10,12 +10,28 @@ from dataclasses import dataclass
 from bpipe.ir.action import Action
 
 
+def together(compute: Action | None, overlapped: Action | None) -> tuple[Action, ...]:
+    """What is computed at once: nothing, one computation, or two that overlap."""
+    if compute is None:
+        return ()
+    return (compute,) if overlapped is None else (compute, overlapped)
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One column of the grid on one rank: a computation or a bubble, and the transfers that start with it and end by its end."""
+    """One column of the grid on one rank: a computation or a bubble, and the transfers that start with it and end by its end.
+
+    `overlapped` is the backward that runs together with `compute`, a forward, as one operation: neither begins before both have their
+    inputs, nor passes its output on before both are over.
+    """
 
     compute: Action | None = None
     transfers: tuple[Action, ...] = ()
+    overlapped: Action | None = None
+
+    @property
+    def computations(self) -> tuple[Action, ...]:
+        return together(self.compute, self.overlapped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Read and write actions and schedules as text, exactly both ways. In: text or a Schedule. Out: the other, or a `TextError` with the place.
 
-A cell is `<stage><KIND><microbatch>`, as in torch.distributed.pipelining's CSV: `2F0`, `0EVICT1`. CSV has a row a rank and a column a slot;
-a slot with several actions separates them by spaces, computation first, and an empty cell is a bubble. A schedule that knows partners or
-bounds starts with one line of header; without them the file is what torch's own reader takes, and names itself nowhere.
+A cell is `<stage><KIND><microbatch>`, as in torch.distributed.pipelining's CSV: `2F0`, `0EVICT1`; `(0F5;7B2)OVERLAP_F_B` is a forward and a
+backward that run together. CSV has a row a rank and a column a slot; a slot with several actions separates them by spaces, computation
+first, and an empty cell is a bubble. A schedule that knows partners or bounds starts with one line of header; without them the file is what
+torch's own reader takes, and names itself nowhere. Torch's runtime form, which has messages between the computations, is read through
+`messages`, which checks and drops them.
 Whatever is not understood to the last character is refused. Knows no rule a schedule must keep: that is `check`.
 """
 
@@ -11,12 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from bpipe.ir.action import COMPUTE, TRANSFER, Action, Kind
+from bpipe.ir.action import COMPUTE, Action, Kind
 from bpipe.ir.schedule import Schedule, Slot
 
 NUMBER = "(0|[1-9][0-9]{0,8})"
 _CELL = re.compile(f"{NUMBER}({'|'.join(kind.value for kind in Kind)}){NUMBER}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS = {kind.value: kind for kind in Kind}
 _EMPTY = Slot()
 _HEADER = "# bpipe"
@@ -38,6 +41,24 @@ def read_action(text: str) -> Action:
     return Action(int(stage), _KINDS[kind], int(microbatch))
 
 
+def read_computation(text: str) -> tuple[Action, ...]:
+    """One action, or the forward and the backward of an overlapped cell."""
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        return (read_action(text),)
+    forward, backward = (read_action(part) for part in match.groups())
+    if forward.kind is not Kind.FORWARD or backward.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        raise TextError(f"{text[:40]!r} overlaps other than a forward and a backward, in this order")
+    return forward, backward
+
+
+def write_computation(slot: Slot) -> str:
+    """What the slot computes, empty for a bubble."""
+    if slot.overlapped is not None:
+        return f"({slot.compute};{slot.overlapped})OVERLAP_F_B"
+    return "" if slot.compute is None else str(slot.compute)
+
+
 def write_csv(schedule: Schedule) -> str:
     """One line a rank. Compute-only schedules come out as torch.distributed.pipelining writes its own."""
     lines = [",".join(_csv_cell(slot) for slot in row) for row in schedule.ranks]
@@ -48,48 +69,51 @@ def write_csv(schedule: Schedule) -> str:
 
 def read_csv(text: str, name: str = "csv") -> Schedule:
     """A schedule from CSV; `name` is that of one that does not say. Shorter rows end in bubbles."""
+    fields, rows = read_rows(text)
+    return assemble([[_read_csv_cell(cell, place) for cell, place in row] for row in rows], fields, name)
+
+
+def read_rows(text: str) -> tuple[dict[str, str], list[list[tuple[str, str]]]]:
+    """The fields of a CSV's header, if it has one, and its cells, each with the words for its place."""
     lines = text.removesuffix("\n").split("\n")
     fields: dict[str, str] = {}
     first = 1
     if lines[0].startswith("#"):
         fields = read_header(lines[0].rstrip("\r"))
         lines, first = lines[1:], 2
-    rows = []
-    for number, line in enumerate(lines, first):
-        cells = line.removesuffix("\r").split(",")
-        rows.append([_read_csv_cell(cell, f"line {number}, cell {column}") for column, cell in enumerate(cells, 1)])
-    return assemble(rows, fields, name)
+    rows = [
+        [(cell, f"line {number}, cell {column}") for column, cell in enumerate(line.removesuffix("\r").split(","), 1)]
+        for number, line in enumerate(lines, first)
+    ]
+    return fields, rows
 
 
 def _csv_cell(slot: Slot) -> str:
-    actions = slot.transfers if slot.compute is None else (slot.compute, *slot.transfers)
-    return " ".join(str(action) for action in actions)
+    return " ".join([*filter(None, [write_computation(slot)]), *map(str, slot.transfers)])
 
 
 def _read_csv_cell(text: str, place: str) -> Slot:
     try:
-        return slot_of([read_action(cell) for cell in text.strip(" ").split(" ") if cell])
+        return slot_of([read_computation(cell) for cell in text.strip(" ").split(" ") if cell])
     except TextError as error:
         raise TextError(f"{place}: {error}") from None
 
 
-def slot_of(actions: Sequence[Action]) -> Slot:
-    """The slot of a computation, if there is one, and transfers after it."""
-    if not actions:
+def slot_of(cells: Sequence[tuple[Action, ...]]) -> Slot:
+    """The slot of a computation, if there is one, or of two that overlap, and transfers after it."""
+    if not cells:
         return _EMPTY
-    compute = actions[0] if actions[0].kind in COMPUTE else None
-    transfers = tuple(actions[1:] if compute else actions)
+    compute, overlapped = (cells[0] if len(cells[0]) == 2 else (cells[0][0], None)) if cells[0][0].kind in COMPUTE else (None, None)
+    transfers = tuple(action for cell in (cells if compute is None else cells[1:]) for action in cell)
     for action in transfers:
         if action.kind in COMPUTE:
             raise TextError(f"{action} is a second computation or stands behind a transfer: a slot has one, and it comes first")
-        if action.kind not in TRANSFER:
-            raise TextError(f"{action} passes something between stages: that follows from the computations, leave it out")
-    return Slot(compute, transfers)
+    return Slot(compute, transfers, overlapped)
 
 
 def header(schedule: Schedule) -> str:
     """One line with what the cells do not tell."""
-    if not _NAME.fullmatch(schedule.name):
+    if not NAME.fullmatch(schedule.name):
         raise ValueError(f"schedule name {schedule.name!r} cannot be written: use letters, digits, '.', '_' and '-'")
     fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_microbatches}", f"stage_to_rank={_join(schedule.stage_to_rank)}"]
     for name, values in (("partners", schedule.partners), ("bounds", schedule.bounds)):
@@ -121,7 +145,7 @@ def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) 
         raise TextError(f"{len(rows)} ranks of up to {length} slots: more than {MAX_SLOTS} are not read")
     ranks = tuple((*row, *[_EMPTY] * (length - len(row))) for row in rows)
     if fields:
-        if not _NAME.fullmatch(fields["schedule"]):
+        if not NAME.fullmatch(fields["schedule"]):
             raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is no name")
         stage_to_rank = _numbers(fields["stage_to_rank"], "stage_to_rank")
         partners, bounds = (_numbers(fields[key], key) if key in fields else None for key in ("partners", "bounds"))
@@ -139,10 +163,10 @@ def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
     last = -1
     for rank, row in enumerate(ranks):
         for slot in row:
-            if slot.compute is not None:
-                last = max(last, slot.compute.microbatch)
-                if owners.setdefault(slot.compute.stage, rank) != rank:
-                    raise TextError(f"{slot.compute} is on rank {rank}, but rank {owners[slot.compute.stage]} computes the stage too")
+            for action in slot.computations:
+                last = max(last, action.microbatch)
+                if owners.setdefault(action.stage, rank) != rank:
+                    raise TextError(f"{action} is on rank {rank}, but rank {owners[action.stage]} computes the stage too")
     if not owners:
         raise TextError("there is no computation in it")
     missing = next((stage for stage in range(len(owners)) if stage not in owners), None)

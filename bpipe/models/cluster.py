@@ -1,4 +1,4 @@
-"""Describe devices and how they are joined. In: text such as `a100-80g:4x8`. Out: a frozen `Cluster`. Knows no model and no schedule.
+"""Describe devices and how they are joined. In: text such as `a100-80g:4x8`. Out: a frozen `Cluster`. Knows no model, schedule or file.
 
 Peaks are dense 16-bit matrix FLOP/s; links are per device and one direction. What software reaches of them is in `compute`.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from bpipe.names import unknown
 
 GIB = 2**30
 
@@ -26,7 +28,11 @@ class Device:
 
 # `between` is one network port a device: eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
 # Usable memory of the A100 with 80 GB: "total capacity of 79.25 GiB" in torch's own messages (Vad-R1 issue 11, OOTDiffusion issue 235 on
-# GitHub). The others' are what torch reports on such machines, to a few tenths; `Device` takes another where yours differs.
+# GitHub). The A800's: "total capacity of 79.33 GiB" (PB-LLM issue 3, Kimi-VL issue 51). The others' are what torch reports on such
+# machines, to a few tenths; a cluster file takes another where yours differs. Of the H20 and the GB200: 97871 and 189471 MiB, as
+# nvidia-smi shows, less the half to three quarters of a GiB by which torch reports less on an H100 and a B200.
+# `inside` is NVLink. Of the MI300X it is the seven links of 64 GB/s to the seven others of a node, so a single pair has a seventh of it.
+# The NVLink of a GB200 NVL72 joins 72: write nodes of 72, or the 4 of a tray where the job has no more.
 DEVICES = {
     device.name: device
     for device in (
@@ -34,7 +40,11 @@ DEVICES = {
         Device("a100-80g", 312e12, int(79.25 * GIB), 2.039e12, 300e9, 25e9, "NVIDIA A100 data sheet"),
         Device("h100-80g", 989e12, int(79.1 * GIB), 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM data sheet"),
         Device("h200-141g", 989e12, int(139.8 * GIB), 4.8e12, 450e9, 50e9, "NVIDIA H200 data sheet"),
+        Device("a800-80g", 312e12, int(79.33 * GIB), 2.039e12, 200e9, 25e9, "NVIDIA A100 data sheet, NVLink at 400 GB/s both ways"),
+        Device("h20-96g", 148e12, int(95.0 * GIB), 4.0e12, 450e9, 50e9, "NVIDIA H20: 148 TFLOP/s, 96 GB at 4.0 TB/s, NVLink 900 GB/s"),
         Device("b200-180g", 2250e12, int(178.3 * GIB), 7.7e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet"),
+        Device("gb200-186g", 2500e12, int(184.3 * GIB), 8.0e12, 900e9, 50e9, "NVIDIA GB200 NVL72: of 72, 360 PFLOP/s with sparsity"),
+        Device("mi300x-192g", 1307.4e12, int(191.98 * GIB), 5.3e12, 448e9, 50e9, "AMD Instinct MI300X data sheet"),
     )
 }
 
@@ -50,14 +60,16 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
 
-def parse_cluster(text: str) -> Cluster:
-    """`DEVICE:NODESxDEVICES`, such as a100-80g:4x8; without `NODESx` it is one node."""
-    match = re.fullmatch(r"([a-z0-9-]+):(?:([0-9]{1,5})x)?([0-9]{1,3})", text)
-    if match is None:
+def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
+    """`DEVICE:NODESxDEVICES`, such as a100-80g:4x8; without `NODESx` it is one node. `devices`: both, where the text says none."""
+    match = re.fullmatch(r"([a-z0-9-]+)(?::(?:([0-9]{1,5})x)?([0-9]{1,3}))?", text)
+    if match is None or (match[3] is None and devices is None):
         raise ValueError(f"cluster {text!r} is not DEVICE:NODESxDEVICES, such as a100-80g:4x8")
-    name, nodes, devices = match[1], int(match[2] or 1), int(match[3])
+    name, nodes, each = match[1], int(match[2] or 1), int(match[3] or 0)
+    if match[3] is None and devices is not None:
+        nodes, each = devices
     if name not in DEVICES:
-        raise ValueError(f"unknown device {name!r} in cluster {text!r}: choose from {', '.join(DEVICES)}")
-    if nodes < 1 or devices < 1:
-        raise ValueError(f"cluster {text!r} has {nodes} nodes of {devices} devices: there must be at least one of each")
-    return Cluster(DEVICES[name], nodes, devices)
+        raise ValueError(f"cluster {text!r}: {unknown('device', name, DEVICES)}")
+    if nodes < 1 or each < 1:
+        raise ValueError(f"cluster {text!r} has {nodes} nodes of {each} devices: there must be at least one of each")
+    return Cluster(DEVICES[name], nodes, each)

@@ -134,16 +134,12 @@ def _places(tensor: int, pipeline: int, data: int, devices_per_node: int, adjace
 
 
 def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:
-    """Layers of each stage, or None where it does not divide. Uneven: equal in the middle, the first and the last stage have fewer.
+    """Layers of each stage, or None where there is no such split. Uneven: what does not divide goes, one each, to the stages before the
+    last.
 
-    Those are the stages that also have the embedding and the output layer, and the splits that Megatron can be told with two flags.
+    The last has the output layer besides, and early stages hold most micro-batches: so the first is the next to be spared.
     """
-    if num_layers % num_stages == 0:
-        return (num_layers // num_stages,) * num_stages
-    if not allow_uneven or num_stages < 3:
+    each, rest = divmod(num_layers, num_stages)
+    if not each or (rest and not allow_uneven):
         return None
-    middle = -(-num_layers // num_stages)
-    rest = num_layers - (num_stages - 2) * middle
-    if rest < 2:
-        return None
-    return (-(-rest // 2), *(middle,) * (num_stages - 2), rest // 2)
+    return (*(each,) * (num_stages - 1 - rest), *(each + 1,) * rest, each)

@@ -119,7 +119,7 @@ def held(schedule: str, pipeline: int, num_microbatches: int, chunks: int, balan
 
 
 def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:
-    """The most a rank's own micro-batches occupy, and its slots for the partner's, which are allocated throughout."""
+    """The most a rank's own micro-batches occupy, and its host buffers, which are allocated throughout."""
     owner = schedule.stage_to_rank
     own = [size if of == rank else 0 for size, of in zip(saved, owner, strict=True)]
     partner = schedule.partners[rank] if schedule.partners else rank
@@ -129,13 +129,13 @@ def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[i
 
 @lru_cache(maxsize=1024)
 def held_counts(schedule: str, pipeline: int, num_microbatches: int, balance: str) -> tuple[tuple[int, int], ...]:
-    """For every rank its own micro-batches at most, and its slots, with one stage a rank."""
+    """For every rank its own micro-batches at most, and its host buffers, with one stage a rank."""
     built = held(schedule, pipeline, num_microbatches, 1, balance)
     return tuple(held_bytes(built, (1,) * pipeline, rank) for rank in range(pipeline))
 
 
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
-    """For every rank the bytes of its own micro-batches at their most, and of its slots.
+    """For every rank the bytes of its own micro-batches at their most, and of its host buffers. GPipe holds them all and moves none.
 
     No more micro-batches are looked at than fill the pipeline: 2p, interleaved 3p. Balanced interleaved schedules need, with some other
     numbers of micro-batches, one slot fewer.
@@ -143,7 +143,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     saved, p, m = stage_bytes(setup), setup.pipeline, setup.num_microbatches
     if setup.chunks == 1:
         # Partners are p-1-s, and equal stages hold equal bytes: thousands of setups share a few counts.
-        counts = held_counts(setup.schedule, p, m if setup.schedule == "gpipe" else min(m, 2 * p), setup.balance)
+        counts = ((m, 0),) * p if setup.schedule == "gpipe" else held_counts(setup.schedule, p, min(m, 2 * p), setup.balance)
         return tuple((own * saved[rank], slots * saved[p - 1 - rank]) for rank, (own, slots) in enumerate(counts))
     schedule = held(setup.schedule, p, min(m, 3 * p), setup.chunks, setup.balance)
     return tuple(held_bytes(schedule, saved, rank) for rank in range(p))

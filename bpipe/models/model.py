@@ -5,10 +5,12 @@ Knows no parallelism, no device and no weights; refuses what it does not model (
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bpipe.names import unknown
+from bpipe.values import a_whole, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +125,21 @@ def find_model(name: str) -> Model:
         path = path / "config.json"
     if path.is_file():
         return read_hugging_face(path)
-    raise ValueError(f"unknown model {name!r}: choose from {', '.join(PRESETS)}, or name a config.json of Hugging Face on disk")
+    raise ValueError(f"{unknown('model', name, PRESETS)}, or name a config.json of Hugging Face on disk")
 
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3")
 _GPT2 = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 
 
+# Beyond any layer and any vocabulary.
+_LARGEST_SIZE = 10**9
+
+
 def read_hugging_face(path: Path) -> Model:
     """The model of a config.json. Raises ValueError for a kind that is not modelled, and names the key that is missing."""
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = load_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
     if not isinstance(config, dict):
@@ -148,9 +154,7 @@ def read_hugging_face(path: Path) -> Model:
     def number(key: str, default: int | None = None) -> int:
         value = config.get(_GPT2[key] if kind == "gpt2" and key in _GPT2 else key)
         value = default if value is None else value
-        if type(value) is not int:
-            raise ValueError(f"{path}: {key} is {value!r}, but must be a whole number")
-        return value
+        return a_whole(value, f"{path}: {key}", 1, _LARGEST_SIZE)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     common = (str(path), number("num_hidden_layers"), hidden, heads)

@@ -10,14 +10,13 @@ from the cost model. Knows no device.
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from bpipe.models.layout import Setup
 from bpipe.simulate.cost import Costs, StageCost
+from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, las
 def read_profile(path: str) -> Profile:
     """Raises ValueError naming the entry and the key that is wrong."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document: Any = load_json(Path(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
     stages = document.get("stages") if isinstance(document, dict) else None
@@ -132,11 +131,8 @@ def _entry(path: str, index: int, stage: object) -> Entry:
     if unknown:
         raise ValueError(f"{path}: stage {index} has unknown {', '.join(unknown)}: known are {', '.join(sorted(_KEYS))}")
     for key, value in stage.items():
-        whole = key in _WHOLE
-        if type(value) not in ((int,) if whole else (int, float)) or not (
-            value >= (key in ("micro_batch", "layers")) and math.isfinite(value)
-        ):
-            raise ValueError(
-                f"{path}: stage {index}: {key} is {value!r}, but must be a {'whole ' if whole else ''}number that is not negative"
-            )
+        if key in _WHOLE:
+            a_whole(value, f"{path}: stage {index}: {key}", int(key != "saved_bytes"), LARGEST_BYTES)
+        else:
+            a_number(value, f"{path}: stage {index}: {key}")
     return Entry(**stage)

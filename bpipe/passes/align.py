@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.generate.place import place
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.action import Action
+from bpipe.ir.schedule import Schedule, Slot
 
 
 def align(schedule: Schedule) -> Schedule:
@@ -16,10 +17,26 @@ def align(schedule: Schedule) -> Schedule:
 
     Raises ValueError for a schedule with transfers, and for orders that wait for each other.
     """
+    # Tables of this size follow: a file must not make them larger than itself.
+    if schedule.num_stages * schedule.num_microbatches > sum(len(slot.computations) for row in schedule.ranks for slot in row):
+        raise ValueError(f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches are more than what stands in it")
     for row in schedule.ranks:
         for slot in row:
             if slot.transfers:
                 raise ValueError(f"{slot.transfers[0]} belongs to its slot: align a compute-only schedule, then balance it")
-    orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
+            for action in slot.computations:
+                _check_range(schedule, action)
+    orders = [[_one(slot, slot.compute) for slot in row if slot.compute is not None] for row in schedule.ranks]
     placed = place(schedule.name, schedule.num_microbatches, schedule.stage_to_rank, orders)
     return replace(placed, partners=schedule.partners, bounds=schedule.bounds)
+
+
+def _one(slot: Slot, compute: Action) -> Action | Slot:
+    return compute if slot.overlapped is None else slot
+
+
+def _check_range(schedule: Schedule, action: Action) -> None:
+    """What is placed is looked up by stage and micro-batch: the grid's own check comes only after it."""
+    if not 0 <= action.stage < schedule.num_stages or not 0 <= action.microbatch < schedule.num_microbatches:
+        there = f"stages 0 to {schedule.num_stages - 1}, micro-batches 0 to {schedule.num_microbatches - 1}"
+        raise ValueError(f"{action} cannot be placed: there are {there}")

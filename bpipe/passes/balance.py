@@ -169,6 +169,9 @@ def _check_input(schedule: Schedule, bounds: Sequence[int], sizes: Sizes) -> Non
     moving = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
     if moving is not None:
         raise ValueError(f"the schedule already has transfers ({moving}): balance it as it was before")
+    overlapping = next((slot for row in schedule.ranks for slot in row if slot.overlapped is not None), None)
+    if overlapping is not None:
+        raise ValueError(f"{overlapping.compute} and {overlapping.overlapped} overlap: only schedules of single computations are balanced")
     for name, values in (("saved", sizes.saved), ("moved", sizes.moved)):
         if len(values) != schedule.num_stages:
             raise ValueError(f"{name}_bytes has {len(values)} entries, the schedule {schedule.num_stages} stages: give one for each stage")

@@ -1,10 +1,14 @@
-"""Fold a rank's slots onto the hooks an engine has: before and after each computation, and the start of the loop.
+"""Fold a rank's slots onto the hooks an engine has: before and after each computation, and the loop's start and end.
 
-In: a checked Schedule and a rank. Out: one `Step` per computation, in order. Knows no tensors, no clock.
+In: a checked Schedule and a rank. Out: one `Step` per computation, in order, between those two. Knows no tensors, no clock.
 
 A transfer beside a computation starts just before it. A transfer in a bubble slot has no computation to start with, so it goes to
 the *latest hook that is not later* than its slot: after the computation before it, or the start of the loop. Starting a half of a
 transfer too early costs nothing (it only posts a receive); starting it late could make its partner wait for what waits for it.
+
+What stands behind the rank's last computation goes to the end of the loop, after its last message to a neighbour. The partner comes to
+its end of these transfers only with what that message sets going: where anything waits for a transfer before the message is sent
+(a queue that all streams share, a synchronising timer), both would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,29 +16,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.ir.action import Action
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, together
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One computation and the transfers that start around it. `compute` is None for the start of the loop, which is the first step."""
+    """One computation and the transfers that start around it. `compute` is None for the loop's start and its end, the first and last.
+
+    `overlapped` is the backward that runs together with it.
+    """
 
     compute: Action | None
     before: tuple[Action, ...] = ()
     after: tuple[Action, ...] = ()
+    overlapped: Action | None = None
+
+    @property
+    def computations(self) -> tuple[Action, ...]:
+        return together(self.compute, self.overlapped)
 
 
 def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """The rank's program. Step 0 is the start of the loop; its transfers stand in `after`."""
+    """The rank's program. The first step is the start of the loop and the last its end; their transfers stand in `after`."""
     folded: list[Step] = []
     compute: Action | None = None
+    overlapped: Action | None = None
     before: tuple[Action, ...] = ()
     after: tuple[Action, ...] = ()
     for slot in schedule.ranks[rank]:
         if slot.compute is None:
             after += slot.transfers
             continue
-        folded.append(Step(compute, before, after))
-        compute, before, after = slot.compute, slot.transfers, ()
-    folded.append(Step(compute, before, after))
+        folded.append(Step(compute, before, after, overlapped))
+        compute, overlapped, before, after = slot.compute, slot.overlapped, slot.transfers, ()
+    folded += (Step(compute, before, (), overlapped), Step(None, (), after))
     return tuple(folded)

@@ -40,6 +40,7 @@ def document(prediction: Prediction) -> dict[str, Any]:
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
     return {
         "iteration_time_s": timing.iteration_s,
+        "simulated_microbatches": timing.simulated,
         "mfu_percent": 100 * prediction.mfu,
         "mfu_formula": prediction.formula,
         "peak_flops_per_s": setup.cluster.device.peak_flops_per_s,

@@ -8,6 +8,7 @@ B is the global batch of one replica. Knows no model, no memory and no transfers
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -24,19 +25,22 @@ class Estimate:
 
 def iteration_seconds(batch: int, pipeline: int, micro_batch: int, stage_seconds: float) -> float:
     """(B/b + p - 1) T(b)."""
+    if not 0 < stage_seconds < math.inf:
+        raise ValueError(f"stage seconds are {stage_seconds}, but must lie above 0")
     return (batch / micro_batch + pipeline - 1) * stage_seconds
 
 
 def estimate(batch: int, pipeline: int, x: int, y: int, stage_mfu_x: float, stage_mfu_y: float) -> Estimate:
     """Compare micro-batch sizes x and y."""
-    for name, size in (("x", x), ("y", y)):
-        if size < 1 or batch % size:
-            raise ValueError(f"micro-batch size {name} = {size} does not divide the batch {batch} of one replica")
-    if pipeline < 1:
-        raise ValueError(f"pipeline is {pipeline}, but must be at least 1")
-    for name, stage_mfu in (("x", stage_mfu_x), ("y", stage_mfu_y)):
+    for name, value in (("global batch", batch), ("pipeline", pipeline), ("micro-batch", x), ("micro-batch", y)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 1")
+    for size in (x, y):
+        if batch % size:
+            raise ValueError(f"micro-batch {size} does not divide the global batch {batch} of one replica")
+    for stage_mfu in (stage_mfu_x, stage_mfu_y):
         if not 0 < stage_mfu <= 1:
-            raise ValueError(f"the stage MFU of {name} is {100 * stage_mfu:g} %, but must lie above 0 and not above 100")
+            raise ValueError(f"a stage MFU is {100 * stage_mfu:g} %, but must lie above 0 and not above 100")
     full_x, full_y = batch + x * (pipeline - 1), batch + y * (pipeline - 1)
     return Estimate(
         ratio=full_y / full_x * stage_mfu_x / stage_mfu_y,

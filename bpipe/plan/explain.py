@@ -1,21 +1,32 @@
-"""Say in words what balancing buys. In: the Outcome of a search. Out: sentences. Predicts nothing itself."""
+"""Say in words what balancing buys, or what left nothing. In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from bpipe.models.layout import Setup
 from bpipe.plan.predict import Prediction
 from bpipe.plan.search import Closest, Found, Outcome
+from bpipe.plan.space import CUTS, MIN_BALANCED_RANKS, Space, divisors, num_grids
 
 # Half of the published runs of one model are further from their prediction than this, in either direction (docs/validation.md).
 CLEARLY = 1.05
+
+
+class Verdict(NamedTuple):
+    """`kind` is for programs: docs/planning.md lists them."""
+
+    kind: str
+    text: str
 
 
 def describe(setup: Setup) -> str:
     """One configuration in a few words."""
     chunks = f" v={setup.chunks}" if setup.chunks > 1 else ""
     balance = " balanced" if setup.balance != "none" else ""
+    layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
     grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}"
-    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{balance}"
+    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{layers}{balance}"
 
 
 def only_balanced(found: Found) -> str | None:
@@ -26,41 +37,100 @@ def only_balanced(found: Found) -> str | None:
     return f"fits only balanced: without, its fullest rank needs {_gib(found.needs_bytes)} of {_gib(limit)} GiB"
 
 
-def what_balancing_buys(outcome: Outcome) -> str:
-    """The gain, or the sentence why it does not help."""
+def verdict(outcome: Outcome) -> Verdict:
+    """The gain, or why there is none; of a search for one kind only, no comparison; where there are no rows, what cut them."""
     if not outcome.num_configurations:
-        return "There is no configuration under these constraints."
-    if not outcome.num_fitting and outcome.closest is not None:
-        return f"Nothing fits, balanced or not: {_closest(outcome.closest)}."
+        return Verdict("no-configuration", f"There is no configuration. {_what_cut(outcome)}")
+    if not outcome.num_fitting:
+        return _nothing(outcome)
+    balances = set(outcome.space.balances)
+    if balances == {"none"}:
+        return Verdict("not-compared", "Only configurations without balancing were looked at: this says nothing of what it would gain.")
+    if balances == {"bpipe"}:
+        return _only_balanced_looked_at(outcome)
     if outcome.balanced is None:
-        return (
+        return Verdict(
+            "no-gain",
             "Balancing does not help: no configuration fits only because of it. What does not fit as it is does not fit with equal "
-            "shares either, or has fewer than 4 pipeline ranks, where there is nothing to share."
+            f"shares either, or has fewer than {MIN_BALANCED_RANKS} pipeline ranks, where there is nothing to share.",
         )
     count = f"{outcome.num_only_balanced} of {outcome.num_fitting} configurations that fit do so only balanced"
     balanced = outcome.balanced.prediction
     if outcome.plain is None:
-        return f"Balancing is what makes it fit at all: {count}, the best is {describe(balanced.setup)}."
+        return Verdict("only-balanced", f"Balancing is what makes it fit at all: {count}, the best is {describe(balanced.setup)}.")
     plain = outcome.plain.prediction
     gain = plain.timing.iteration_s / balanced.timing.iteration_s
     ours = f"{balanced.timing.iteration_s:.2f} s ({describe(balanced.setup)})"
     compared = f"{ours} against {plain.timing.iteration_s:.2f} s ({describe(plain.setup)}): {_reason(plain, balanced)}."
     if gain >= CLEARLY:
-        return f"Balancing gains {gain:.2f}x: {count}, the best of them takes {compared}"
+        return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, the best of them takes {compared}")
     if gain > 1:
-        return (
-            f"Balancing does not clearly help, {gain:.3f}x is less than predictions are worth: {count}, the best of them takes {compared}"
-        )
-    return f"Balancing does not help here: {count}, but the best of them takes {compared}"
+        doubt = f"Balancing does not clearly help, {gain:.3f}x is less than predictions are worth"
+        return Verdict("no-clear-gain", f"{doubt}: {count}, the best of them takes {compared}")
+    return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {compared}")
 
 
-def _closest(closest: Closest) -> str:
+def _only_balanced_looked_at(outcome: Outcome) -> Verdict:
+    others = outcome.cuts.get("unneeded", 0)
+    text = (
+        f"Only balanced configurations were looked at, and those listed do not fit otherwise; {others} more fit without balancing and are "
+        "neither listed nor timed: this says nothing of a gain."
+    )
+    return Verdict("not-compared", text)
+
+
+def _nothing(outcome: Outcome) -> Verdict:
+    """No row, though there were configurations."""
+    if outcome.closest is None:
+        # Only where balanced ones alone were asked for.
+        text = "Nothing fits only because of balancing: what was looked at fits without it. Ask for --balance none bpipe."
+        return Verdict("not-needed", f"{text} {_what_cut(outcome)}")
+    asked = {"none": "without balancing (balanced was not looked at)", "bpipe": "balanced (without was not looked at)"}
+    looked = asked[outcome.space.balances[0]] if len(set(outcome.space.balances)) == 1 else "balanced or not"
+    return Verdict("nothing-fits", f"Nothing fits, {looked}: {_closest(outcome.closest, outcome.space)}. {_what_cut(outcome)}")
+
+
+def _what_cut(outcome: Outcome) -> str:
+    """Every constraint that cut something, in the order in which they are asked."""
+    cluster = outcome.space.cluster
+    parts = [f"{outcome.cuts[name]} {text}" for name, text in CUTS.items() if name in outcome.cuts]
+    start = f"Cut from {num_grids(outcome.space)} grids t*p*d = {cluster.num_devices} and what is in them"
+    return f"{start}: {', '.join(parts) or 'nothing'}."
+
+
+def _closest(closest: Closest, space: Space) -> str:
     setup, limit = closest.setup, closest.setup.cluster.device.memory_bytes
     needs = f"{_gib(closest.needs_bytes)} of {_gib(limit)} GiB"
     if closest.is_state:
         grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data}"
-        return f"weights, gradients and optimizer state alone need at least {needs} of a device ({grid}): take more devices"
-    return f"the least is {describe(setup)}, which needs {needs}"
+        return f"weights, gradients and optimizer state alone need at least {needs} of a device ({grid}): {_more_ranks(setup, space)}"
+    return f"the least is {describe(setup)}, which needs {needs}: {_fewer_activations(setup, space)}"
+
+
+def _more_ranks(setup: Setup, space: Space) -> str:
+    """What keeps the layers from being cut over more devices."""
+    layers = setup.model.num_layers
+    if setup.pipeline == layers:
+        return f"p is at its limit of {layers} layers, so take devices with more memory"
+    if setup.data == 1:
+        return "take more devices"
+    larger = [one for one in divisors(setup.cluster.num_devices // setup.tensor) if setup.pipeline < one <= layers]
+    if not larger:
+        return f"no larger p divides the {setup.cluster.num_devices // setup.tensor} devices and is within the {layers} layers"
+    if not space.uneven and all(layers % one for one in larger):
+        return f"a larger p does not divide the {layers} layers, so leave out --even-layers"
+    return f"a larger p is possible ({', '.join(map(str, larger))}), and another constraint cut it"
+
+
+def _fewer_activations(setup: Setup, space: Space) -> str:
+    ways = []
+    if "full" not in space.recompute:
+        ways.append("consider --recompute full too")
+    if "bpipe" not in space.balances and len(divisors(setup.cluster.num_devices)) > 2:
+        ways.append("consider --balance bpipe too")
+    if "1f1b" not in space.schedules:
+        ways.append("consider --schedule 1f1b too")
+    return " or ".join(ways) or "take more devices, or a shorter sequence"
 
 
 def _reason(plain: Prediction, balanced: Prediction) -> str:

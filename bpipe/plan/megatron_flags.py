@@ -6,6 +6,7 @@ Says nothing of data, learning rate or iterations: those are the user's. Imports
 from __future__ import annotations
 
 from bpipe.models.layout import Setup
+from bpipe.plan.layer_split import split_flags
 
 
 def megatron_flags(setup: Setup) -> list[str]:
@@ -38,13 +39,7 @@ def _parallel(setup: Setup) -> list[str]:
     flags += ["--micro-batch-size", setup.micro_batch, "--global-batch-size", setup.global_batch]
     if setup.tensor > 1 and setup.sequence_parallel:
         flags.append("--sequence-parallel")
-    if setup.chunks > 1:
-        flags += ["--num-layers-per-virtual-pipeline-stage", setup.layers[0]]
-    elif len(set(setup.layers)) > 1:
-        middle = set(setup.layers[1:-1])
-        if len(middle) > 1:
-            raise ValueError(f"layers {setup.layers}: Megatron's flags take one number for the first stage, one for the last, one between")
-        flags += ["--decoder-first-pipeline-num-layers", setup.layers[0], "--decoder-last-pipeline-num-layers", setup.layers[-1]]
+    flags += split_flags(setup.layers, setup.pipeline)
     if setup.balance != "none":
         flags.append("--bpipe")
     return [str(flag) for flag in flags]

@@ -38,13 +38,15 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one iteration. `exposed_s[rank]` is what the rank stands still for transfers."""
+    """Seconds of one iteration. `exposed_s[rank]` is what the rank stands still for transfers. `simulated` micro-batches were, the rest
+    continues the steady phase."""
 
     iteration_s: float
     pipeline_s: float
     exposed_s: tuple[float, ...]
     bubble_of_makespan: float
     bubble_of_span: float
+    simulated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +87,19 @@ def whole_timing(report: Report) -> Timing:
         tuple(float(seconds) for seconds in report.exposed_s),
         float(report.bubble_of_makespan),
         float(report.bubble_of_span),
+        report.schedule.num_microbatches,
     )
 
 
 def steady_timing(setup: Setup, costs: Costs) -> Timing:
     """The same from the first micro-batches only: in the steady phase every p further ones take as long as the p before them.
 
-    Exact without transfers; with them the phase repeats only nearly, and the result is within some tenths of a percent.
+    GPipe has no steady phase, but each further micro-batch makes both its halves longer by the slowest stage's pass, too. Exact without
+    transfers; with them the phase repeats only nearly, and the result is within some tenths of a percent.
     """
     p, m = setup.pipeline, setup.num_microbatches
     short = 4 * p + m % p
-    if setup.schedule == "gpipe" or m <= short + p:
+    if m <= short + p:
         return whole_timing(simulate(program(setup.program()), costs))
     less, more = (simulate(program(setup.program(count)), costs) for count in (short, short + p))
     times = (m - short) // p
@@ -107,7 +111,7 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
     busy = sum(grown(less.busy_s(rank), more.busy_s(rank)) for rank in range(p))
     span = sum(grown(less.span_s(rank), more.span_s(rank)) for rank in range(p))
     exposed = tuple(grown(one, other) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
-    return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span)
+    return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span, short + p)
 
 
 def predict(setup: Setup, profile: Profile | None = None, report: Report | None = None, formula: str = "megatron") -> Prediction:
@@ -130,7 +134,7 @@ def predict(setup: Setup, profile: Profile | None = None, report: Report | None 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
     """Evictions a rank makes per iteration; grown from the steady phase as times are."""
-    if setup.balance == "none":
+    if setup.balance == "none" or setup.schedule == "gpipe":
         return (0,) * setup.pipeline
     p, m = setup.pipeline, setup.num_microbatches
     short = 4 * p + m % p

@@ -1,4 +1,4 @@
-"""Find the fastest configurations of a model on a cluster. In: what to search. Out: counts, and the best `Prediction`s, fastest first.
+"""Find the fastest configurations of a space. In: the Space. Out: counts, and the best `Prediction`s, fastest first.
 
 Every configuration is enumerated and its memory predicted; what does not fit is dropped. The rest is ordered by a lower bound of its
 time (no pipeline is faster than its slowest rank's work between the first arrival and the last departure), and simulated in that order
@@ -8,53 +8,20 @@ until no bound left is below the last time shown: the first rows are exactly tho
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.models.cluster import Cluster
-from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory, state_bytes
-from bpipe.models.model import Model
 from bpipe.models.profile import Profile
 from bpipe.plan.predict import Prediction, costs_of, predict
-from bpipe.program import BALANCES
+from bpipe.plan.space import Space, enumerate_setups
 from bpipe.simulate.cost import StageCost
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `allow_uneven` admits uneven layers."""
-
-    model: Model
-    cluster: Cluster
-    global_batch: int
-    sequence: int
-    attention: str = "flash"
-    recompute: tuple[str, ...] = RECOMPUTE
-    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
-    balances: tuple[str, ...] = BALANCES
-    max_micro_batch: int = 64
-    max_chunks: int = 8
-    allow_uneven: bool = False
-    precision: str = "bf16"
-    distributed_optimizer: bool = True
-    kernels: str = "gpu"
-    profile: Profile | None = None
-    formula: str = "megatron"
-
-    def __post_init__(self) -> None:
-        for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
-            for value in values:
-                if value not in choices:
-                    raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
-        if self.attention not in ATTENTION:
-            raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
-        if self.global_batch < 1:
-            raise ValueError(f"global batch is {self.global_batch}, but must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +55,9 @@ class _Fitting(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """`rows`: the fastest. `plain` and `balanced`: the fastest of either kind, where one fits. `closest` is there where nothing fits.
-    `num_only_balanced` fit only balanced."""
+    `num_only_balanced` fit only balanced. `cuts` counts what was dropped, by the names of `space.CUTS`."""
 
+    space: Space
     num_configurations: int
     num_fitting: int
     num_only_balanced: int
@@ -98,74 +66,7 @@ class Outcome:
     plain: Found | None
     balanced: Found | None
     closest: Closest | None
-
-
-def divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def enumerate_setups(space: Space) -> Iterator[Setup]:
-    """Every configuration under the papers' constraints, each unbalanced first and then balanced."""
-    for tensor, pipeline, data in _grids(space):
-        if space.global_batch % data:
-            continue
-        for micro_batch in divisors(space.global_batch // data):
-            if micro_batch > space.max_micro_batch:
-                break
-            num_microbatches = space.global_batch // data // micro_batch
-            for schedule, chunks, layers in _schedules(space, pipeline, num_microbatches):
-                for recompute in _scopes(space):
-                    for balance in space.balances:
-                        if balance != "none" and pipeline < 4:
-                            continue
-                        yield Setup(
-                            model=space.model,
-                            cluster=space.cluster,
-                            tensor=tensor,
-                            pipeline=pipeline,
-                            micro_batch=micro_batch,
-                            global_batch=space.global_batch,
-                            sequence=space.sequence,
-                            layers=layers,
-                            recompute=recompute,
-                            attention=space.attention,
-                            schedule=schedule,
-                            chunks=chunks,
-                            balance=balance,
-                            precision=space.precision,
-                            distributed_optimizer=space.distributed_optimizer,
-                            kernels=space.kernels,
-                        )
-
-
-def _grids(space: Space) -> Iterator[tuple[int, int, int]]:
-    devices, groups = space.cluster.num_devices, space.model.num_query_groups
-    for tensor in divisors(space.cluster.devices_per_node):
-        if space.model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
-            continue
-        for pipeline in divisors(devices // tensor) if devices % tensor == 0 else ():
-            if pipeline <= space.model.num_layers:
-                yield tensor, pipeline, devices // (tensor * pipeline)
-
-
-def _schedules(space: Space, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    for schedule in space.schedules:
-        if schedule != "interleaved-1f1b":
-            layers = split_layers(space.model.num_layers, pipeline, space.allow_uneven)
-            if layers is not None:
-                yield schedule, 1, layers
-            continue
-        if pipeline == 1 or num_microbatches % pipeline:
-            continue
-        for chunks in range(2, space.max_chunks + 1):
-            layers = split_layers(space.model.num_layers, pipeline * chunks)
-            if layers is not None:
-                yield schedule, chunks, layers
-
-
-def _scopes(space: Space) -> tuple[str, ...]:
-    """Flash attention saves nothing that selective recomputation could leave out."""
-    return tuple(scope for scope in space.recompute if not (scope == "selective" and space.attention == "flash"))
+    cuts: dict[str, int]
 
 
 def _peak_bytes(setup: Setup, limit_bytes: int) -> int:
@@ -193,11 +94,15 @@ def _update_s(stages: tuple[StageCost, ...], p: int) -> float:
 
 def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, done, total: None) -> Outcome:
     """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one."""
-    setups = [setup for setup in enumerate_setups(space) if space.profile is None or space.profile.conflict(setup) is None]
-    fitting, closest = _what_fits(space, setups, progress)
+    cuts: Counter[str] = Counter()
+    every = list(enumerate_setups(space, cuts))
+    setups = [setup for setup in every if space.profile is None or space.profile.conflict(setup) is None]
+    cuts["profile"] = len(every) - len(setups)
+    fitting, closest = _what_fits(space, setups, progress, cuts)
     fitting.sort(key=lambda one: (one.bound_s, one.number))
     rows, fastest_plain, fastest_balanced, simulated = _fastest(space, fitting, num_rows, progress)
     return Outcome(
+        space=space,
         num_configurations=len(setups),
         num_fitting=len(fitting),
         num_only_balanced=sum(one.needs_bytes is not None for one in fitting),
@@ -206,10 +111,11 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
         plain=fastest_plain,
         balanced=fastest_balanced,
         closest=None if fitting else closest,
+        cuts={name: count for name, count in cuts.items() if count},
     )
 
 
-def _what_fits(space: Space, setups: list[Setup], progress: Progress) -> tuple[list[_Fitting], Closest | None]:
+def _what_fits(space: Space, setups: list[Setup], progress: Progress, cuts: Counter[str]) -> tuple[list[_Fitting], Closest | None]:
     """Every setup worth simulating; where there is none, the closest."""
     fitting: list[_Fitting] = []
     closest: Closest | None = None
@@ -222,11 +128,14 @@ def _what_fits(space: Space, setups: list[Setup], progress: Progress) -> tuple[l
         if setup.balance != "none":
             # What fits without balancing gains nothing from it.
             if peak <= limit:
+                cuts["unneeded"] += 1
                 continue
             peak, needs = _peak_bytes(setup, limit), peak
         if peak <= limit:
             fitting.append(_Fitting(lower_bound_s(setup, space.profile), number, setup, needs))
-        elif not fitting:
+            continue
+        cuts["memory"] += 1
+        if not fitting:
             mine = Closest(state_bytes(setup) > limit, peak, setup)
             closest = mine if closest is None or mine[:2] < closest[:2] else closest
     progress("memory", len(setups), len(setups))

@@ -1,16 +1,18 @@
-"""Answer what a reader came for. In: a `Comparison`. Out: sentences: which stage is the bottleneck, what balancing cost and bought."""
+"""Answer what a reader came for. In: a `Comparison`. Out: sentences: what balancing bought and cost, which stage is the bottleneck."""
 
 from __future__ import annotations
 
 from bpipe.report.compare import Comparison, StageRow
-from bpipe.report.units import bytes_text, percent_text, seconds_text
+from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
 
 # A share of the pipeline time that is only what asking costs.
 NOTHING = 0.0005
+# The share of what a forward keeps from which on it is as good as all; `runtime.kept` says the same of a run.
+ENOUGH = 0.9
 
 
 def answers(comparison: Comparison) -> tuple[str, ...]:
-    return (_bottleneck(comparison), _balancing(comparison))
+    return tuple(answer for answer in (_balancing(comparison), _bottleneck(comparison), _staying(comparison)) if answer)
 
 
 def bottleneck(comparison: Comparison) -> StageRow | None:
@@ -48,22 +50,39 @@ def _beside_bound(over: int, bound_bytes: int) -> str:
 
 
 def _balancing(comparison: Comparison) -> str:
-    if comparison.measured.program.balance == "none":
+    program = comparison.measured.program
+    if program.balance == "none":
         return _would_buy(comparison)
-    return "; ".join(part for part in (_cost(comparison), _bought(comparison)) if part) + "."
+    if not any(slot.transfers for row in comparison.measured.schedule.ranks for slot in row):
+        sizes = f"{counted(program.num_stages, 'stage')} and {counted(program.num_microbatches, 'micro-batch', 'es')}"
+        return f"With {sizes} there was nothing to balance."
+    said = "; ".join(part for part in (_bought(comparison), _cost(comparison)) if part) + "."
+    return said[0].upper() + said[1:]
+
+
+def _staying(comparison: Comparison) -> str:
+    """Empty where nearly all of a micro-batch leaves with it, or nothing was to."""
+    little = {row.stage: row.moved_fraction for row in comparison.stages if row.moved_fraction is not None and row.moved_fraction < ENOUGH}
+    if not little:
+        return ""
+    stages = ", ".join(f"stage {stage} {percent_text(fraction)}" for stage, fraction in little.items())
+    return (
+        f"Less memory is freed than could be: of what a forward keeps for its backward only a part moves with its micro-batch ({stages}). "
+        f"The run's log names what holds the rest."
+    )
 
 
 def _cost(comparison: Comparison) -> str:
     exposed_s = {row.stage: row.exposed_s for row in comparison.stages if row.exposed_s is not None}
     if not exposed_s:
-        return "What balancing cost was not recorded"
+        return "what balancing cost was not recorded"
     pipeline_s = comparison.totals.pipeline_s
     worst = max(exposed_s, key=lambda stage: exposed_s[stage])
     share = exposed_s[worst] / pipeline_s if pipeline_s else 0.0
     if share < NOTHING:
-        return "Balancing cost no time: no stage stood still for transfers"
+        return "balancing cost no time: no stage stood still for transfers"
     return (
-        f"Balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst} stood still for transfers for "
+        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst} stood still for transfers for "
         f"{seconds_text(exposed_s[worst])} of {seconds_text(pipeline_s)}"
     )
 
@@ -76,7 +95,7 @@ def _bought(comparison: Comparison) -> str:
         return ""
     most, least = max(before), max(after)
     change = f"{percent_text(abs(1 - least / most))} {'less' if least <= most else 'more'}"
-    return f"the fullest stage holds {bytes_text(least)} of activations instead of {bytes_text(most)}, {change}"
+    return f"with balancing the fullest stage holds {bytes_text(least)} of activations instead of {bytes_text(most)}, {change}"
 
 
 def _would_buy(comparison: Comparison) -> str:
@@ -85,7 +104,7 @@ def _would_buy(comparison: Comparison) -> str:
     if after is None or not before:
         return "Balancing was off."
     if not after:
-        return f"Balancing was off, and with {comparison.measured.program.num_stages} stages there is nothing to balance."
+        return f"Balancing was off, and with {counted(comparison.measured.program.num_stages, 'stage')} there is nothing to balance."
     return (
         f"Balancing was off: with --bpipe the fullest stage would hold about {bytes_text(max(after))} of activations instead of "
         f"{bytes_text(max(before))}."

@@ -13,7 +13,7 @@ from statistics import median
 from bpipe.ir.action import Kind
 from bpipe.models.flops import mfu
 from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers, lanes_of, peak_microbatches, steps_of
-from bpipe.report.record import Row
+from bpipe.report.record import Iteration, Row
 from bpipe.report.replay import Prediction
 
 
@@ -38,6 +38,7 @@ class StageRow:
     bound_microbatches: int | None
     evictions: int | None
     loads: int | None
+    moved_fraction: float | None
     bubble: float | None
     predicted_bubble: float
     exposed_s: float | None
@@ -100,6 +101,7 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
         bound_microbatches=peaks.bound_microbatches,
         evictions=_count(typical, Kind.EVICT),
         loads=_count(typical, Kind.LOAD),
+        moved_fraction=_moved_fraction([lane.source for _, lane in typical]),
         bubble=_median(_bubble(timeline, [lane]) for timeline, lane in typical),
         predicted_bubble=prediction.bubble(place),
         exposed_s=_median(lane.exposed_s for _, lane in typical),
@@ -123,6 +125,12 @@ def _count(lanes: Sequence[tuple[Timeline, Lane]], kind: Kind) -> int | None:
     """How many transfers of a kind an iteration typically has."""
     found = _median(lane.count(kind) for _, lane in lanes)
     return None if found is None else int(found)
+
+
+def _moved_fraction(sources: Sequence[Iteration]) -> float | None:
+    """The smallest of the rank's stages': the share of what a forward keeps for its backward that leaves with its micro-batch."""
+    shares = [min(1.0, one.moved_bytes.get(stage, 0) / kept) for one in sources for stage, kept in one.kept_bytes.items() if kept]
+    return min(shares, default=None)
 
 
 def _bubble(timeline: Timeline, lanes: Sequence[Lane]) -> float:

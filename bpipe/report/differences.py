@@ -8,7 +8,7 @@ often as it runs; that of bytes its share of the predicted peak. `causes` says w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from bpipe.ir.action import Kind
@@ -32,7 +32,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`share` is how large it is, `unit` is "s" or "bytes"; `stage` is None for a whole iteration."""
+    """`share` is how large it is, `unit` is "s" or "bytes"; `stage` is None for a whole iteration, `iteration` for the median of all."""
 
     kind: str
     stage: int | None
@@ -42,6 +42,7 @@ class Difference:
     unit: str
     share: float
     cause: str
+    iteration: int | None = None
 
     @property
     def measured_text(self) -> str:
@@ -67,7 +68,7 @@ def differences(comparison: Comparison) -> tuple[Difference, ...]:
 
 def _explained(found: Difference, cause: str | None) -> Difference:
     text = cause or "No likely cause found in what was recorded."
-    return Difference(found.kind, found.stage, found.what, found.measured, found.predicted, found.unit, found.share, text)
+    return replace(found, cause=text)
 
 
 def _candidates(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
@@ -90,7 +91,8 @@ def _iterations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Fin
     predicted = comparison.totals.predicted_pipeline_s
     for timeline in comparison.measured.shown:
         what = f"iteration {timeline.iteration}, pipeline time"
-        yield _seconds(comparison, "iteration", None, what, timeline.span_s, predicted), causes.OfIteration(timeline)
+        found = _seconds(comparison, "iteration", None, what, timeline.span_s, predicted)
+        yield replace(found, iteration=timeline.iteration), causes.OfIteration(timeline)
 
 
 def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Measured
-from bpipe.report.units import percent_text, rate_text, seconds_text
+from bpipe.report.units import counted, percent_text, rate_text, seconds_text
+
+# Of a large run no more of its machines are named.
+MOST_HOSTS = 4
 
 
 def facts(comparison: Comparison) -> list[tuple[str, str]]:
@@ -13,9 +18,13 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
     device = info.device or next((record.device for record in measured.records if record is not None), "not known")
     found = [
-        ("schedule", f"{program.schedule}, {program.num_stages} stages{chunks}, {program.num_microbatches} micro-batches"),
+        ("run", run_name(measured)),
+        ("started", info.started or "not known"),
+        ("host", hosts(measured)),
+        ("schedule", f"{program.schedule}, {counted(program.num_stages, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
         ("balance", program.balance + (", synchronous transfers" if info.synchronous else "")),
         ("device", device),
+        *((name.replace("_", "-"), version) for name, version in info.versions),
     ]
     if info.num_pipelines is not None and info.num_pipelines > 1:
         found.append(("pipelines", f"{info.num_pipelines}, shown is {measured.pipeline}"))
@@ -31,6 +40,20 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         slowest = min(basis.bytes_per_s.values())
         found.append(("link", f"{rate_text(slowest)} ({', '.join(sorted(sources))})"))
     return found
+
+
+def run_name(measured: Measured) -> str:
+    """What its folder is called: the user's own name for it."""
+    return measured.run.folder.resolve().name
+
+
+def hosts(measured: Measured) -> str:
+    """The machines that left a record, with the number of their ranks where there are several."""
+    ranks = Counter(record.host for record in measured.run.ranks)
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    named = [f"{host} ({number} ranks)" for host, number in sorted(ranks.items())]
+    return ", ".join(named[:MOST_HOSTS]) + (f" and {len(named) - MOST_HOSTS} more" if len(named) > MOST_HOSTS else "")
 
 
 def _iterations(measured: Measured) -> tuple[str, str]:

@@ -300,7 +300,8 @@ def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
     for _, change in sorted(changes):
         held += change
         most = max(most, held)
-    return most + num_host_slots(schedule, place)
+    # Where the partner keeps its activations itself, or moves none, no slot was made here.
+    return most + (num_host_slots(schedule, place) if lane.source.host_bytes else 0)
 
 
 def ended_transfers(measured: Measured, timelines: Sequence[Timeline], place: int, stage: int | None = None) -> list[Row]:

@@ -63,7 +63,9 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
     ones = {stage: 1 for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
     # Where partners use their own host memory, no slot was made here.
     slots = 0 if sizes is not None and not sizes.host_bytes else num_host_slots(schedule, rank)
-    count = own_peak(schedule, rank, ones, ones, 0) + slots
+    # What moves nothing of itself does not leave.
+    leave = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in ones}
+    count = own_peak(schedule, rank, ones, leave, 0) + slots
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
         return RankPeaks(count, None, bound, None)

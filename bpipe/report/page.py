@@ -35,6 +35,7 @@ def render(view: Mapping[str, Any]) -> str:
         "title": str(_of(view, "title", "the view")),
         "facts": _of(view, "facts", "the view"),
         "answers": _of(view, "answers", "the view"),
+        "bottleneck": _of(view, "bottleneck", "the view"),
         "stages": _of(view, "stages", "the view"),
         "differences": _of(view, "differences", "the view"),
         "tick_s": TICK_S,

@@ -1,12 +1,12 @@
 """Read the folder of a recorded run. In: the folder of `--bpipe-report`. Out: a `Run`, or a ValueError that names file, line and way out.
 
 Whatever a killed run may leave is accepted and noted: a torn last line, ranks without a file, no run.json. Whatever cannot be of one run
-is refused. Unknown keys and columns are passed over: later versions add some. Knows no schedule and judges no number.
+is refused, and so is a value that no run can have: one of another type, a negative duration, more FLOPs than the devices can do. Unknown
+keys and columns are passed over: later versions add some. Knows no schedule.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.ir.text import read_action
+from bpipe.models.flops import mfu
 from bpipe.program import ProgramConfig
 from bpipe.report.record import Iteration, LinkSpeed, RankRecord, Row, Run, RunInfo
+from bpipe.values import LARGEST, LARGEST_BYTES, Fields, a_list, a_number, a_text, a_whole, an_object, load_json
 
 VERSION = 1
 
 _RECORD = re.compile(r"record_(\d+)\.jsonl")
 # A host sets its clock to rank 0's to well below this.
 _CLOCK_ERROR_S = 1.0
+# Two marks of one stream.
+_TIMER_ERROR_S = 1e-3
+# More ranks than any machine has: what is listed rank by rank must not grow with a damaged number.
+_MOST_RANKS = 1_000_000
 
 _action = lru_cache(maxsize=1 << 18)(read_action)
 
@@ -42,7 +48,16 @@ def read_run(folder: str | Path) -> Run:
         raise ValueError(f"{path}: no iteration is recorded in it. Choose some that the run reaches with --bpipe-report-iterations")
     _check_one_run(path, info, ranks)
     notes += _missing(info, ranks)
-    return Run(path, info, ranks, _read_steps(path / "iterations.jsonl", notes), _read_peaks(path), tuple(notes))
+    steps = _read_steps(path / "iterations.jsonl", notes)
+    _check_speed(path / "run.json", info, steps)
+    return Run(path, info, ranks, steps, _read_peaks(path), tuple(notes))
+
+
+def has_iterations(folder: str | Path) -> bool:
+    """Whether any rank recorded a whole one: a line after its header."""
+    path = Path(folder)
+    files = [file for file in path.iterdir() if _RECORD.fullmatch(file.name)] if path.is_dir() else []
+    return any(file.read_bytes().count(b"\n") > 1 for file in files)
 
 
 def _read_info(path: Path, notes: list[str]) -> RunInfo:
@@ -50,26 +65,33 @@ def _read_info(path: Path, notes: list[str]) -> RunInfo:
         notes.append("run.json is missing: the number of ranks, the links' speed and MFU are not known")
         return RunInfo()
     try:
-        found = json.loads(path.read_text())
+        found = load_json(path.read_bytes())
         _check_format(path, found, "bpipe-run")
+        fields = Fields(found, "run.json")
+        links = a_list(fields.known("links", []), "links")
         return RunInfo(
-            started=found.get("started"),
-            world_size=found.get("world_size"),
-            num_pipelines=found.get("num_pipelines"),
-            device=found.get("device"),
-            synchronous=bool(found.get("synchronous")),
-            versions=tuple((name, str(found[name])) for name in ("torch", "megatron_core") if found.get(name)),
-            flops_per_iteration=found.get("flops_per_iteration"),
-            peak_flops=found.get("peak_flops"),
-            peak_source=found.get("peak_source"),
-            links=tuple(_link(link) for link in found.get("links") or ()),
+            started=fields.text("started"),
+            world_size=fields.whole("world_size", 1, _MOST_RANKS),
+            num_pipelines=fields.whole("num_pipelines", 1, _MOST_RANKS),
+            device=fields.text("device"),
+            synchronous=fields.flag("synchronous"),
+            versions=tuple((name, text) for name in ("torch", "megatron_core", "megatron_core_path") if (text := fields.text(name))),
+            flops_per_iteration=fields.number("flops_per_iteration", 0, 1e40),
+            peak_flops=fields.number("peak_flops", 1, 1e20),
+            peak_source=fields.text("peak_source"),
+            links=tuple(_link(link) for link in links),
         )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not the description of a run ({_said(error)})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not the description of a run ({error})") from None
 
 
-def _link(found: Mapping[str, Any]) -> LinkSpeed:
-    return LinkSpeed(frozenset(found["ranks"]), found.get("transport"), dict(found["bytes_per_s"]))
+def _link(found: object) -> LinkSpeed:
+    fields = Fields(found, "a link")
+    ranks = frozenset(a_whole(rank, "a rank of a link", 0, _MOST_RANKS) for rank in a_list(fields.needed("ranks"), "ranks of a link"))
+    speeds = an_object(fields.needed("bytes_per_s"), "bytes_per_s of a link")
+    return LinkSpeed(
+        ranks, fields.text("transport"), {name: a_number(speed, f"{name} of a link", 1, 1e18) for name, speed in speeds.items()}
+    )
 
 
 def _check_format(path: Path, found: object, expected: str) -> None:
@@ -84,12 +106,12 @@ def _check_format(path: Path, found: object, expected: str) -> None:
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
     """The values of a file with one a line, numbered from 1. A torn last line is left out and noted."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for count, line in enumerate(file, 1):
             try:
-                yield number, json.loads(line)
-            except ValueError:
+                yield count, load_json(line)
+            except ValueError as error:
                 if line.endswith(b"\n"):
-                    raise ValueError(f"{path}, line {number}: no JSON, though lines follow or it is whole. Is the file damaged?") from None
+                    raise ValueError(f"{path}, line {count}: no JSON ({error}), though the line is whole. Is the file damaged?") from None
                 notes.append(f"{path.name} ends in a torn line, which is left out: the run was killed while it wrote")
 
 
@@ -101,98 +123,123 @@ def _read_rank(path: Path, notes: list[str]) -> RankRecord | None:
         return None
     _check_format(path, header, "bpipe-record")
     iterations: dict[int, Iteration] = {}
-    for number, line in lines:
+    for count, line in lines:
         try:
-            if "format" in line:
+            if isinstance(line, dict) and "format" in line:
                 _check_format(path, line, "bpipe-record")
                 raise ValueError("a second header: two runs wrote into this file. Give every run a folder of its own")
             iteration = _iteration(line)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: {_said(error)}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {count}: {error}") from None
         if iteration.iteration in iterations:
-            raise ValueError(f"{path}, line {number}: iteration {iteration.iteration} stands there twice: two runs wrote into this file")
+            raise ValueError(f"{path}, line {count}: iteration {iteration.iteration} stands there twice: two runs wrote into this file")
         iterations[iteration.iteration] = iteration
     try:
         return _rank(path, header, iterations)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}, line 1: {_said(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}, line 1: {error}") from None
 
 
-def _rank(path: Path, header: Mapping[str, Any], iterations: dict[int, Iteration]) -> RankRecord:
+def _rank(path: Path, header: object, iterations: dict[int, Iteration]) -> RankRecord:
+    fields = Fields(header, "the header")
+    rank, pipeline, place = (a_whole(fields.needed(key), key, 0, _MOST_RANKS) for key in ("rank", "pipeline", "place"))
     match = _RECORD.fullmatch(path.name)
-    if match is None or int(match.group(1)) != header["rank"]:
-        raise ValueError(f"{path}: the file says that it is of rank {header['rank']}. Was it renamed?")
+    if match is None or int(match.group(1)) != rank:
+        raise ValueError(f"the file says that it is of rank {rank}. Was it renamed?")
     return RankRecord(
-        rank=header["rank"],
-        pipeline=header["pipeline"],
-        place=header["place"],
-        host=str(header.get("host", "")),
-        device=str(header.get("device", "")),
-        transport=header.get("transport"),
-        partner=header.get("partner"),
-        weights_bytes=header.get("weights_bytes"),
-        limit_bytes=header.get("limit_bytes"),
-        cores=header.get("cores"),
+        rank=rank,
+        pipeline=pipeline,
+        place=place,
+        host=fields.text("host") or "",
+        device=fields.text("device") or "",
+        transport=fields.text("transport"),
+        partner=fields.whole("partner", 0, _MOST_RANKS),
+        weights_bytes=fields.whole("weights_bytes"),
+        limit_bytes=fields.whole("limit_bytes"),
+        cores=fields.whole("cores", 1, _MOST_RANKS),
         iterations=iterations,
     )
 
 
-def _iteration(line: Mapping[str, Any]) -> Iteration:
+def _iteration(line: object) -> Iteration:
+    fields = Fields(line, "a recorded iteration")
+    elapsed_s = a_number(fields.needed("elapsed_s"), "elapsed_s")
     return Iteration(
-        iteration=line["iteration"],
-        program=_program(line["program"]),
-        begin_s=float(line["begin_s"]),
-        elapsed_s=float(line["elapsed_s"]),
-        saved_bytes={int(stage): size for stage, size in line["saved_bytes"].items()},
-        moved_bytes={int(stage): size for stage, size in (line.get("moved_bytes") or {}).items()},
-        received_bytes=line.get("received_bytes") or 0,
-        host_bytes=line.get("host_bytes") or 0,
-        device_peak_bytes=line.get("device_peak_bytes"),
-        rows=_rows(line["columns"], line["actions"]),
+        iteration=a_whole(fields.needed("iteration"), "iteration"),
+        program=_program(fields.needed("program")),
+        begin_s=a_number(fields.needed("begin_s"), "begin_s"),
+        elapsed_s=elapsed_s,
+        saved_bytes=_by_stage(fields.needed("saved_bytes"), "saved_bytes"),
+        moved_bytes=_by_stage(fields.known("moved_bytes", {}), "moved_bytes"),
+        kept_bytes=_by_stage(fields.known("kept_bytes", {}), "kept_bytes"),
+        received_bytes=fields.whole("received_bytes") or 0,
+        host_bytes=fields.whole("host_bytes") or 0,
+        device_peak_bytes=fields.whole("device_peak_bytes"),
+        rows=_rows(a_list(fields.needed("columns"), "columns"), a_list(fields.needed("actions"), "actions"), elapsed_s),
     )
 
 
-def _rows(columns: Sequence[str], actions: Sequence[Sequence[Any]]) -> tuple[Row, ...]:
+def _by_stage(found: object, name: str) -> dict[int, int]:
+    sizes = an_object(found, name)
+    if not all(re.fullmatch("[0-9]{1,9}", stage) for stage in sizes):
+        raise ValueError(f"{name} has {next(iter(sizes))!r:.40}: keys are stages")
+    return {int(stage): a_whole(size, f"{name} of stage {stage}", 0, LARGEST_BYTES) for stage, size in sizes.items()}
+
+
+def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float) -> tuple[Row, ...]:
     needed = ("action", "start_s", "end_s")
     missing = [name for name in needed if name not in columns]
     if missing:
         raise ValueError(f"columns {', '.join(missing)} are missing")
-    if tuple(columns[: len(Row._fields)]) == Row._fields and all(len(row) == len(columns) for row in actions):
-        known = len(Row._fields)
-        return tuple(_ordered(Row(_action(row[0]), *row[1:known])) for row in actions)
-    places = {name: index for index, name in enumerate(columns) if name in Row._fields}
+    doubled = next((name for name in columns if columns.count(name) > 1), None)
+    if doubled is not None:
+        raise ValueError(f"column {doubled!r:.40} stands there twice")
+    places = [columns.index(name) if name in columns else None for name in Row._fields]
     rows = []
     for row in actions:
-        if len(row) != len(columns):
-            raise ValueError(f"{str(row)[:60]} has {len(row)} values for {len(columns)} columns")
-        values = {name: row[index] for name, index in places.items()}
-        rows.append(_ordered(Row(_action(values.pop("action")), **values)))
+        if not isinstance(row, list) or len(row) != len(columns):
+            raise ValueError(f"{str(row)[:60]} has {len(row) if isinstance(row, list) else 'no'} values for {len(columns)} columns")
+        rows.append(_row([None if place is None else row[place] for place in places], elapsed_s))
     return tuple(rows)
 
 
-def _ordered(row: Row) -> Row:
-    if not row.start_s <= row.end_s:
-        raise ValueError(f"{row.action} ends at {row.end_s} s, before it starts at {row.start_s} s")
-    return row
+_WHOLE = ("bytes", "slot", "live_bytes", "left_bytes")
 
 
-def _program(found: Mapping[str, Any]) -> ProgramConfig:
+def _row(values: Sequence[Any], elapsed_s: float) -> Row:
+    """A row, if each of its values can be one of an iteration of that length."""
+    row = Row(_action(a_text(values[0], "an action")), *values[1:])
+    try:
+        start_s, end_s = a_number(row.start_s, "start_s", -_CLOCK_ERROR_S), a_number(row.end_s, "end_s", -LARGEST)
+        if not start_s <= end_s:
+            raise ValueError(f"ends at {end_s} s, before it starts at {start_s} s")
+        if end_s > elapsed_s + _CLOCK_ERROR_S:
+            raise ValueError(f"ends at {end_s} s, but its iteration took {elapsed_s} s")
+        wait_s = 0.0 if row.wait_s is None else max(0.0, a_number(row.wait_s, "wait_s", -_TIMER_ERROR_S))
+        host_s = (None if time is None else a_number(time, "host time", -_CLOCK_ERROR_S) for time in (row.host_start_s, row.host_end_s))
+        sizes = (None if size is None else a_whole(size, name, 0, LARGEST_BYTES) for name, size in zip(_WHOLE, row[6:], strict=True))
+        return Row(row.action, start_s, end_s, wait_s, *host_s, *sizes)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{row.action} {error}") from None
+
+
+def _program(found: object) -> ProgramConfig:
+    fields = Fields(found, "program")
+
     def numbers(name: str) -> tuple[int, ...] | None:
-        return None if found.get(name) is None else tuple(found[name])
+        values = fields.known(name, None)
+        return None if values is None else tuple(a_whole(one, f"program.{name}") for one in a_list(values, f"program.{name}"))
 
     return ProgramConfig(
-        schedule=found["schedule"],
-        num_stages=found["num_stages"],
-        num_microbatches=found["num_microbatches"],
-        num_chunks=found.get("num_chunks", 1),
-        balance=found.get("balance", "none"),
+        schedule=a_text(fields.needed("schedule"), "program.schedule"),
+        num_stages=a_whole(fields.needed("num_stages"), "program.num_stages", 1),
+        num_microbatches=a_whole(fields.needed("num_microbatches"), "program.num_microbatches", 1),
+        num_chunks=fields.whole("num_chunks", 1) or 1,
+        balance=fields.text("balance") or "none",
         bounds=numbers("bounds"),
         partners=numbers("partners"),
+        group_size=fields.whole("group_size", 1),
     )
-
-
-def _said(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> None:
@@ -207,6 +254,9 @@ def _check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> 
                 f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline {record.pipeline}. "
                 f"{_EMPTY_IT}"
             )
+    widest = max((one.program.num_stages for record in ranks for one in record.iterations.values()), default=0)
+    if widest > (info.world_size or _MOST_RANKS):
+        raise ValueError(f"{folder}: {widest} stages were run, but run.json says {info.world_size or 'no number of'} ranks. {_EMPTY_IT}")
     for number in sorted({number for record in ranks for number in record.iterations}):
         _check_iteration(folder, [record for record in ranks if number in record.iterations], number)
 
@@ -223,6 +273,12 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
             raise ValueError(
                 f"{folder}: in iteration {number} rank {first.rank} ran {_described(program)}, rank {record.rank} ran {_described(other)}. "
                 f"{_EMPTY_IT}"
+            )
+        needed, rows = 2 * program.num_microbatches * program.num_chunks, len(record.iterations[number].rows)
+        # The rows are compared one by one later; a program of another size altogether is not even built for that.
+        if needed > 2 * rows:
+            raise ValueError(
+                f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program {needed} computations"
             )
         if not 0 <= record.place < program.num_stages:
             raise ValueError(f"{folder}: rank {record.rank} is at place {record.place} of a pipeline of {program.num_stages}. {_EMPTY_IT}")
@@ -247,30 +303,57 @@ def _missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
     if info.world_size is not None:
         absent = sorted(set(range(info.world_size)) - {record.rank for record in ranks})
         noun = "rank" if len(absent) == 1 else "ranks"
-        return [f"no record of {noun} {', '.join(map(str, absent))} (of {info.world_size})"] if absent else []
+        return [f"no record of {noun} {_listed(list(map(str, absent)))} (of {info.world_size})"] if absent else []
     num_pipelines = max(record.pipeline for record in ranks) + 1
     num_places = max(iteration.program.num_stages for record in ranks for iteration in record.iterations.values())
+    if num_pipelines * num_places > _MOST_RANKS:
+        raise ValueError(f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: that many ranks there are not")
     missing = set(product(range(num_pipelines), range(num_places))) - {(record.pipeline, record.place) for record in ranks}
     named = [f"{place} of pipeline {pipeline}" for pipeline, place in sorted(missing)]
-    return [f"no record of stage {', '.join(named)}"] if named else []
+    return [f"no record of stage {_listed(named)}"] if named else []
+
+
+def _listed(names: Sequence[str], most: int = 100) -> str:
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def _read_steps(path: Path, notes: list[str]) -> dict[int, float]:
+    steps: dict[int, float] = {}
     if not path.exists():
-        return {}
-    try:
-        return {line["iteration"]: float(line["elapsed_s"]) for _, line in _lines(path, notes) if line.get("elapsed_s") is not None}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {_said(error)}") from None
+        return steps
+    for count, line in _lines(path, notes):
+        try:
+            fields = Fields(line, "a step")
+            iteration, elapsed_s = a_whole(fields.needed("iteration"), "iteration"), fields.number("elapsed_s", 0, LARGEST)
+            if elapsed_s is not None:
+                steps[iteration] = elapsed_s
+        except ValueError as error:
+            raise ValueError(f"{path}, line {count}: {error}") from None
+    return steps
 
 
 def _read_peaks(folder: Path) -> dict[int, int]:
     """Of ranks that ended well."""
     peaks = {}
-    for path in folder.glob("rank_*.json"):
+    for path in sorted(folder.glob("rank_*.json")):
         try:
-            found = json.loads(path.read_text())
-            peaks[int(found["rank"])] = int(found["peak_bytes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: not the measurements of a rank ({_said(error)})") from None
+            fields = Fields(load_json(path.read_bytes()), "the file")
+            rank, peak = a_whole(fields.needed("rank"), "rank"), a_whole(fields.needed("peak_bytes"), "peak_bytes", 0, LARGEST_BYTES)
+        except ValueError as error:
+            raise ValueError(f"{path}: not the measurements of a rank ({error})") from None
+        peaks[rank] = peak
     return peaks
+
+
+def _check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:
+    """No device does more than it can: then one of the numbers that say so is wrong."""
+    if info.flops_per_iteration is None or info.peak_flops is None or info.world_size is None:
+        return
+    for iteration, elapsed_s in step_s.items():
+        reached = mfu(info.flops_per_iteration, elapsed_s, info.world_size, info.peak_flops) if elapsed_s > 0 else 2.0
+        if reached > 1:
+            raise ValueError(
+                f"{path}: iteration {iteration} would have an MFU of {100 * reached:.4g} %: {info.flops_per_iteration:g} FLOPs in "
+                f"{elapsed_s} s on {info.world_size} devices of {info.peak_flops:g} FLOP/s ({info.peak_source or 'source not said'}). "
+                "Correct peak_flops there, or make it null"
+            )

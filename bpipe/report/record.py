@@ -44,7 +44,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One rank's part of one iteration. `saved_bytes` and `moved_bytes` are of one micro-batch, by stage."""
+    """One rank's part of one iteration. `saved_bytes`, `moved_bytes` and `kept_bytes` are of one micro-batch, by stage.
+
+    `kept_bytes`: all that a forward keeps for its backward, of stages that leave, as the run counted it in its first iteration.
+    """
 
     iteration: int
     program: ProgramConfig
@@ -52,6 +55,7 @@ class Iteration:
     elapsed_s: float
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
+    kept_bytes: Mapping[int, int]
     received_bytes: int
     host_bytes: int
     device_peak_bytes: int | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from bpipe.ir.action import Kind
@@ -142,8 +142,7 @@ def _without_slots(size: RankSizes | None) -> RankSizes | None:
 
 def _balanced(program: ProgramConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
     """What balancing would make of a run without it: nothing where there is nothing to balance, None where a size is not known."""
-    config = ProgramConfig(program.schedule, program.num_stages, program.num_microbatches, program.num_chunks, "bpipe")
-    schedule = build(config)
+    schedule = build(replace(program, balance="bpipe"))
     if not any(slot.transfers for row in schedule.ranks for slot in row):
         return ()
     saved = {stage: size for one in sizes if one is not None for stage, size in one.saved_bytes.items()}

@@ -17,18 +17,18 @@ _Cell = Callable[[StageRow], str]
 
 def table(report: Report) -> str:
     comparison = report.comparison
-    lines = _wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
+    lines = wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
     lines += ["", *_stages(comparison.stages, report.num_pipelines)]
     lines += ["", "largest differences between measurement and prediction:"]
     for number, one in enumerate(report.differences, 1):
-        lines += _wrapped(f"{number}. {one.what}: measured {one.measured_text}, predicted {one.predicted_text}. {one.cause}", "   ")
+        lines += wrapped(f"{number}. {one.what}: measured {one.measured_text}, predicted {one.predicted_text}. {one.cause}", "   ")
     if not report.differences:
         lines.append("   none of more than half a percent")
     lines.append("")
     for answer in report.answers:
-        lines += _wrapped(answer, "")
+        lines += wrapped(answer, "")
     for note in comparison.measured.notes:
-        lines += _wrapped(f"note: {note}", "  ")
+        lines += wrapped(f"note: {note}", "  ")
     return "\n".join(lines) + "\n"
 
 
@@ -54,14 +54,15 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
         ("weights,", "optimizer", lambda row: _size(row.weights_bytes)),
         ("bubble, %", "(pred.)", lambda row: f"{_percent(row.bubble)} ({_percent(row.predicted_bubble)})"),
         ("exposed, ms", "(pred.)", lambda row: f"{_milliseconds(row.exposed_s)} ({_milliseconds(row.predicted_exposed_s)})"),
+        ("", "moved", lambda row: "-" if row.moved_fraction is None else f"{row.moved_fraction:.2f}"),
         ("evict", "/load", lambda row: f"{_or(row.evictions)}/{_or(row.loads)}"),
         ("", "GB/s", lambda row: "-" if row.bytes_per_s is None else f"{row.bytes_per_s / 1e9:.2f}"),
     ]
     titles = [[top for top, _, _ in columns], [title for _, title, _ in columns]]
-    return _aligned([*titles, *([cell(row) for _, _, cell in columns] for row in rows)])
+    return aligned([*titles, *([cell(row) for _, _, cell in columns] for row in rows)])
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Every column to the right, as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -83,5 +84,5 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

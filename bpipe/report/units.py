@@ -30,5 +30,10 @@ def rate_text(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
+def counted(number: int, what: str, many: str = "s") -> str:
+    """1 stage, 8 stages"""
+    return f"{number} {what}{many * (number != 1)}"
+
+
 def percent_text(share: float) -> str:
     return f"{100 * share:.1f} %"

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from bpipe.ir.action import Kind
+from bpipe.report.answers import bottleneck
 from bpipe.report.compare import StageRow
-from bpipe.report.facts import facts
-from bpipe.report.measured import Lane, Timeline
+from bpipe.report.facts import facts, hosts, run_name
+from bpipe.report.measured import Lane, Measured, Timeline
 from bpipe.report.replay import Prediction
 from bpipe.report.report import Report
 from bpipe.simulate.slots import with_slots
@@ -36,18 +37,32 @@ _KEYS = (
 def view(report: Report) -> dict[str, Any]:
     comparison = report.comparison
     simulated = [_simulated(comparison.prediction, row.stage) for row in comparison.stages]
+    fullest = bottleneck(comparison)
     notes = [["note", note] for note in comparison.measured.notes]
     return {
-        "title": "bpipe report",
+        "title": _title(comparison.measured),
         "facts": [[label, value] for label, value in facts(comparison)] + notes,
         "answers": list(report.answers),
+        "bottleneck": None if fullest is None else fullest.stage,
         "stages": [{key: getattr(row, key) for key in _KEYS} for row in comparison.stages],
         "differences": [
-            {"what": one.what, "measured": one.measured_text, "predicted": one.predicted_text, "cause": one.cause}
+            {
+                "what": one.what,
+                "measured": one.measured_text,
+                "predicted": one.predicted_text,
+                "cause": one.cause,
+                "iteration": one.iteration,
+            }
             for one in report.differences
         ],
         "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in comparison.measured.shown],
     }
+
+
+def _title(measured: Measured) -> str:
+    """What tells one open page from another: the run, its day and its machine."""
+    parts = [run_name(measured), (measured.run.info.started or "")[:10], hosts(measured)]
+    return f"bpipe report: {', '.join(part for part in parts if part)}"
 
 
 def _iteration(timeline: Timeline, rows: tuple[StageRow, ...], simulated: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Host a partner's activations in preallocated slots. One of the two roles of a rank; the other is `evictor`.
 
 In: HOST and RETURN actions with their slot. Out: slots filled and emptied. Knows the transport's protocol and no schedule.
-The host never blocks here, with two exceptions: the very first HOST learns how large the partner's storages are, and a slot that is
-hosted again, or returned, waits for its own last transfer [8]. Where the evictor reaches into the slots by itself, there is nothing but
-that first HOST.
+A slot that is hosted again, or returned, waits for its own last transfer [8], and on a device it does so beside the computation: no
+forward or backward of this rank waits for a slot. At the end of the iteration everything does, for then the slots may be given back. The
+host never blocks, except that the very first HOST learns how large the partner's storages are, and that on a CPU every wait is the host's.
+Where the evictor reaches into the slots by itself, there is nothing but that first HOST.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bpipe.ir.action import Action
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.slots import HostSlot, HostSlots, State
 from bpipe.runtime.streams import Streams
-from bpipe.transport.base import OneSided, Pending, TwoSided
+from bpipe.transport.base import Done, OneSided, Pending, TwoSided
 from bpipe.transport.layout import SlotLayout
 
 
@@ -107,7 +108,7 @@ class ReceivingAcceptor:
 
     @property
     def num_slots(self) -> int:
-        return len(self._slots.slots) if self._slots else 0
+        return len(self._slots.slots) if self._slots and self._slots.nbytes else 0
 
     @property
     def slot_bytes(self) -> int:
@@ -122,17 +123,17 @@ class ReceivingAcceptor:
 
     def host(self, action: Action, index: int) -> None:
         slot = self._slot(index, action)
-        self._settle(slot)  # [8]
-        slot.move(State.FILLING, action)
         with self._streams.homeward():
-            self._pending[index] = self._transport.host(index, slot.buffers(action.stage))
+            self._settle(slot)  # [8]
+            slot.move(State.FILLING, action)
+            self._pending[index] = self._transport.host(index, buffers) if (buffers := slot.buffers(action.stage)) else Done()
 
     def give_back(self, action: Action, index: int) -> None:
         slot = self._slot(index, action)
-        self._settle(slot)
-        slot.move(State.EMPTYING, action)
         with self._streams.outward():
-            self._pending[index] = self._transport.give_back(index, slot.buffers(action.stage))
+            self._settle(slot)
+            slot.move(State.EMPTYING, action)
+            self._pending[index] = self._transport.give_back(index, buffers) if (buffers := slot.buffers(action.stage)) else Done()
 
     def _settle(self, slot: HostSlot) -> None:
         """Wait for the slot's transfer under way, if there is one."""
@@ -146,7 +147,7 @@ class ReceivingAcceptor:
         for slot in self._slots.slots if self._slots else ():
             self._settle(slot)
             if slot.state is not State.FREE:
-                raise TransferError(f"host slot {slot.index} still holds {slot.holds} at the end of the iteration: its RETURN is missing")
+                raise TransferError(f"host buffer {slot.index} still holds {slot.holds} at the end of the iteration: its RETURN is missing")
 
     def release(self) -> None:
         self._slots = None

@@ -1,13 +1,14 @@
 """Find the storages one micro-batch's forward saved for its backward, and say which of them may leave.
 
 In: the autograd nodes of a stage's outputs. Out: the storages, each once, in a fixed order. Knows no schedule and moves nothing.
+Refuses what was saved through a hook: looking at it runs the hook.
 
 The graph is walked; `torch.autograd.graph.saved_tensors_hooks` is not used. A hook hands a custom Function a new tensor where it
 saved a Parameter, and attributes such as `main_grad` are gone; and hooks shadow one another. Storages are resized in place instead,
 so autograd's own tensors keep their identity.
 
-A storage may leave only if nobody but this micro-batch's graph can see it. Three counts say so, and each catches what the others
-cannot:
+A storage may leave only if it lies on the device that computes and nobody but this micro-batch's graph can see it. Three counts say so,
+and each catches what the others cannot:
   [1] the storage is used by exactly the tensors the walk found saved (a parameter, a view kept elsewhere: one more);
   [2] none of those tensors is held by Python code too (a cached mask or rotary table: the very tensor that was saved);
   [3] no other micro-batch saved it (two graphs sharing what nobody else holds).
@@ -16,9 +17,10 @@ cannot:
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,11 +28,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True)
 class Found:
-    """One storage of a micro-batch. `alone` is False where somebody else holds it too, by [1] or [2]."""
+    """One storage of a micro-batch. `alone` is False where somebody else holds it too, by [1] or [2], or it is not the device's to move.
+
+    `kind` is the kind of the node that saved it; of several, the first that the walk came to.
+    """
 
     storage: torch.UntypedStorage
     nbytes: int
     alone: bool
+    kind: str = ""
+
+
+# What a compiled Function keeps beside its saved tensors: the tensors that the Function it was made from set on its `ctx`.
+STASH = "_tensors_no_vc_check"
+# Nodes that have no attributes whatever they saved: TorchScript's functions and those of C++ extensions, and writing into a view, which
+# keeps the node of what was written inside.
+_HIDING = ("CppFunction", "CopySlices")
 
 
 _saved_names: dict[type, tuple[str, ...]] = {}
@@ -43,7 +56,7 @@ def _names(kind: type) -> tuple[str, ...]:
         # Nodes of Python Functions give theirs together; generated C++ nodes one by one, among the sizes and flags they saved too: what
         # has a raw form as well is a tensor, or a list of them.
         every = dir(kind)
-        together = ("saved_tensors",) if "saved_tensors" in every else ()
+        together = ("saved_tensors", STASH) if "saved_tensors" in every else ()
         names = together + tuple(name for name in every if name.startswith("_saved_") and f"_raw{name}" in every)
         _saved_names[kind] = names
     return names
@@ -62,8 +75,13 @@ def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
                 waiting.append(behind)
 
 
+def hiding(roots: Sequence[Any]) -> Counter[str]:
+    """The kinds of nodes behind `roots` that do not show what they saved, and how many of each there are."""
+    return Counter(node.name() for node in _nodes(roots) if type(node).__name__ in _HIDING)
+
+
 def _tensors(node: Any, name: str) -> Iterator[torch.Tensor]:
-    value = getattr(node, name)
+    value = getattr(node, name, None)
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -75,28 +93,59 @@ def _plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
 
 
+def _refuse_hooks(node: Any, name: str) -> None:
+    """Raise ValueError where a tensor was saved through a hook, which unpacking would run."""
+    raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
+    for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+        hook = getattr(saved, "unpack_hook", None)
+        if hook is not None:
+            raise ValueError(
+                f"{node.name()} saved a tensor through a hook of {hook.__module__} ({getattr(hook, '__qualname__', hook)}), as "
+                f"torch.utils.checkpoint does with use_reentrant=False: looking at what was saved would run it again. Let Megatron "
+                f"recompute (--recompute-granularity), use use_reentrant=True, or train without --bpipe and --bpipe-report"
+            )
+
+
 class _Uses:
-    """What the walk learns of one storage: the tensors by which the graph uses it, and how many it unpacked from copies."""
+    """What the walk learns of one storage: the tensors by which the graph uses it, and how many it unpacked from copies.
 
-    __slots__ = ("copies", "originals", "storage")
+    `saved` and `stashed` tell by a tensor's id whether autograd holds it, and how often a compiled Function's list does.
+    """
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    __slots__ = ("copies", "kind", "originals", "saved", "stashed", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, kind: str) -> None:
         self.storage = storage
+        self.kind = kind
         self.originals: list[torch.Tensor] = []
+        self.saved: set[int] = set()
+        self.stashed: Counter[int] = Counter()
         self.copies = 0
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor, stashed: bool) -> None:
         if not any(tensor is known for known in self.originals):
             self.originals.append(tensor)
+        if stashed:
+            self.stashed[id(tensor)] += 1
+        else:
+            self.saved.add(id(tensor))
+
+    def holders(self, tensor: torch.Tensor) -> int:
+        """The reference count of this tensor where nobody but the graph holds it."""
+        stashed = self.stashed[id(tensor)]
+        if not stashed:
+            return _HOLDERS_OF_SAVED
+        return stashed - 1 + (_HOLDERS_OF_BOTH if id(tensor) in self.saved else _HOLDERS_OF_STASHED)
 
 
-def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None] = ()) -> tuple[Found, ...]:
-    """Every storage saved in the graph behind `roots` (autograd nodes), each once.
+def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[Found, ...]:
+    """Every storage saved in the graph behind `roots` (autograd nodes), each once; only what lies on `device` can be alone.
 
     `inputs` are tensors the pipeline loop itself holds but never reads again, the stage's received input: being held by it does not
-    count. Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error.
+    count. Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error, one that saved through hooks
+    ValueError.
     """
-    return tuple(_judge(use, inputs) for use in _collect(roots).values())
+    return tuple(_judge(use, inputs, device) for use in _collect(roots).values())
 
 
 def _collect(roots: Sequence[Any]) -> dict[int, _Uses]:
@@ -104,52 +153,79 @@ def _collect(roots: Sequence[Any]) -> dict[int, _Uses]:
     uses: dict[int, _Uses] = {}
     for node in _nodes(roots):
         for name in _names(type(node)):
+            _refuse_hooks(node, name)
             again = list(_tensors(node, name))
             for position, tensor in enumerate(_tensors(node, name)):
                 if not _plain(tensor):
                     continue
                 storage = tensor.untyped_storage()
-                use = uses.setdefault(storage._cdata, _Uses(storage))
+                use = uses.get(storage._cdata)
+                if use is None:
+                    use = uses[storage._cdata] = _Uses(storage, node.name())
                 if tensor is not again[position]:
                     use.copies += 1  # saved as the node's own output: every unpacking makes a new tensor, the graph holds one
                 else:
-                    use.add(tensor)
+                    use.add(tensor, name == STASH)
                     # A view keeps the tensor it is a view of alive, and that one uses the storage too.
                     if tensor._base is not None:
-                        use.add(tensor._base)
+                        use.add(tensor._base, False)
     return uses
 
 
-def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None]) -> Found:
+def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None], device: torch.device) -> Found:
     storage, originals = use.storage, use.originals
     use.originals = []
     expected = len(originals) + use.copies + 1  # our own hold on the storage
     alone = _storage_uses(storage) == expected  # [1]
     while originals:
         tensor = originals.pop()
-        if _python_holders(tensor) > _HOLDERS_OF_UNHELD and not any(tensor is known for known in inputs):  # [2]
+        if _python_holders(tensor) > use.holders(tensor) and not any(tensor is known for known in inputs):  # [2]
             alone = False
-    return Found(storage, storage.nbytes(), alone and storage.resizable())
+    return Found(storage, storage.nbytes(), alone and storage.resizable() and _on(device, storage), use.kind)
+
+
+def _on(device: torch.device, storage: torch.UntypedStorage) -> bool:
+    """A device without an index is whichever of its type computes."""
+    return storage.device.type == device.type and device.index in (None, storage.device.index)
 
 
 def _storage_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def only_holder(tensor: torch.Tensor) -> bool:
+    """Whether nothing but this tensor uses its storage: once it is gone, so are its bytes."""
+    storage = tensor.untyped_storage()
+    return _storage_uses(storage) == 2  # the tensor and our own hold
+
+
 def _python_holders(tensor: torch.Tensor) -> int:
     return sys.getrefcount(tensor)
 
 
-def _measure_unheld() -> int:
-    """The reference count of a saved tensor that no Python code holds, as `_judge` sees it; it depends on torch and Python versions."""
-    leaf = torch.ones(1, requires_grad=True)
-    root = (leaf * 2).exp().sin().grad_fn
-    originals = [root._saved_self]  # type: ignore[union-attr]
+def _measure_holders(saved: bool, stashed: bool) -> int:
+    """The reference count of a tensor that only the graph holds, as `_judge` sees it; it depends on torch and Python versions."""
+
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            kept = x * 2
+            if saved:
+                ctx.save_for_backward(kept)
+            setattr(ctx, STASH, [kept] if stashed else [])
+            return x * 3
+
+    # Kept: torch 2.11 lets go of what a Function saved with the last tensor that came out of it, whoever still has the node.
+    output = cast(Any, Keeping.apply(torch.ones(1, requires_grad=True)))
+    node = output.grad_fn
+    originals = [*(node.saved_tensors or getattr(node, STASH))]
     tensor = originals.pop()
     return _python_holders(tensor)
 
 
-_HOLDERS_OF_UNHELD = _measure_unheld()
+_HOLDERS_OF_SAVED = _measure_holders(saved=True, stashed=False)
+_HOLDERS_OF_STASHED = _measure_holders(saved=False, stashed=True)
+_HOLDERS_OF_BOTH = _measure_holders(saved=True, stashed=True)
 
 
 class Shared:

@@ -22,6 +22,7 @@ from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import find
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.evictor import Evictor
+from bpipe.runtime.kept import Kept, Share
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Streams, named
@@ -37,7 +38,8 @@ TIMERS = (*ISSUING.values(), WAITING)
 class EngineConfig:
     """Where an engine stands and how it moves. `name` says in errors which process this is, such as "rank 3".
 
-    `synchronous`: wait for every transfer where it is issued, to see what it would cost. `timed(name)` is entered around whatever this
+    `synchronous`: wait for every transfer where it is issued, to see what it would cost. `allocated()`: how many bytes of the device its
+    allocator has given out, None where nobody counts. `timed(name)` is entered around whatever this
     rank does for balancing: issuing a transfer, and waiting for one.
     """
 
@@ -47,6 +49,7 @@ class EngineConfig:
     timeout_s: float
     poison: bool = False
     synchronous: bool = False
+    allocated: Callable[[], int] | None = None
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 
 
@@ -70,12 +73,19 @@ class Engine:
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._transport = transport
+        self._kept = Kept(config.minimum_bytes, config.allocated)
+        # By stage that leaves, what part of it does; known from the first iteration on.
+        self.shares: Mapping[int, Share] = {}
+        self._first_iteration = True
         self._evictor: Evictor | None = None
         self._acceptor: Acceptor | None = None
+        self._streams: Streams | None = None
         if transport is not None:
-            streams = Streams(config.device)
+            streams = self._streams = Streams(config.device)
             slots_there, slots_here = stages_in_slots(hosted_there), stages_in_slots(hosted_here)
-            self._evictor = Evictor(slots_there, transport, streams, config.minimum_bytes, config.poison, self._wait)
+            self._evictor = Evictor(
+                slots_there, transport, streams, config.device, config.minimum_bytes, config.poison, self._wait, self._kept
+            )
             if transport.one_sided:
                 self._acceptor = LendingAcceptor(slots_here, transport)
             else:
@@ -131,10 +141,11 @@ class Engine:
             self._meter.begin()
         if self.recorder:
             self.recorder.begin()
+        if self._streams:
+            self._streams.timed = self.recorder is not None
         if self._evictor:
             self._evictor.begin()
-        self._transfers(self._steps[0].after)
-        self._position = 1
+        self._start_after(self._steps[0])
 
     def before(self, op: Action) -> None:
         """`op`, a forward or a backward, is about to run; it has what it needs from its neighbours."""
@@ -145,7 +156,8 @@ class Engine:
                 f"{self._where()}. The schedule {self.schedule.name} is not the one this loop runs"
             )
         if self._evictor:
-            # An eviction in a bubble slot ends with it, and so before the computation after it.
+            # What is evicted beside a computation or in a bubble is gone before the next computation, which takes its memory; and not
+            # earlier: the loop has sent the last one's output meanwhile, and that would have waited too.
             self._evictor.finish_evictions()
             self._measure()
         self._transfers(step.before)
@@ -154,31 +166,50 @@ class Engine:
         held = self._sample()
         if self.recorder:
             self.recorder.started(op, live_bytes=held)
+        if op.kind is Kind.FORWARD and self._evictor:
+            self._kept.starts()
 
     def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """`op` has run. For a forward, `outputs` are the stage's and `inputs` what the loop received for it."""
         step = self._steps[self._position]
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
+            if self._evictor:
+                self._kept.ran(op.stage, op.microbatch, outputs, inputs)
             self._saved(op, [output.grad_fn for output in outputs if output is not None], inputs)
         elif self._meter:
             self._meter.touched(op)
         held = self._sample()
         if self.recorder:
             self.recorder.computed(held)
-        if self._evictor:
+        if self._evictor and any(action.kind is Kind.LOAD for action in step.after):
+            # A load in the bubble takes memory too, and no computation comes first.
             self._evictor.finish_evictions()
-        self._transfers(step.after)
-        self._position += 1
+        self._start_after(step)
 
-    def end(self) -> None:
-        """The pipelined loop is over."""
-        if self._position != len(self._steps):
+    def communicated(self) -> None:
+        """The loop has sent its last message to a neighbour, and nothing has been asked of all ranks yet: the last transfers start.
+
+        They wait until here because the partner's ends of them come behind that message, and not longer because the partner must have
+        its activations back before it can join what all ranks do, such as reducing gradients. A loop that does no such thing leaves
+        this to `end`.
+        """
+        left = len(self._steps) - 1 - self._position
+        if left > 0:
             raise RuntimeFault(
                 f"{self._config.name}: the pipeline loop is over {self._where()}, next is {self._steps[self._position].compute}"
             )
+        if left == 0:
+            self._start_after(self._steps[-1])
+
+    def end(self) -> None:
+        """The pipelined loop is over."""
+        self.communicated()
         if self._acceptor:
             self._acceptor.end()
+        if self._first_iteration:
+            self._first_iteration = False
+            self.shares = self._kept.shares(self.moved_bytes)
         self._position = 0
 
     def release(self) -> None:
@@ -200,13 +231,13 @@ class Engine:
     # -- inside --------------------------------------------------------------------------------------------------------------------
 
     def _where(self) -> str:
-        last = self._steps[self._position - 1].compute if self._position else None
+        last = next((step.compute for step in reversed(self._steps[: self._position]) if step.compute), None)
         ahead = self._steps[self._position].compute if self._position < len(self._steps) else None
         return f"stage {self._rank}, after {last or 'the start'}" + (f", at {ahead}" if ahead else "")
 
     def _saved(self, op: Action, roots: Sequence[object], inputs: Sequence[torch.Tensor | None]) -> None:
         if self._meter:
-            self._meter.saved(op, find(roots, inputs), inputs)
+            self._meter.saved(op, find(roots, inputs, self._config.device), inputs)
         if self._evictor is None:
             return
         if self._evictor.unmeasured(op.stage):
@@ -221,6 +252,10 @@ class Engine:
             self._evictor.measure(forward)
             if (forward.stage, forward.microbatch) not in self._leaving:
                 self._evictor.forget(forward)
+
+    def _start_after(self, step: Step) -> None:
+        self._transfers(step.after)
+        self._position += 1
 
     def _transfers(self, actions: Sequence[Action]) -> None:
         for action in actions:

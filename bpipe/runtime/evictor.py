@@ -18,6 +18,7 @@ The numbers are those of the order in which compute, copies and memory wait for 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -25,11 +26,12 @@ from typing import Any, cast
 import torch
 
 from bpipe.ir.action import Action
-from bpipe.runtime.capture import Found, Shared, find
+from bpipe.runtime.capture import Found, Shared, find, hiding
 from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.kept import Kept
 from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams
-from bpipe.transport.base import Evicting, Pending
+from bpipe.transport.base import Done, Evicting, Pending
 from bpipe.transport.layout import SlotLayout
 
 Wait = Callable[[Pending, Action, str], None]
@@ -79,21 +81,26 @@ class Evictor:
         stages_in_slots: Sequence[frozenset[int]],
         transport: Evicting,
         streams: Streams,
+        device: torch.device,
         minimum_bytes: int,
         poison: bool,
         wait: Wait,
+        kept: Kept,
     ) -> None:
         """`stages_in_slots` are the partner's slots: which of this rank's stages each of them holds."""
         self._stages_in_slots = stages_in_slots
         self._stages: frozenset[int] = frozenset().union(*stages_in_slots)
         self._transport = transport
         self._streams = streams
+        self._device = device
         self._minimum_bytes = minimum_bytes
         self._poison = poison
         self._wait = wait
+        self._kept = kept
         self._shared = Shared()
         self._known: dict[Key, Activations] = {}
         self._announcement: Pending | None = None
+        self._measured_kinds: dict[int, Counter[str]] = {}
         self.sizes: dict[int, tuple[int, ...]] = {}
 
     def begin(self) -> None:
@@ -118,39 +125,52 @@ class Evictor:
     def measure(self, forward: Action) -> None:
         """Learn from a remembered forward how long its stage's storages are; tell the partner once all stages that leave are known.
 
-        The partner listens no earlier than at its first HOST, so this does not wait for it.
+        The partner listens no earlier than at its first HOST, so this does not wait for it. Where there are none, both ends know that
+        nothing of this stage travels, and its transfers are empty.
         """
-        sizes = tuple(found.nbytes for found in self._movable(self._known[_key(forward)]))
-        if not sizes:
-            raise RuntimeFault(
-                f"nothing that {forward} saved can be moved: no storage of at least {self._minimum_bytes} bytes belongs to it alone. "
-                f"Use a larger micro-batch or model, lower --bpipe-min-bytes, or train without --bpipe"
-            )
-        self.sizes[forward.stage] = sizes
+        movable = self._movable(self._own(self._known[_key(forward)]))
+        self._measured_kinds[forward.stage] = _by_kind(movable)
+        self.sizes[forward.stage] = tuple(found.nbytes for found in movable)
         if self._stages <= self.sizes.keys():
             self._announcement = self._transport.announce(self.sizes, SlotLayout.of(self._stages_in_slots, self.sizes))
 
-    def _movable(self, activations: Activations) -> tuple[Found, ...]:
-        found = find(activations.roots, activations.inputs)
-        mine = self._shared.claim(found, _key(activations.forward))
-        return tuple(item for item in mine if item.alone and item.nbytes >= self._minimum_bytes)
+    def _own(self, activations: Activations) -> tuple[Found, ...]:
+        """What this micro-batch saved and no other did."""
+        found = find(activations.roots, activations.inputs, self._device)
+        return self._shared.claim(found, _key(activations.forward))
+
+    def _movable(self, own: Sequence[Found]) -> tuple[Found, ...]:
+        return tuple(item for item in own if item.alone and item.nbytes >= self._minimum_bytes)
 
     def evict(self, action: Action, slot: int) -> None:
         """Start sending a finished micro-batch's storages. They are emptied by `finish_evictions`."""
         activations = self._known[_key(action)]
         activations.move(State.LEAVING, action)
-        activations.storages = [found.storage for found in self._movable(activations)]
+        own = self._own(activations)
+        movable = self._movable(own)
+        if tuple(found.nbytes for found in movable) != self.sizes.get(action.stage, ()):
+            raise self._other_sizes(action, movable, activations.roots)
+        if self._kept.asks(*_key(action)):
+            self._kept.saw(action.stage, own, hiding(activations.roots))
+        activations.storages = [found.storage for found in movable]
         activations.roots, activations.inputs = (), ()
-        sizes = tuple(storage.nbytes() for storage in activations.storages)
-        announced = self.sizes.get(action.stage, ())
-        if sizes != announced:
-            raise RuntimeFault(
-                f"{action}: this micro-batch saved {len(sizes)} movable storages of {sum(sizes)} bytes, but the partner's "
-                f"slots were sized for {len(announced)} of {sum(announced)}. Micro-batches of differing size are not "
-                f"supported: pad to one length, or train without --bpipe"
-            )
         with self._streams.outward():  # [1]
-            activations.pending = self._transport.put(slot, _bytes_of(activations.storages))  # [2]
+            activations.pending = self._transport.put(slot, _bytes_of(activations.storages)) if activations.storages else Done()  # [2]
+
+    def _other_sizes(self, action: Action, movable: Sequence[Found], roots: Sequence[Any]) -> RuntimeFault:
+        """This micro-batch's storages are not those that were announced: say which kinds of nodes differ, or may hide what they saved."""
+        announced = self.sizes.get(action.stage, ())
+        before, now = self._measured_kinds.get(action.stage, Counter()), _by_kind(movable)
+        differing = sorted(before | now, key=lambda kind: -abs(now[kind] - before[kind]))[:3]
+        why = ", ".join(f"{kind} {now[kind]} bytes instead of {before[kind]}" for kind in differing if now[kind] != before[kind])
+        hidden = ", ".join(f"{kind} ({number})" for kind, number in hiding(roots).items())
+        if hidden:
+            why += f"; hidden is what was saved by {hidden}, as TorchScript's functions hide it from their second call on"
+        return RuntimeFault(
+            f"{action}: this micro-batch saved {len(movable)} movable storages of {sum(now.values())} bytes, but the partner's host "
+            f"buffers were sized for {len(announced)} of {sum(announced)} ({why or 'in another order'}). Micro-batches of differing size "
+            f"are not supported: pad to one length, or train without --bpipe"
+        )
 
     def finish_evictions(self) -> None:
         """Empty the storages of whatever has been sent. Called as late as the schedule allows: when the slot of the eviction ends."""
@@ -178,7 +198,7 @@ class Evictor:
             if self._poison:
                 _poison(storage)
         with self._streams.homeward():  # [5]
-            activations.pending = self._transport.get(slot, _bytes_of(activations.storages))  # [6]
+            activations.pending = self._transport.get(slot, _bytes_of(activations.storages)) if activations.storages else Done()  # [6]
 
     def finish_load(self, backward: Action) -> None:
         """Before a backward: its activations must be here."""
@@ -212,6 +232,14 @@ class Evictor:
     def abandon(self) -> None:
         """Drop everything after an error; the run is over."""
         self._known.clear()
+
+
+def _by_kind(movable: Sequence[Found]) -> Counter[str]:
+    """Bytes by the kind of node that saved them."""
+    kinds: Counter[str] = Counter()
+    for found in movable:
+        kinds[found.kind] += found.nbytes
+    return kinds
 
 
 def _poison(storage: torch.UntypedStorage) -> None:

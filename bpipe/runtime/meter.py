@@ -113,6 +113,14 @@ class Meter:
         else:
             held.over = True
 
+    def held(self) -> dict[Key, int]:
+        """What each micro-batch, a stage and its number, held when it was last looked at."""
+        return {owner: held.bytes_now for owner, held in self._held.items() if held.bytes_now}
+
+    def has_of_size(self, nbytes: int) -> bool:
+        """Whether a micro-batch saved a storage of this size."""
+        return any(storage.nbytes == nbytes for storage in self._storages.values())
+
     def sample(self, host_slots: int, host_bytes: int) -> int:
         """Look at what is held now, in bytes: own storages, and `host_slots` slots of `host_bytes` in all for the partner."""
         for owner, held in tuple(self._held.items()):

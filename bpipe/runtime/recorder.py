@@ -64,18 +64,20 @@ class Recorder:
         return self._clock.mark()
 
     def waited(self, action: Action, since: Mark, pending: Pending) -> None:
-        """The transfer was waited for, from `since` until now."""
+        """The transfer was waited for, from `since` until now; where nothing of the computation waited, its end is all that is learnt."""
         row = self._transfers.get(action)
         if row is not None:
             row.end = self._clock.mark()
-            row.waited = since, row.end
+            row.waited = None if self._clock.beside() else (since, row.end)
             row.pending = pending
 
     def rows(self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> tuple[list[list[Any]], float]:
         """All rows, in the order of `COLUMNS`, and the seconds the iteration took until now. Waits for the device."""
         assert self._begin is not None
         elapsed_s = self._clock.mark().since(self._begin)
-        rows = [self._row(row, self._begin, saved_bytes, moved_bytes) for row in self._rows]
+        # A transfer of a stage of which nothing can move did not happen.
+        happened = [row for row in self._rows if row.slot is None or moved_bytes.get(row.action.stage) != 0]
+        rows = [self._row(row, self._begin, saved_bytes, moved_bytes) for row in happened]
         rows.sort(key=lambda row: row[1])
         return rows, elapsed_s
 

@@ -43,7 +43,7 @@ class HostSlot:
 
     def move(self, state: State, action: Action) -> None:
         """Go to `state` because of `action`; refuses every other step than the next one of the diagram."""
-        self.state = advance(self.state, state, _NEXT, f"host slot {self.index}, holding {self.holds}", action)
+        self.state = advance(self.state, state, _NEXT, f"host buffer {self.index}, holding {self.holds}", action)
         self.holds = None if state is State.FREE else action
 
 

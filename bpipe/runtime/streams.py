@@ -7,21 +7,36 @@ time. Knows no schedule and no bytes. On a CPU everything a rank issues is alrea
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from bpipe.transport.base import Pending
+from bpipe.transport.device import Device
 from bpipe.transport.lanes import Job, Lane, ThreadLane, Ticket
-from bpipe.transport.probe import Device
+
+# Whether a lane takes the time of what it is asked for now.
+_timed: ContextVar[bool] = ContextVar("timed", default=False)
+
+
+def allocated_on(device: torch.device) -> Callable[[], int] | None:
+    """How many bytes of a device its allocator has given out, when asked; None for a CPU, where nobody counts."""
+    return functools.partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else None
 
 
 class Streams:
-    """One stream for evictions and one for loads beside the compute stream. The host never blocks here."""
+    """One stream for evictions and one for loads beside the compute stream. The host never blocks here.
+
+    Copies are timed only where somebody will read it (`timed`): a mark of time may hold up a queue that streams share.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.timed = False
         self._cuda = device.type == "cuda"
         if self._cuda:
             # High priority: a transfer's few blocks must not queue behind a whole layer's.
@@ -46,18 +61,23 @@ class Streams:
             yield
             return
         stream.wait_event(torch.cuda.current_stream().record_event())
-        with torch.cuda.stream(stream):
-            yield
+        before = _timed.set(self.timed)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            _timed.reset(before)
 
 
 class _Issued:
-    """A job on a device's stream. `marks` are its begin and end."""
+    """A job on a device's stream: its end, and where it was timed also its begin."""
 
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self.marks = (begin, end)
+    def __init__(self, begin: torch.cuda.Event | None, end: torch.cuda.Event) -> None:
+        self.begin = begin
+        self.end = end
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.marks[1])
+        torch.cuda.current_stream().wait_event(self.end)
 
 
 class StreamLane:
@@ -66,10 +86,12 @@ class StreamLane:
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
         for pending in after:
             pending.wait()
-        stream = torch.cuda.current_stream()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
+        stream, timed = torch.cuda.current_stream(), _timed.get()
+        begin = torch.cuda.Event(enable_timing=True) if timed else None
+        if begin is not None:
+            begin.record(stream)
         job()
+        end = torch.cuda.Event(enable_timing=timed)
         end.record(stream)
         return _Issued(begin, end)
 
@@ -85,8 +107,17 @@ def lanes(device: torch.device, timeout_s: float) -> tuple[Lane, Lane]:
 
 
 def copying_on(device: torch.device) -> Device:
-    """What `bpipe.transport.connect` asks of a device."""
-    return Device(device, lanes, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream))
+    """What `bpipe.transport` asks of a device."""
+    if device.type == "cuda":
+        # "cuda" alone means the current one, whose number CUDA's runtime wants to be told.
+        index = cast(int | None, device.index)
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    return Device(device, lanes, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream), torch.cuda.empty_cache)
+
+
+def total_bytes(device: torch.device) -> int:
+    """A device's memory; 0 for a CPU, whose memory is the host's."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
 def synchronize(device: torch.device) -> None:
@@ -124,10 +155,15 @@ class Mark:
 
 
 class Clock:
-    """Makes marks."""
+    """Makes marks. Made where the computation is issued."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._compute = torch.cuda.current_stream() if self._cuda else None
+
+    def beside(self) -> bool:
+        """Whether what is issued now runs beside the computation, so that nothing of that waits when it waits."""
+        return self._cuda and torch.cuda.current_stream() != self._compute
 
     def mark(self) -> Mark:
         event = None
@@ -142,8 +178,7 @@ def span_s(pending: Pending, base: Mark) -> tuple[float, float] | None:
     if isinstance(pending, Ticket) and pending.span_s is not None:
         begin_s, end_s = pending.span_s
         return begin_s - base.host_s, end_s - base.host_s
-    if isinstance(pending, _Issued) and base.event is not None:
-        begin, end = pending.marks
-        end.synchronize()
-        return base.event.elapsed_time(begin) / 1e3, base.event.elapsed_time(end) / 1e3
+    if isinstance(pending, _Issued) and pending.begin is not None and base.event is not None:
+        pending.end.synchronize()
+        return base.event.elapsed_time(pending.begin) / 1e3, base.event.elapsed_time(pending.end) / 1e3
     return None

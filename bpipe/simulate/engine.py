@@ -1,13 +1,16 @@
 """Run a schedule on costs instead of devices. In: a checked Schedule and `Costs`. Out: a `Report` with the time of every action.
 
 Every rank keeps its own order and waits as the runtime does; the numbers are those of the code:
-  [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived
-  [2] an eviction that stood in a bubble ends before the next computation, one beside a computation right after it: its memory is reused
-  [3] a transfer is posted with the computation it stands beside, or at the end of the one before its bubble, and starts when both of its
-      ends are posted (of a one-sided one: the evictor's), what it sends is there, and the transfer before it in its direction is over
+  [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived; two that overlap
+      start when what both need has arrived, take as long as one after the other, and pass on what they made when both are over
+  [2] an eviction ends before the next computation on its rank, and before a load that comes earlier: they take its memory
+  [3] a transfer is posted with the computation it stands beside, or at the end of the one before its bubble (behind a rank's last: once
+      that one's message has passed), and starts when both of its ends are posted (of a one-sided one: the evictor's), what it sends is
+      there, and the transfer before it in its direction is over
   [4] a backward waits for the load of its activations; where transfers are synchronous an evictor waits for each where it is posted
-  [5] where exchanges block, a rank sends what it made and receives what it needs before it goes on, in one operation if one neighbour is
-      both, and a message starts when both sides are there: Megatron's 1F1B. Otherwise it leaves when it is computed, beside computation
+  [5] where exchanges block and nothing overlaps, a rank sends what it made and receives what it needs before it goes on, in one operation
+      if one neighbour is both, and a message starts when both sides are there: Megatron's 1F1B. Otherwise it leaves when it is computed,
+      beside computation
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
 ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
 Knows no tensors and no device; refuses nothing that `ir.check` lets pass.
@@ -108,7 +111,8 @@ class _Run:
         self.clocks: list[Number] = [0] * schedule.num_ranks
         self.routes = self._routes()
         # With several stages a rank Megatron overlaps its exchanges, and the ring of neighbours would block itself otherwise.
-        self.blocking = costs.blocking and schedule.num_chunks == 1
+        overlaps = any(cell.overlapped is not None for row in schedule.ranks for cell in row)
+        self.blocking = costs.blocking and schedule.num_chunks == 1 and not overlaps
         self.met_at: dict[int, Number] = {}
 
     def _routes(self) -> dict[tuple[int, int], _Route]:
@@ -205,29 +209,39 @@ class _Run:
         for step in steps(self.schedule, rank):
             compute = step.compute
             if compute is None:
+                # The loop's start, or its end: then what was computed last leaves first.
+                clock = yield from self._arrive(made, None, clock)
                 leaving, clock = yield from self._post(rank, step.after, clock, loading)
                 continue
             kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
             needed = self._needed(kind, stage, microbatch)
             clock = yield from self._arrive(made, needed, clock)
+            beside = step.overlapped
+            if beside is not None:
+                clock = yield from self._arrive(None, self._needed(beside.kind, beside.stage, beside.microbatch), clock)
             if leaving:
                 clock = yield from self._await(rank, leaving, clock)  # [2]
-            started: list[int] = []
+            leaving = []
             if step.before:
-                started, clock = yield from self._post(rank, step.before, clock, loading)
-            if loading and kind is not _FORWARD and (stage, microbatch) in loading:
-                clock = yield from self._await(rank, [loading.pop((stage, microbatch))], clock)  # [4]
-            end = clock + durations[kind][stage]
-            timed.append(Timed(compute, clock, end))
-            clock = end
+                leaving, clock = yield from self._post(rank, step.before, clock, loading)
+            for one in step.computations:
+                if loading and one.kind is not _FORWARD and (one.stage, one.microbatch) in loading:
+                    clock = yield from self._await(rank, [loading.pop((one.stage, one.microbatch))], clock)  # [4]
+            for one in step.computations:
+                end = clock + durations[one.kind][one.stage]
+                timed.append(Timed(one, clock, end))
+                clock = end
             made = self._made(kind, stage, microbatch)
             self._leave(made, clock)
-            if started:
-                clock = yield from self._await(rank, started, clock)  # [2]
-            leaving = []
+            if beside is not None:
+                self._leave(self._made(beside.kind, beside.stage, beside.microbatch), clock)
             if step.after:
-                leaving, clock = yield from self._post(rank, step.after, clock, loading)
-        self.clocks[rank] = yield from self._arrive(made, None, clock)
+                if leaving and any(action.kind is _LOAD for action in step.after):
+                    clock = yield from self._await(rank, leaving, clock)  # [2]
+                    leaving = []
+                started, clock = yield from self._post(rank, step.after, clock, loading)
+                leaving += started
+        self.clocks[rank] = clock
 
     def _end(self, event: int) -> Number:
         end = self.over[event]

@@ -49,6 +49,8 @@ def live_bytes(schedule: Schedule, rank: int, saved_bytes: Sequence[int], moved_
                 held += saved_bytes[compute.stage]
             elif kind is _BACKWARD or kind is _WEIGHT:
                 freed = saved_bytes[compute.stage]
+            if slot.overlapped is not None and slot.overlapped.kind is _BACKWARD:
+                freed += saved_bytes[slot.overlapped.stage]
         for transfer in slot.transfers:
             if transfer.kind is _LOAD or transfer.kind is _HOST:
                 held += moved_bytes[transfer.stage]

@@ -23,7 +23,7 @@ NAMES = {Kind.FORWARD: "forward-compute", Kind.BACKWARD: "backward-compute"}
 LOOP = "forward-backward"
 
 _FLOW = "activations"
-# A host slot's threads come after the three that every rank has, the host code's last.
+# A host buffer's threads come after the three that every rank has, the host code's last.
 _THREADS = ("compute", "evict", "load")
 _FIRST_SLOT = len(_THREADS)
 _HOST_CODE = 9_999
@@ -129,7 +129,7 @@ class _Rank:
     def _stay(self, host: Slice, back: Slice) -> dict[str, Any]:
         """From the hosting's start to the return's end the slot is taken; both transfers lie inside."""
         slot, end_s = host.slot or 0, max(host.end_s, back.end_s)
-        thread = self._thread(f"host slot {slot}", _FIRST_SLOT + slot, host.start_s, end_s)
+        thread = self._thread(f"host buffer {slot}", _FIRST_SLOT + slot, host.start_s, end_s)
         action = host.action
         args = {"stage": action.stage, "microbatch": action.microbatch, "slot": slot}
         event = self._event(thread, f"{action.stage}F{action.microbatch} hosted", "hosted", host.start_s, end_s, args)

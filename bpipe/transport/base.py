@@ -36,7 +36,10 @@ class Done:
 
 
 class Evicting(Protocol):
-    """The evictor's half. Buffers are contiguous uint8 tensors; slots are numbered as on the acceptor."""
+    """The evictor's half. Buffers are contiguous uint8 tensors; slots are numbered as on the acceptor.
+
+    Neither end asks for a transfer of a stage whose list of sizes is empty.
+    """
 
     def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
         """Once before the first put: how long the buffers of a micro-batch of each stage are, and the slots that follow from that."""
@@ -50,8 +53,13 @@ class Evicting(Protocol):
     def release(self) -> None:
         """Let the slots go: another program takes over. Both ends call it, and nothing may be under way."""
 
+    def withdraw(self) -> None:
+        """Let go after a trial that failed. Both ends call it, the evictor first, and each knows when the other has."""
+
     def abandon(self) -> None:
-        """Let go without the partner: the run is over, or a transfer failed."""
+        """The run is over, or a transfer failed: drop every reference. Neither waits, for the partner or for the device, nor frees what
+        either may still reach.
+        """
 
 
 class TwoSided(Evicting, Protocol):

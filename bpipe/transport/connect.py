@@ -17,28 +17,33 @@ import torch.distributed as dist
 from bpipe.transport import AUTO
 from bpipe.transport.base import Transport
 from bpipe.transport.control import About, Control
+from bpipe.transport.device import Device
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.distributed import Distributed, PairGroups, new_group, pair_groups
+from bpipe.transport.distributed import Distributed, PairGroups, destroy_groups, new_group, pair_groups
+from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
 from bpipe.transport.lanes import Lane
 from bpipe.transport.memory import SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
-from bpipe.transport.probe import Device, measure
+from bpipe.transport.probe import measure
 
+TWO_SIDED = ("nccl", "gloo")
 # A one-sided copy takes no compute unit and no moment of the partner's: worth a somewhat slower link.
 ONE_SIDED_ADVANTAGE = 1.25
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Where a rank is: two ranks share memory only on one boot of one machine, and see each other's processes only in one namespace."""
+    """Where a rank is: two ranks share memory only on one boot of one machine, and see each other's processes only in one namespace.
+    `no_room` says why its buffers might not fit into the host's memory."""
 
     boot: str
     namespace: str
     host: str
+    no_room: str | None = None
 
     @staticmethod
-    def here() -> Facts:
-        return Facts(_first_line("/proc/sys/kernel/random/boot_id"), _target("/proc/self/ns/pid"), socket.gethostname())
+    def here(no_room: str | None = None) -> Facts:
+        return Facts(_first_line("/proc/sys/kernel/random/boot_id"), _target("/proc/self/ns/pid"), socket.gethostname(), no_room)
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
 
 def obstacle(name: str, mine: Facts, theirs: Facts) -> str | None:
     """Why two ranks cannot use a transport, or None where they may."""
+    if name == "host":
+        return mine.no_room or theirs.no_room
     if name != "peer":
         return None
     if mine.boot != theirs.boot:
@@ -87,7 +94,8 @@ class Connection:
         self.partner = partner
         self.control = control
         self.link: Link | None = None
-        self._groups = groups
+        self.budget: Budget | None = None
+        self._groups = dict(groups)
         self._device = device
         self._lanes = lanes
 
@@ -98,38 +106,63 @@ class Connection:
             name = self.link.transport
         if name in self._groups:
             return Distributed(self.control, self._groups[name])
-        on_cuda = self._device.device.type == "cuda"
+        if name in TWO_SIDED:
+            raise RuntimeError(f"this pair has no groups for {name}: it was connected by {self.link.transport if self.link else 'others'}")
         if name == "host":
-            return Reaching(Host(pinned=on_cuda), *self._lanes)
-        lender = DeviceMemory(self._device.current_stream) if on_cuda else SharedMemory()
+            return Reaching(Host(self._device, self.budget), *self._lanes)
+        lender = DeviceMemory(self._device) if self._device.on_cuda else SharedMemory()
         return Reaching(Peer(self.control, lender), *self._lanes)
+
+    def settle(self, link: Link) -> None:
+        """Keep to this link. Both ranks call it with the same one.
+
+        A communicator takes hundreds of megabytes of a GPU, so those that lost go. One that failed stays: to end it may take for ever.
+        """
+        self.link = link
+        for name in [name for name in self._groups if name in link.bytes_per_s and name != link.transport]:
+            destroy_groups(self._groups.pop(name))
 
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
 
 
-def connect(pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device) -> tuple[Connection | None, list[Link]]:
+def connect(
+    pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
+) -> tuple[Connection | None, list[Link]]:
     """Connect all pairs: this rank's connection, or None where it is in no pair, and every pair's link, the same on all ranks.
 
-    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together. Raises ValueError or
-    RuntimeError on every rank alike where a pair has no transport.
+    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together. `buffers` are what this rank
+    would keep in the host's memory. Raises ValueError or RuntimeError on every rank alike where a pair has no transport.
     """
     names = candidates(wanted, device.device.type)
     rank = dist.get_rank()
+    everyone = _neighbours(buffers or Buffers())
     connection = None
     for low, high in pairs:
         group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
-        groups = {name: pair_groups(low, high, name, timeout_s, device.device) for name in names if name in ("nccl", "gloo")}
+        groups = {name: pair_groups(low, high, name, timeout_s, device.device) for name in names if name in TWO_SIDED}
         if rank in (low, high):
             partner = high if rank == low else low
             mine = {name: made for name, made in groups.items() if made is not None}
             connection = Connection(partner, Control(partner, group), mine, device, device.lanes(device.device, timeout_s))
-    links = _all_links(_find_link(connection, names, rank, device) if connection is not None else None)
+    # Who asks for host memory gets it if what is really needed fits, which is known once an iteration has run. Nobody is given it unless
+    # it fits in any case.
+    here = Facts.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)
+    links = _all_links(_find_link(connection, names, rank, device, here) if connection is not None else None)
     _refuse_without_transport(links, connection)
     if connection is not None:
-        connection.link = next(link for link in links if rank in link.ranks)
+        connection.settle(next(link for link in links if rank in link.ranks))
+        on_host = {rank for link in links if link.transport == "host" for rank in link.ranks}
+        connection.budget = Budget(everyone[rank], [each for number, each in enumerate(everyone) if number in on_host])
     return connection, links
+
+
+def _neighbours(buffers: Buffers) -> list[Neighbour]:
+    """By rank, what each would keep in its host's memory and the limits on that. Collective over the world."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (asdict(buffers), [asdict(room) for room in rooms()]))
+    return [Neighbour(Buffers(**one), tuple(Room(**room) for room in limits)) for one, limits in everyone]
 
 
 def _all_links(mine: dict[str, Any] | None) -> list[Link]:
@@ -154,10 +187,9 @@ def _refuse_without_transport(links: Sequence[Link], connection: Connection | No
         raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 
-def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device) -> dict[str, Any]:
+def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Facts) -> dict[str, Any]:
     """Try every candidate with the partner and agree on one. Returns a `Link`'s fields, the same on both ranks."""
     partner = connection.partner
-    mine = Facts.here()
     theirs = Facts(**connection.control.exchange(About.FACTS, asdict(mine)))
     measured: dict[str, float] = {}
     refused: dict[str, str] = {}

@@ -9,93 +9,127 @@ copies run on its own streams and no context is made on the partner's device.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from bpipe.transport.cuda_runtime import OUT_OF_MEMORY, CudaError, runtime
+from bpipe.transport.device import Device
 
-def _runtime() -> Any:
-    # Not at the top: torch's CUDA builds bring it, a build without CUDA does not.
-    from cuda.bindings import runtime
+Piece = tuple[int, torch.Tensor]
 
-    return runtime
-
-
-def _checked(call: str, *arguments: Any) -> Any:
-    """Call the CUDA runtime. Raises RuntimeError naming the call and CUDA's error."""
-    status, *results = getattr(_runtime(), call)(*arguments)
-    if int(status) != 0:
-        raise RuntimeError(f"{call} failed: {status.name}")
-    return results[0] if results else None
+_abandoned: list[DeviceRegion] = []
 
 
 class DeviceRegion:
-    """Device memory by address. Copies are issued to the stream that is current, which `stream` returns as a number."""
+    """Memory by address. Copies are issued to the stream that is current. `owner` keeps a host's memory alive."""
 
-    def __init__(self, address: int, nbytes: int, stream: Callable[[], int], close: Callable[[], None]) -> None:
+    def __init__(self, address: int, nbytes: int, device: Device, close: Callable[[], None], owner: torch.Tensor | None = None) -> None:
         self._address = address
         self._nbytes = nbytes
-        self._stream = stream
+        self._device = device
         self._close = close
+        self._owner = owner
 
     def write(self, offset: int, source: torch.Tensor) -> None:
-        self._copy(self._address + offset, source.data_ptr(), offset, source.numel())
+        self.write_all([(offset, source)])
 
     def read(self, offset: int, target: torch.Tensor) -> None:
-        self._copy(target.data_ptr(), self._address + offset, offset, target.numel())
+        self.read_all([(offset, target)])
+
+    def write_all(self, pieces: Iterable[Piece]) -> None:
+        runtime().copy(
+            [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces], self._device.current_stream()
+        )
+
+    def read_all(self, pieces: Iterable[Piece]) -> None:
+        runtime().copy(
+            [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces], self._device.current_stream()
+        )
+
+    def _at(self, offset: int, piece: torch.Tensor) -> int:
+        nbytes = piece.numel()
+        assert 0 <= offset <= offset + nbytes <= self._nbytes, f"{nbytes} bytes at {offset} of a region of {self._nbytes}"
+        return self._address + offset
 
     def close(self) -> None:
         # A transfer's wait orders streams, it does not stop the host: copies may be under way, and what unmapping does to them is not said.
-        _checked("cudaDeviceSynchronize")
+        _make_current(self._device)
+        runtime().synchronize()
         self._close()
 
-    def _copy(self, to: int, source: int, offset: int, nbytes: int) -> None:
-        assert 0 <= offset <= offset + nbytes <= self._nbytes, f"{nbytes} bytes at {offset} of a region of {self._nbytes}"
-        kind = _runtime().cudaMemcpyKind.cudaMemcpyDefault
-        _checked("cudaMemcpyAsync", to, source, nbytes, kind, self._stream())
+    def abandon(self) -> None:
+        # Nothing is known of the device any more: a kernel on it may wait for a partner that is gone, and the partner may be copying. The
+        # end of the process gives everything back, in whatever state it is.
+        _abandoned.append(self)
 
 
 class DeviceMemory:
-    """Memory of the current device, lent to another process on the same machine; also between two processes on one device."""
+    """Memory of a device, lent to another process on the same machine; also between two processes on one device."""
 
-    def __init__(self, stream: Callable[[], int]) -> None:
-        self._stream = stream
+    def __init__(self, device: Device) -> None:
+        self._device = device
 
     def make(self, nbytes: int) -> tuple[Any, DeviceRegion]:
+        _make_current(self._device)
         # A handle opens the whole block an allocation lies in. Whole blocks share theirs with nobody.
-        address = int(_checked("cudaMalloc", -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES))
-        region = DeviceRegion(address, nbytes, self._stream, lambda: _checked("cudaFree", address))
+        address = self._allocate(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
         try:
-            handle = _checked("cudaIpcGetMemHandle", address)
-        except RuntimeError:
+            handle = runtime().handle_of(address)
+        except CudaError:
             # Nobody else will ever have it: where IPC is not allowed, another transport takes over and needs the room.
-            region.close()
+            runtime().free(address)
             raise
-        return {"handle": ctypes.string_at(handle.getPtr(), _HANDLE_BYTES).hex(), "nbytes": nbytes}, region
+        return {"handle": handle.hex(), "nbytes": nbytes}, DeviceRegion(address, nbytes, self._device, lambda: runtime().free(address))
 
     def open(self, handle: Any) -> DeviceRegion:
-        runtime = _runtime()
-        opened = runtime.cudaIpcMemHandle_t()
-        ctypes.memmove(opened.getPtr(), bytes.fromhex(handle["handle"]), _HANDLE_BYTES)
-        address = int(_checked("cudaIpcOpenMemHandle", opened, runtime.cudaIpcMemLazyEnablePeerAccess))
-        return DeviceRegion(address, handle["nbytes"], self._stream, lambda: _checked("cudaIpcCloseMemHandle", address))
+        _make_current(self._device)
+        address = runtime().open_handle(bytes.fromhex(handle["handle"]))
+        return DeviceRegion(address, handle["nbytes"], self._device, lambda: runtime().close_handle(address))
+
+    def _allocate(self, nbytes: int) -> int:
+        """Memory of the driver's. What torch's allocator holds and does not use is given back first, where there is no other."""
+        try:
+            return runtime().allocate(nbytes)
+        except CudaError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+        self._device.empty_cache()
+        try:
+            return runtime().allocate(nbytes)
+        except CudaError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            free, total = runtime().memory()
+            raise RuntimeError(
+                f"the partner's host buffers take {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of {_gib(total)} free "
+                f"after torch gave back what it did not use ({error}). Let this stage hold less (a smaller --micro-batch-size, "
+                f"recomputation), or keep them in the host's memory: --bpipe-transport host"
+            ) from error
 
 
-def lock_pages(tensor: torch.Tensor) -> Callable[[], None]:
-    """Lock a host tensor's pages for a device's copies. Returns what unlocks them, once the copies under way have ended."""
-    address = tensor.data_ptr()
-    _checked("cudaHostRegister", address, tensor.numel(), _runtime().cudaHostRegisterDefault)
+def pinned_memory(nbytes: int, device: Device) -> DeviceRegion:
+    """This process's own host memory, whose pages stay where they are, so that the device copies to and from it by itself.
 
-    def unlock() -> None:
-        _checked("cudaDeviceSynchronize")
-        _checked("cudaHostUnregister", address)
+    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of slots would take 16.
+    """
+    _make_current(device)
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    address = memory.data_ptr()
+    runtime().lock(address, nbytes)
+    return DeviceRegion(address, nbytes, device, lambda: runtime().unlock(address), memory)
 
-    return unlock
+
+def _make_current(device: Device) -> None:
+    """Whichever device this thread used last, or none yet: memory and mappings belong to this rank's own."""
+    assert device.device.index is not None, "a rank's device has a number"
+    runtime().set_device(device.device.index)
 
 
-# CUDA_IPC_HANDLE_SIZE of CUDA's headers.
-_HANDLE_BYTES = 64
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.4g} GiB"
+
+
 # CUDA's programming guide, interprocess communication: share only allocations that are multiples of this.
 _BLOCK_BYTES = 2 << 20

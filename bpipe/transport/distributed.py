@@ -10,6 +10,7 @@ each other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,10 @@ from bpipe.transport.layout import SlotLayout
 
 # NCCL opens at most this many point-to-point operations in one group call; more must be split, on both ends alike.
 MAX_BATCHED_OPERATIONS = 512
+# How many blocks NCCL may run for a transfer, each on a compute unit of its own that the computation goes without. By default up to 32 of
+# an H100's 132. NCCL starts two for each NVLink to fill all of them, 36 for 450 GB/s, so one carries some 12 to 25 GB/s. A pair needs a
+# part of that: the paper's GPT-3 96B asks for 16 GB/s on A100s, three times as much on H100s. A power of two, as NCCL rounds up.
+MAX_CTAS = 4
 
 
 class Works:
@@ -50,9 +55,46 @@ class PairGroups:
 
 def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
     """A group of these ranks. Collective over the world: every rank calls it, in the same order. Elsewhere the result is not used."""
+    timeout = timedelta(seconds=timeout_s)
+    options = nccl_options(timeout) if backend == "nccl" else None
     # Ranks outside a group get a constant that says so.
-    made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, group_desc=f"BPIPE_{name}")
+    made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"BPIPE_{name}")
     return cast(dist.ProcessGroup, made)
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """How NCCL is to carry transfers beside a computation: at once, and on few compute units.
+
+    A torch without one of the settings gets the others, and rank 0 warns of what is missing.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    # Else torch complains that it and the group's differ.
+    options._timeout = timeout
+    missing = []
+    # A transfer's few blocks must not queue behind a whole layer's.
+    if hasattr(options, "is_high_priority_stream"):
+        options.is_high_priority_stream = True
+    else:
+        missing.append("is_high_priority_stream")
+    config: Any = getattr(options, "config", None)
+    if hasattr(config, "max_ctas"):
+        config.max_ctas = MAX_CTAS
+    else:
+        missing.append("config.max_ctas")
+    if missing and dist.get_rank() == 0:
+        warnings.warn(
+            f"bpipe: the NCCL options of this torch ({torch.__version__}) have no {' and no '.join(missing)}: transfers may start later or "
+            f"take more of the GPU from the computation than they need",
+            stacklevel=2,
+        )
+    return options
+
+
+def destroy_groups(groups: PairGroups) -> None:
+    """Let go of a pair's groups, and of what they hold on the device. Both ranks call it, with nothing under way in them."""
+    upward_first = dist.get_rank() < groups.partner
+    for group in (groups.sending, groups.receiving) if upward_first else (groups.receiving, groups.sending):
+        dist.destroy_process_group(group)
 
 
 def pair_groups(low: int, high: int, backend: str, timeout_s: float, device: torch.device) -> PairGroups | None:
@@ -111,8 +153,7 @@ class Distributed:
     def release(self) -> None:
         """The slots are the acceptor's; nothing is held here."""
 
-    def abandon(self) -> None:
-        """As `release`."""
+    withdraw = abandon = release
 
     def _send(self, buffers: Sequence[torch.Tensor]) -> Works:
         return _batched(dist.isend, buffers, self._groups.partner, self._groups.sending)

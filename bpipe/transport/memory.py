@@ -1,4 +1,4 @@
-"""Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own pinned memory, anywhere.
+"""Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own memory, anywhere.
 
 In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no slots and no schedule.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
-from bpipe.transport.device_memory import lock_pages
+from bpipe.transport.device import Device
+from bpipe.transport.device_memory import Piece, pinned_memory
 
 
 class Region(Protocol):
-    """A piece of memory to copy into and from. Both calls only start the copy where the current stream is a device's."""
+    """A piece of memory to copy into and from. The calls only start their copies where the current stream is a device's."""
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Copy all of `source`, contiguous uint8, to `offset` bytes from the region's start."""
@@ -23,8 +25,21 @@ class Region(Protocol):
     def read(self, offset: int, target: torch.Tensor) -> None:
         """Copy into all of `target` from `offset`."""
 
+    def write_all(self, pieces: Iterable[Piece]) -> None:
+        """`write` each of these offsets and tensors, none of which overlaps another."""
+        for offset, source in pieces:
+            self.write(offset, source)
+
+    def read_all(self, pieces: Iterable[Piece]) -> None:
+        """`read` each of these."""
+        for offset, target in pieces:
+            self.read(offset, target)
+
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of it in good order: wait for the copies that are under way, then free it."""
+
+    def abandon(self) -> None:
+        """After an error: forget it, and neither wait for the device nor free what a copy may still reach."""
 
 
 class Lender(Protocol):
@@ -37,8 +52,8 @@ class Lender(Protocol):
         """On the evictor. Raises OSError or RuntimeError where it cannot be reached."""
 
 
-class TensorRegion:
-    """A flat uint8 tensor."""
+class TensorRegion(Region):
+    """A flat uint8 tensor. Whoever is copying holds it too."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -52,20 +67,8 @@ class TensorRegion:
     def close(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
-
-class _Pinned(TensorRegion):
-    """Host memory whose pages stay where they are, so that a device copies to and from it by itself.
-
-    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of slots would take 16.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(torch.empty(nbytes, dtype=torch.uint8))
-        self._locked = lock_pages(self._tensor)
-
-    def close(self) -> None:
-        self._locked()
-        super().close()
+    def abandon(self) -> None:
+        self.close()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -79,9 +82,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 _WORD_BYTES = 8
 
 
-def own_memory(nbytes: int, pinned: bool) -> TensorRegion:
-    """This process's own host memory."""
-    return _Pinned(nbytes) if pinned else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
+def own_memory(nbytes: int, device: Device) -> Region:
+    """This process's own host memory, as the device needs it."""
+    return pinned_memory(nbytes, device) if device.on_cuda else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
 
 
 class SharedMemory:

@@ -10,18 +10,21 @@ In: a way to the memory, and a lane of copies for each direction. Out: puts and 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import torch
 
 from bpipe.transport.base import Done, Pending, Sizes
-from bpipe.transport.control import About, Control
+from bpipe.transport.control import About, Control, Sent
+from bpipe.transport.device import Device
+from bpipe.transport.device_memory import Piece
+from bpipe.transport.host_memory import Budget
 from bpipe.transport.lanes import Lane
 from bpipe.transport.layout import SlotLayout
 from bpipe.transport.memory import Lender, Region, own_memory
 
-Copy = Callable[[int, torch.Tensor], None]
+Copy = Callable[[Iterable[Piece]], None]
 
 
 class Way(Protocol):
@@ -39,8 +42,11 @@ class Way(Protocol):
     def release(self) -> None:
         """Let go of it, in agreement with the partner."""
 
+    def withdraw(self) -> None:
+        """Let go of it without a message: both ends know, and the evictor goes first."""
+
     def abandon(self) -> None:
-        """Let go of it."""
+        """Forget it, after an error."""
 
 
 class Peer:
@@ -52,58 +58,84 @@ class Peer:
         self._lent: Region | None = None
         self._opened: Region | None = None
         self._announced = False
+        self._told: Sent | None = None
 
     def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
-        self._announced = True
+        # Where nothing travels no memory is made, and none is waited for.
+        self._announced = layout.nbytes > 0
         return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
     def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
         sizes = {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
         layout = layout_of(sizes)
+        if not layout.nbytes:
+            return 0
         try:
             handle, self._lent = self._lender.make(layout.nbytes)
         except Exception as error:
             # Or the partner would wait for its time-out to learn less.
             self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()
             raise
-        self._control.send(About.MEMORY, handle).wait()
+        # The partner hears it with its first put, before which it may have to lend to this rank: not waited for here.
+        self._told = self._control.send(About.MEMORY, handle)
         return layout.nbytes
 
     def region(self) -> Region:
         if self._opened is None:
             handle = self._control.receive(About.MEMORY)
             if "error" in handle:
-                raise RuntimeError(f"the partner could not make memory for the slots: {handle['error']}")
+                raise RuntimeError(f"the partner could not make the host buffers it lends: {handle['error']}")
             self._opened = self._lender.open(handle)
         return self._opened
 
     def release(self) -> None:
+        sent = [self._told] if self._told is not None else []
         if self._announced:
             self.region().close()
             self._opened = None
             self._announced = False
-            self._control.send(About.MEMORY, "closed").wait()
+            # Whoever lends to each other says it at once, and hears it only after that.
+            sent.append(self._control.send(About.MEMORY, "closed"))
         if self._lent is not None:
             # CUDA leaves open what happens to memory that is freed while another process has it open.
             self._control.receive(About.MEMORY)
-        self.abandon()
+        for message in sent:
+            message.wait()
+        self._told = None
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        for region in self._forget():
+            region.close()
 
     def abandon(self) -> None:
-        for region in (self._opened, self._lent):
-            if region is not None:
-                region.close()
+        for region in self._forget():
+            region.abandon()
+
+    def _forget(self) -> list[Region]:
+        known = [region for region in (self._opened, self._lent) if region is not None]
         self._opened = self._lent = None
+        return known
 
 
 class Host:
     """The slots are this rank's own host memory, pinned on a machine with a GPU."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, device: Device, budget: Budget | None = None) -> None:
+        """`budget` says whether there is room for this rank's buffers and its neighbours'."""
+        self._device = device
+        self._budget = budget
         self._region: Region | None = None
 
     def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
-        self._region = own_memory(layout.nbytes, self._pinned)
+        lacking = self._budget.of(layout.nbytes) if self._budget is not None else None
+        if lacking is not None:
+            raise RuntimeError(
+                f"--bpipe-transport host: {lacking}. Use another (auto finds it), move less (a smaller --micro-batch-size, recomputation), "
+                f"or give the job more of the host's memory"
+            )
+        if layout.nbytes:
+            self._region = own_memory(layout.nbytes, self._device)
         return Done()
 
     def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
@@ -118,7 +150,12 @@ class Host:
             self._region.close()
             self._region = None
 
-    abandon = release
+    withdraw = release
+
+    def abandon(self) -> None:
+        if self._region is not None:
+            self._region.abandon()
+            self._region = None
 
 
 class _Slot(enum.Enum):
@@ -147,16 +184,20 @@ class Reaching:
         return self._way.lend(layout_of)
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        return self._move(self._outward, slot, buffers, lambda region: region.write, _Slot.FREE, _Slot.HOLDING)
+        return self._move(self._outward, slot, buffers, lambda region: region.write_all, _Slot.FREE, _Slot.HOLDING)
 
     def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        return self._move(self._homeward, slot, buffers, lambda region: region.read, _Slot.HOLDING, _Slot.FREE)
+        return self._move(self._homeward, slot, buffers, lambda region: region.read_all, _Slot.HOLDING, _Slot.FREE)
 
     def release(self) -> None:
         for pending in self._last.values():
             pending.wait()
         self._forget()
         self._way.release()
+
+    def withdraw(self) -> None:
+        self._forget()
+        self._way.withdraw()
 
     def abandon(self) -> None:
         self._forget()
@@ -170,13 +211,14 @@ class Reaching:
         self, lane: Lane, slot: int, buffers: Sequence[torch.Tensor], way: Callable[[Region], Copy], before: _Slot, afterwards: _Slot
     ) -> Pending:
         def copy() -> None:
-            copy_one = way(self._way.region())
-            for offset, buffer in zip(self._layout.offsets(slot, (buffer.numel() for buffer in buffers)), buffers, strict=True):
-                copy_one(offset, buffer)
+            offsets = self._layout.offsets(slot, (buffer.numel() for buffer in buffers))
+            way(self._way.region())(zip(offsets, buffers, strict=True))
 
         now = self._states.get(slot, _Slot.FREE)
         if now is not before:
-            raise RuntimeError(f"slot {slot} is {now.value}, but must be {before.value} for this transfer: the program uses it twice")
+            raise RuntimeError(
+                f"host buffer {slot} is {now.value}, but must be {before.value} for this transfer: the program uses it twice"
+            )
         self._states[slot] = afterwards
         last = self._last.get(slot)
         self._last[slot] = lane.run(copy, after=[last] if last is not None else [])  # [8]

@@ -7,29 +7,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from bpipe.transport.base import Transport
 from bpipe.transport.control import About, Control
-from bpipe.transport.lanes import Lane
+from bpipe.transport.device import Device
 from bpipe.transport.layout import SlotLayout
 
 # Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.
 PROBE_BYTES = 16 << 20
 PROBES = 4
-
-
-@dataclass(frozen=True)
-class Device:
-    """What connecting needs of this rank's device: how to make lanes, to wait for it, and to name its current stream."""
-
-    device: torch.device
-    lanes: Callable[[torch.device, float], tuple[Lane, Lane]]
-    synchronize: Callable[[torch.device], None]
-    current_stream: Callable[[], int]
 
 
 def measure(transport: Transport, control: Control, device: Device, evictor: bool) -> tuple[float, str | None]:
@@ -42,10 +30,15 @@ def measure(transport: Transport, control: Control, device: Device, evictor: boo
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     other = control.exchange(About.PROBE, why)
-    if why or other:
-        transport.abandon()
-    else:
+    if not why and not other:
         transport.release()
+        return speed, None
+    # Another transport takes over and needs the room. Memory is freed only once nobody has it open.
+    if evictor:
+        transport.withdraw()
+    control.exchange(About.PROBE, None)
+    if not evictor:
+        transport.withdraw()
     return speed, why or other
 
 

@@ -1,15 +1,20 @@
 """Hooks from the installed Megatron into `bpipe`: the only code of this project that imports Megatron.
 
-`install(config)` puts the hooks into a process from code; `python -m megatron.scheduling.launch` does it for an unmodified script.
+`install(config)` puts the hooks into a process from code, and `place(...)` moves its rank before there are process groups;
+`python -m megatron.scheduling.launch` does both for an unmodified script.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.scheduling.placement import place
+
 if TYPE_CHECKING:
     from megatron.scheduling.arguments import SchedulingConfig
     from megatron.scheduling.patches import Installed
+
+__all__ = ["install", "place"]
 
 
 def install(config: SchedulingConfig) -> Installed:
@@ -17,7 +22,7 @@ def install(config: SchedulingConfig) -> Installed:
 
     Call it before `pretrain`, which looks the pipelined loop up once. Raises RuntimeError where the installed Megatron differs from
     the one that was tried, naming what differs. Nothing was parsed, so the first iteration looks at the model's configuration: a
-    ValueError says what of it cannot be balanced. The process groups exist by then, so no rank is moved: placement is the caller's.
+    ValueError says what of it cannot be balanced. The process groups may exist by then, so no rank is moved: that is `place`'s, before.
     """
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
     from megatron.scheduling.hooks import Hooks

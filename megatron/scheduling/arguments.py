@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpipe.transport import AUTO, NAMES
+from megatron.scheduling import upstream
 from megatron.scheduling.placement import PLACEMENTS
 from megatron.scheduling.refusals import end_where, reasons, refuse
 
@@ -23,9 +24,11 @@ TIMERS_LEVEL = 2
 class SchedulingConfig:
     """What the hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
-    Iterations `report_first` to `report_last` are recorded. Every `metrics_interval` iterations Megatron's writers are told, every
+    `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
+    is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
     `timers_interval` our timers are printed as Megatron prints its own.
-    `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count.
+    `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are
+    those of one rank's part of the vocabulary and of the sequence.
     """
 
     balance: bool
@@ -37,12 +40,14 @@ class SchedulingConfig:
     poison: bool = False
     synchronous: bool = False
     report: str | None = None
-    report_first: int = 1
-    report_last: int = 0
+    report_iterations: tuple[int, int] | None = None
+    last_iteration: int | None = None
     peak_tflops: float | None = None
     metrics_interval: int | None = None
     timers_interval: int | None = None
     flops_per_microbatch: float | None = None
+    micro_batch_size: int | None = None
+    logits_per_microbatch: int | None = None
 
     @property
     def active(self) -> bool:
@@ -82,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=SchedulingConfig.timeout_s,
         metavar="SECONDS",
-        help="A transfer that has not ended after this time ends the run with an error that names it.",
+        help="A transfer that has not ended after this time ends the run with an error that names it. On GPUs the host waits for none: "
+        "there NCCL's watchdog ends the run, naming the pair's process group, and copies of peer and host are not timed.",
     )
     group.add_argument(
         "--bpipe-min-bytes",
@@ -110,9 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--bpipe-report-iterations",
-        default="3-5",
+        default=None,
         metavar="FIRST-LAST",
-        help="The iterations to record action by action: a number, or two with a hyphen between.",
+        help="The iterations to record action by action: a number, or two with a hyphen between. By default the third to the fifth that "
+        "this program trains.",
     )
     group.add_argument(
         "--bpipe-peak-tflops",
@@ -129,11 +136,11 @@ def config_from_args(args: Any) -> SchedulingConfig:
     if not hasattr(args, "bpipe"):
         # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
         refuse(args, balance=True)
+    upstream.require(args, "arguments")
     problems = list(_out_of_range(args))
     if args.bpipe or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe)
     end_where(problems)
-    first, last = _iterations(args)
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
@@ -145,12 +152,14 @@ def config_from_args(args: Any) -> SchedulingConfig:
         report=args.bpipe_report,
         num_ranks=args.pipeline_model_parallel_size,
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
-        report_first=first,
-        report_last=last,
+        report_iterations=_iterations(args),
+        last_iteration=_last_iteration(args),
         peak_tflops=args.bpipe_peak_tflops,
         metrics_interval=args.tensorboard_log_interval if writers else None,
         timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
         flops_per_microbatch=_flops_per_microbatch(args) if args.bpipe_report is not None else None,
+        micro_batch_size=args.micro_batch_size,
+        logits_per_microbatch=_logits_per_microbatch(args),
     )
 
 
@@ -162,15 +171,40 @@ def _out_of_range(args: Any) -> Iterator[str]:
         yield f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1"
     if args.bpipe_peak_tflops is not None and args.bpipe_peak_tflops <= 0:
         yield f"--bpipe-peak-tflops {args.bpipe_peak_tflops:g}: must be above 0"
-    first, last = _iterations(args)
-    if not 1 <= first <= last:
+    if args.bpipe:
+        # Not at the top: who only reads the flags needs no torch.
+        from bpipe.transport.connect import candidates
+        from megatron.scheduling import startup
+
+        try:
+            candidates(args.bpipe_transport, startup.device_type())
+        except ValueError as error:
+            yield str(error)
+    chosen, end = _iterations(args), _last_iteration(args)
+    if chosen is not None and not 1 <= chosen[0] <= chosen[1]:
         yield f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be a number or two with a hyphen, such as 3-5"
+    elif chosen is not None and end is not None and chosen[1] > end:
+        yield f"--bpipe-report-iterations {args.bpipe_report_iterations}: the training ends with iteration {end}; choose from 1-{end}"
 
 
-def _iterations(args: Any) -> tuple[int, int]:
-    """The first and the last iteration to record; (0, 0) where the text names none."""
+def _iterations(args: Any) -> tuple[int, int] | None:
+    """The first and the last iteration to record; (0, 0) where the text names none, None where there is no text."""
+    if args.bpipe_report_iterations is None:
+        return None
     chosen = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", args.bpipe_report_iterations)
     return (int(chosen[1]), int(chosen[2] or chosen[1])) if chosen else (0, 0)
+
+
+def _last_iteration(args: Any) -> int | None:
+    """The training's, where its length is given in iterations; one given in samples may have batches of several sizes."""
+    return args.train_iters or None
+
+
+def _logits_per_microbatch(args: Any) -> int | None:
+    if args.padded_vocab_size is None or args.seq_length is None:
+        return None
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    return int(tokens * args.padded_vocab_size // args.tensor_model_parallel_size)
 
 
 def _flops_per_microbatch(args: Any) -> float | None:

@@ -26,16 +26,19 @@ from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.streams import Clock
+from bpipe.runtime.streams import Clock, allocated_on
 from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, Link
 from bpipe.transport.table import sufficiency
-from megatron.scheduling import links, patches
-from megatron.scheduling.arguments import TIMERS_LEVEL, SchedulingConfig
+from megatron.scheduling import links, patches, upstream
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.beside import OwnTime, no_barrier, told_before_finalizing
 from megatron.scheduling.recording import Recorded
 from megatron.scheduling.refusals import refuse
 from megatron.scheduling.stage_report import StageReport
+from megatron.scheduling.waiting import refuse_standstill
+from megatron.scheduling.watermark import Watermark
 
 
 class Hooks:
@@ -53,11 +56,15 @@ class Hooks:
         self._last_engine: Engine | None = None
         self._last_s: float | None = None
         self._judged = False
+        self._told = False
         self._first_loop = True
+        self._own_time = OwnTime()
         self._num_iterations = 0
         self._programs: dict[int, ProgramConfig] = {}
         self.links: list[Link] = []
         self.recording = False
+        self.watermark: Watermark | None = None
+        self._at: Action | None = None
         self.recorded: Recorded | None = None
         self._peaks: list[tuple[int, int, dict[int, int]]] = []
 
@@ -66,6 +73,8 @@ class Hooks:
         return {
             patches.ONE_F_ONE_B: self._wrap_loop,
             patches.INTERLEAVED: self._wrap_loop,
+            # With one stage there is nothing to balance, but this is to be said, and what is held can be measured: it is 1F1B of one stage.
+            patches.NO_PIPELINING: self._wrap_loop,
             patches.FORWARD_STEP: self._wrap_forward,
             patches.BACKWARD_STEP: self._wrap_backward,
         }
@@ -79,13 +88,17 @@ class Hooks:
                 return loop(**kwargs)
             model = _as_list(kwargs["model"])[0]
             # What only the model's configuration says; the arguments were judged at the start, if there were any.
+            if not self._engines:
+                for module in upstream.OF_CONFIGURATION:
+                    upstream.require(get_model_config(model), module)
+                upstream.say_absent(get_model_config(model), configuration=True)
             refuse(get_model_config(model), self._config.balance)
             engine = self._engine(kwargs["num_microbatches"], model)
             self._active = engine
             recorder = engine.recorder = Recorder(Clock(self._device)) if self.recording else None
             begin_s = time.time()
             try:
-                with self._no_barrier_in_the_first_loop(get_model_config(model)):
+                with self._beside(engine, get_model_config(model)):
                     engine.begin()
                     result = loop(**kwargs)
                     engine.end()
@@ -116,10 +129,14 @@ class Hooks:
             stage = (given.get("vp_stage") or 0) * self._config.num_ranks + self._rank
             op = Action(stage, Kind.FORWARD, given["current_microbatch"])
             engine.before(op)
+            self._at = op
             outputs, num_tokens = forward_step(*args, **kwargs)
+            self._at = None
             tensors, inputs = _as_list(outputs), _as_list(given["input_tensor"])
             self._forward_of[id(tensors[0])] = op
             engine.after(op, tensors, inputs)
+            if self.watermark is not None and self._meter is not None:
+                self.watermark.saw(op, self._meter, engine, self._programs[engine.schedule.num_microbatches])
             return outputs, num_tokens
 
         return forward
@@ -134,7 +151,9 @@ class Hooks:
             forward = self._forward_of.pop(id(_as_list(output_tensor)[0]))
             op = Action(forward.stage, Kind.BACKWARD, forward.microbatch)
             engine.before(op)
+            self._at = op
             gradient = backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+            self._at = None
             engine.after(op)
             return gradient
 
@@ -143,18 +162,9 @@ class Hooks:
     # -- set-up --------------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _no_barrier_in_the_first_loop(self, config: Any) -> Iterator[None]:
-        """With --timing-log-level 1 Megatron's loop begins with a barrier of all ranks.
-
-        In a program's first iteration an acceptor waits before it for its partner to say how large its activations are, and the partner,
-        behind the barrier, would never compute them. All ranks change over at once, so all leave the barrier out.
-        """
-        kept = config.barrier_with_L1_time
-        config.barrier_with_L1_time = kept and not self._first_loop
-        try:
+    def _beside(self, engine: Engine, config: Any) -> Iterator[None]:
+        with no_barrier(config) if self._first_loop else contextlib.nullcontext(), told_before_finalizing(config, engine.communicated):
             yield
-        finally:
-            config.barrier_with_L1_time = kept
 
     @property
     def _device(self) -> torch.device:
@@ -174,7 +184,7 @@ class Hooks:
         self._last_num_microbatches = num_microbatches
         engine = self._engines.get(num_microbatches)
         if engine is None:
-            schedule = self._schedule(num_microbatches)
+            schedule = self._schedule(num_microbatches, get_model_config(model).microbatch_group_size_per_vp_stage)
             config = EngineConfig(
                 name=f"rank {dist.get_rank()}",
                 device=self._device,
@@ -182,19 +192,23 @@ class Hooks:
                 timeout_s=self._config.timeout_s,
                 poison=self._config.poison,
                 synchronous=self._config.synchronous,
-                timed=functools.partial(_timed, get_model_config(model)),
+                allocated=allocated_on(self._device),
+                timed=self._own_time.of,
             )
             engine = Engine(schedule, self._rank, self._transport(schedule, config.device, model), config, self._meter)
             self._engines[num_microbatches] = engine
         return engine
 
-    def _schedule(self, num_microbatches: int) -> Schedule:
+    def _schedule(self, num_microbatches: int, group_size: int) -> Schedule:
+        """`group_size` is Megatron's, which without chunks is there and means nothing."""
+        interleaved = self._config.num_chunks > 1
         program = ProgramConfig(
-            schedule="1f1b" if self._config.num_chunks == 1 else "interleaved-1f1b",
+            schedule="interleaved-1f1b" if interleaved else "1f1b",
             num_stages=self._config.num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=self._config.num_chunks,
             balance="bpipe" if self._config.balance else "none",
+            group_size=group_size if interleaved and group_size != self._config.num_ranks else None,
         )
         schedule = build(program)
         self._programs[num_microbatches] = program
@@ -209,8 +223,8 @@ class Hooks:
             self._connection, self.links, table = links.connect_pairs(schedule, self._config.transport, self._config.timeout_s, device)
             self._connected = True
             say(table)
-            # A device-wide synchronisation after every pipeline communication, on by default and without a flag, would end all overlap.
-            get_model_config(model).batch_p2p_sync = False
+            say(without_p2p_sync(get_model_config(model)))
+        refuse_standstill(schedule, self._config, device, self.links)
         return self._connection.transport() if self._connection is not None else None
 
     def close(self) -> None:
@@ -225,6 +239,12 @@ class Hooks:
         if self._meter is not None:
             self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes, self._meter.saved_bytes))
         moved, now_s = sum(engine.moved_bytes.values()), time.perf_counter()
+        if not self._told and pipeline_begins_with_rank_0():
+            for stage in (stage for stage, nbytes in engine.moved_bytes.items() if not nbytes):
+                say(nothing_moves(stage, self._config.minimum_bytes), everywhere=True)
+            for share in (share for share in engine.shares.values() if share.moved_bytes):
+                say(share.sentence, everywhere=True)
+        self._told = True
         if self._last_s is not None and moved and engine is self._last_engine and not self._judged:
             # Two iterations of one program lie behind: the time between their ends is that of an iteration.
             self._judged = True
@@ -241,6 +261,8 @@ class Hooks:
     def _print_timers(self, timers: Any) -> None:
         """Megatron prints a fixed list of its own timers; ours come after the loop, as often. Collective over the world."""
         self._num_iterations += 1
+        if timers is not None:
+            self._own_time.tell(timers)
         interval = self._config.timers_interval
         if interval is not None and timers is not None and self._num_iterations % interval == 0:
             timers.log(list(TIMERS), normalizer=interval)
@@ -258,10 +280,17 @@ class Hooks:
             received_bytes=self._meter.received_bytes,
             host_bytes=engine.host_bytes,
             peak_bytes=self._meter.peak_bytes,
+            shares=engine.shares,
         )
 
-    def stage_report(self) -> StageReport | None:
-        """What this rank measured, beside the prediction; None where no iteration was trained.
+    def failed(self, error: Exception) -> None:
+        """A training step ended with this error: write down what was held."""
+        if self.watermark is not None and self._meter is not None:
+            engine = self._engines.get(self._last_num_microbatches)
+            self.watermark.failed(error, self._at, self._meter, engine, self._programs.get(self._last_num_microbatches))
+
+    def stage_report(self, pipeline: int) -> StageReport | None:
+        """What this rank of this pipeline measured, beside the prediction; None where no iteration was trained.
 
         The first iteration does not count when there are others: what micro-batches share is known only after two of them.
         """
@@ -279,22 +308,10 @@ class Hooks:
             received_bytes=self._meter.received_bytes,
             num_slots=engine.num_slots,
             host_bytes=engine.host_bytes,
+            shares=engine.shares,
             balanced=self._config.balance,
+            pipeline=pipeline,
         )
-
-
-@contextlib.contextmanager
-def _timed(config: Any, name: str) -> Iterator[None]:
-    """Under this name in the timers of the model's configuration: Megatron's trainer sets them, a loop of one's own need not."""
-    if config.timers is None:
-        yield
-        return
-    timer = config.timers(name, log_level=TIMERS_LEVEL)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.stop()
 
 
 def _as_list(tensors: Any) -> list[Any]:
@@ -311,16 +328,36 @@ def moves_anything(schedule: Schedule) -> bool:
     return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
 
 
+def without_p2p_sync(config: Any) -> str:
+    """Let Megatron no longer wait for the whole device after every message between stages, and say so: it would end all overlap.
+
+    It does by default, and no flag changes that.
+    """
+    config.batch_p2p_sync = False
+    return (
+        "Megatron's wait for the whole device after every message between stages (batch_p2p_sync) is off in this run; to compare speed, "
+        "give the run without --bpipe the same"
+    )
+
+
+def nothing_moves(stage: int, minimum_bytes: int) -> str:
+    """One line for a stage whose activations were to leave, and are too small for it, or not its own."""
+    return (
+        f"stage {stage} moves nothing: of what a forward saves no storage of at least {minimum_bytes} bytes (--bpipe-min-bytes) is its "
+        f"micro-batch's alone; training as usual"
+    )
+
+
 def describe(schedule: Schedule) -> str:
     """One line for the training log: what balancing does, or why it does nothing."""
     p, m = schedule.num_ranks, schedule.num_microbatches
     if not moves_anything(schedule):
         why = "with fewer than 4 stages there is nothing to balance" if p < 4 else "no stage holds more micro-batches than the bound"
-        return f"{schedule.name}, {p} stages, {m} micro-batches: {why}; training as usual"
+        return f"{schedule.name}, {p} stage{'s' * (p > 1)}, {m} micro-batches: {why}; training as usual"
     evictors = [s for s in range(p) if num_transfers(schedule, s).evictions]
     pairs = ", ".join(
         f"{s} -> {schedule.partners[s] if schedule.partners else '?'} ({num_transfers(schedule, s).evictions} of {m}, "
-        f"{num_host_slots(schedule, schedule.partners[s] if schedule.partners else s)} slots)"
+        f"{num_host_slots(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
         for s in evictors
     )
     return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"

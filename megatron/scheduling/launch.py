@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.scheduling import startup
+from megatron.scheduling import starting, startup, upstream
 
 
 def prepare() -> None:
@@ -25,7 +25,23 @@ def prepare() -> None:
     startup.prepare()
     from megatron.scheduling import patches
 
-    patches.install({patches.PARSE_ARGS: _wrap_parse_args, patches.PRETRAIN: _wrap_pretrain})
+    with _or_end():
+        patches.install({patches.PARSE_ARGS: _wrap_parse_args, patches.PRETRAIN: _wrap_pretrain})
+
+
+def require(args: Any, script: str) -> None:
+    """End the program in one line where Megatron's arguments lack what a script of ours reads."""
+    with _or_end():
+        upstream.require(args, script)
+
+
+@contextlib.contextmanager
+def _or_end() -> Iterator[None]:
+    """What the user did, and a Megatron that cannot be used, end the program in one line from one rank."""
+    try:
+        yield
+    except (ValueError, upstream.Unfit) as error:
+        starting.end(error)
 
 
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,13 +51,15 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.scheduling.arguments import add_arguments
 
         def provider(parser: Any) -> Any:
+            starting.refuse_once(parser)
             return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
         startup.complete_arguments()
         args = parse_args(provider, ignore_unknown_args)
         # Megatron parses again, leniently, to look single values up; this process has its rank by then.
         if not ignore_unknown_args:
-            placement.apply(args)
+            with _or_end():
+                placement.apply(args)
         return args
 
     return parse
@@ -74,10 +92,15 @@ def scheduling(args: Any) -> Iterator[None]:
     """Install what the arguments ask for. Without `--bpipe` and `--bpipe-report` Megatron's scheduler is not touched."""
     from megatron.scheduling.arguments import config_from_args
 
-    config = config_from_args(args)
+    with _or_end():
+        config = config_from_args(args)
     if not config.active:
         yield
         return
+    if config.report is not None:
+        starting.need_folder(config.report)
+    upstream.say_absent(args, configuration=False)
+    from bpipe.runtime.failures import Watch
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import install
     from megatron.scheduling.reporting import Reporter
@@ -88,11 +111,19 @@ def scheduling(args: Any) -> Iterator[None]:
     if reporter is not None:
         wraps |= reporter.wraps()
     installed = install(wraps)
+    watch = Watch()
+    watch.begin()
     try:
         yield
         if reporter is not None:
             reporter.finish()
+    except Exception as error:
+        first = watch.failed(error)
+        if reporter is not None and first is not None:
+            reporter.failed(first)
+        raise
     finally:
+        watch.end()
         installed.remove()
         hooks.close()
 

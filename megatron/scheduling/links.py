@@ -13,17 +13,32 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.ir.schedule import Schedule
-from bpipe.runtime.streams import copying_on
-from bpipe.simulate.memory import num_transfers
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.runtime.streams import copying_on, total_bytes
+from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.connect import Connection, Link, connect
+from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
 
 
 def connect_pairs(schedule: Schedule, wanted: str, timeout_s: float, device: torch.device) -> tuple[Connection | None, list[Link], str]:
     """This rank's connection, or None where it is in no pair; every pair's link; and the table of them. Collective over the world."""
     stages = stages_of_pairs(schedule)
-    connection, links = connect(sorted(stages), wanted, timeout_s, copying_on(device))
+    rank = int(parallel_state.get_pipeline_model_parallel_rank())
+    buffers = host_buffers(schedule, rank, total_bytes(device))
+    connection, links = connect(sorted(stages), wanted, timeout_s, copying_on(device), buffers)
     return connection, links, describe(links, stages)
+
+
+def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
+    """What a rank of a pipeline would keep in its host's memory, before anybody has measured a micro-batch.
+
+    As many micro-batches as it ever holds fit into its device together, so none is larger than their part of it.
+    """
+    if not num_transfers(schedule, rank).evictions:
+        return Buffers(0)
+    partner = schedule.partners[rank] if schedule.partners else rank
+    return Buffers(num_host_slots(schedule, partner), device_bytes // peak_counts(schedule)[rank])
 
 
 def stages_of_pairs(schedule: Schedule) -> dict[Pair, Pair]:

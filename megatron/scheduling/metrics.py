@@ -15,9 +15,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron.scheduling.guard import Guard
 
-def write(iteration: int, peak_bytes: int, exposed_s: float, mfu: float | None) -> None:
-    """Collective over the pipeline: every rank gives its own numbers, the one with the writers writes all of them."""
+
+def write(guard: Guard, iteration: int, peak_bytes: int, exposed_s: float, mfu: float | None) -> None:
+    """Collective over the pipeline: every rank gives its own numbers, the one with the writers writes all of them, under the guard."""
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(stages, (peak_bytes, exposed_s), group)
@@ -27,6 +29,10 @@ def write(iteration: int, peak_bytes: int, exposed_s: float, mfu: float | None) 
         scalars[f"bpipe-exposed-transfer-ms/stage-{stage}"] = 1e3 * waited_s
     if mfu is not None:
         scalars["bpipe-mfu"] = mfu
+    guard.run(lambda: _tell(scalars, iteration), "Megatron's writers")
+
+
+def _tell(scalars: dict[str, float], iteration: int) -> None:
     board, wandb = get_tensorboard_writer(), get_wandb_writer()
     if board:
         for name, value in scalars.items():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.scheduling import startup
+from megatron.scheduling import startup, upstream
 
 # What Megatron asks for and a stage does not depend on; the user's own come later, and win.
 _DEFAULTS = ("--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1")
@@ -36,6 +36,7 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
         change(args)
     args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     arguments.validate_args(args, {})
+    upstream.require(args, "one_stage")
     if args.padded_vocab_size is None:
         if args.vocab_size is None:
             raise ValueError("the size of the output layer is not known: give --vocab-size")
@@ -52,10 +53,12 @@ def stage(args: Any, place: int) -> Iterator[torch.nn.Module]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.training import get_megatron_ddp_config
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
     size = args.tensor_model_parallel_size
-    dist.init_process_group("fake", store=FakeStore(), rank=place * size, world_size=args.world_size)
+    # A real store, nobody waits in it: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one rank with a fake one.
+    dist.init_process_group("fake", store=HashStore(), rank=place * size, world_size=args.world_size)
     try:
         parallel_state.initialize_model_parallel(size, args.pipeline_model_parallel_size)
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)

@@ -6,31 +6,30 @@ Nothing else in this project assigns to a name of Megatron's scheduler or traine
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from packaging.version import Version
-
-TRIED_VERSIONS = ("0.19.2",)
+from megatron.scheduling import upstream
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of Megatron: where it is, the parameters it had in the version that was tried, and the modules that import its name."""
+    """One function of Megatron: where it is, the parameters it had in the version that was tried, and the modules that import its name.
+
+    A wrapper that `observes` hands on whatever it is given: of it only the parameters that are read stand here, and others do not matter.
+    """
 
     module: str
     name: str
     parameters: tuple[str, ...]
     bound_in: tuple[str, ...] = ()
+    observes: bool = False
 
 
 FORWARD_STEP = Patch(
@@ -49,27 +48,12 @@ _LOOP = (
     *("pg_collection", "force_all_reduce"),
 )
 ONE_F_ONE_B = Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _LOOP)
+NO_PIPELINING = Patch(_SCHEDULES, "forward_backward_no_pipelining", _LOOP)
 INTERLEAVED = Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _LOOP)
-TRAIN_STEP = Patch(
-    "megatron.training.training",
-    "train_step",
-    (
-        *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config", "forward_backward_func"),
-        *("iteration", "pg_collection", "p2p_communicator"),
-    ),
-)
+TRAIN_STEP = Patch("megatron.training.training", "train_step", ("model", "optimizer", "iteration"), observes=True)
 PARSE_ARGS = Patch("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args"))
-PRETRAIN = Patch(
-    "megatron.training.training",
-    "pretrain",
-    (
-        *("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func", "model_provider"),
-        *("process_non_loss_data_func", "get_embedding_ranks", "get_position_embedding_ranks", "non_loss_data_func", "store"),
-        *("inprocess_call_wrapper", "p2p_communicator", "pg_collection", "skip_model_parallel_init"),
-    ),
-    bound_in=("megatron.training",),
-)
-PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, TRAIN_STEP, PARSE_ARGS, PRETRAIN)
+PRETRAIN = Patch("megatron.training.training", "pretrain", (), bound_in=("megatron.training",), observes=True)
+PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, NO_PIPELINING, TRAIN_STEP, PARSE_ARGS, PRETRAIN)
 
 # A wrapper is made from the function it stands for.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -103,33 +87,25 @@ class Installed:
 
 
 def install(wraps: Mapping[Patch, Wrap]) -> Installed:
-    """Check every signature, then replace. Raises RuntimeError naming what differs, with nothing replaced.
+    """Check every signature, then replace. Raises Unfit naming what differs, with nothing replaced.
 
-    Equal signatures in a version that was never tried are taken, and rank 0 says so, once.
+    Rank 0 says, once, which Megatron this is. Equal signatures in a version that was never tried are taken, and that is said too.
     """
-    tried, installed_version = ", ".join(TRIED_VERSIONS), Version(metadata.version("megatron-core")).public
+    found = upstream.running()
     problems = [problem for patch in wraps for problem in differences(patch)]
     if problems:
-        raise RuntimeError(
-            f"the installed megatron-core {installed_version} is not the one bpipe was written against ({tried}):\n  "
+        raise upstream.Unfit(
+            f"megatron-core {found.version} at {found.place} is not the one bpipe was written against "
+            f"({', '.join(upstream.TRIED_VERSIONS)}):\n  "
             + "\n  ".join(problems)
-            + f"\nInstall megatron-core=={TRIED_VERSIONS[-1]}, or train without --bpipe"
+            + f"\nInstall megatron-core=={upstream.TRIED_VERSIONS[-1]}, or train without --bpipe"
         )
-    if installed_version not in TRIED_VERSIONS:
-        _remark(
-            f"megatron-core {installed_version} is not among the versions tried ({tried}); the signatures of what is replaced are equal"
-        )
+    for line in upstream.describe(found):
+        upstream.remark(line)
     installed = Installed()
     for patch, wrap in wraps.items():
         installed.add(patch, wrap)
     return installed
-
-
-@functools.cache
-def _remark(line: str) -> None:
-    """One line, once, from rank 0; there may be no process group yet to ask."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"bpipe: {line}", flush=True)
 
 
 def differences(patch: Patch) -> list[str]:
@@ -141,7 +117,9 @@ def differences(patch: Patch) -> list[str]:
     found = tuple(inspect.signature(function).parameters)
     if found == patch.parameters:
         return []
-    new = [name for name in found if name not in patch.parameters]
+    new = [name for name in found if name not in patch.parameters and not patch.observes]
     missing = [name for name in patch.parameters if name not in found]
+    if patch.observes and not missing:
+        return []
     what = [f"new parameters {', '.join(new)}"] * bool(new) + [f"missing parameters {', '.join(missing)}"] * bool(missing)
     return [f"{where}: {' and '.join(what) or 'parameters in another order'}"]

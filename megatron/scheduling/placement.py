@@ -1,8 +1,8 @@
 """Take the place in Megatron's rank order that puts pipeline pairs on one node.
 
-In: Megatron's parsed arguments and the launcher's environment, before the process group exists. Out: another `RANK`, and one table in
-the log. Megatron orders ranks by dimension and cannot express pairs, so which process takes which rank is permuted; `LOCAL_RANK`, and
-with it the GPU, stays.
+In: Megatron's parsed arguments or the sizes they stand for, and the launcher's environment, before the process group exists. Out: another
+`RANK`, and one table in the log. Megatron orders ranks by dimension and cannot express pairs, so which process takes which rank is
+permuted; `LOCAL_RANK`, and with it the GPU, stays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections import Counter
 from typing import Any
 
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
+from megatron.scheduling import upstream
+from megatron.scheduling.refusals import Settings
 
 PLACEMENTS = ("adjacent", "none")
 
@@ -19,30 +21,76 @@ PLACEMENTS = ("adjacent", "none")
 def apply(args: Any) -> None:
     """Change this process's rank as `--bpipe-placement` says. Does nothing without `--bpipe`, or where there are no pairs."""
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
-    if not getattr(args, "bpipe", False) or args.bpipe_placement == "none" or args.pipeline_model_parallel_size < 4:
+    if not getattr(args, "bpipe", False) or args.bpipe_placement == "none":
         return
+    upstream.require(args, "placement")
     topology = topology_of(args)
-    if topology is None:
-        return
-    place = args.rank
+    if topology is not None:
+        args.rank = _take(args.rank, topology, pipeline_before_data=args.use_tp_pp_dp_mapping)
+
+
+def place(*, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_data: bool = False) -> int:
+    """Give this process the rank that puts the two stages of a pair on one node, and return it. For programs without Megatron's parser.
+
+    Call it once, in every process, before any process group exists and before anybody has read `RANK`: it reads `RANK` and `WORLD_SIZE`,
+    and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`. Below 4
+    stages nothing changes. Raises ValueError for sizes that do not divide the world, RuntimeError where it is too late.
+    """
+    # Not at the top: what reads this module for its names needs no torch.
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise RuntimeError("place() comes too late: the process group exists, and ranks cannot change any more. Call it before")
+    if _PLACED in os.environ:
+        raise RuntimeError(f"place() was called before in this process, whose rank was {os.environ[_PLACED]}: call it once")
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in os.environ:
+            raise RuntimeError(
+                f"place() reads {name} from the environment, where it is not: launch with torchrun, or set it as torchrun does"
+            )
+    rank, world, sizes = (
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        {"tensor": tensor, "context": context, "pipeline": pipeline},
+    )
+    if min(sizes.values()) < 1 or world % (tensor * context * pipeline):
+        raise ValueError(f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide a world of {world} processes")
+    topology = Topology(**sizes, data=world // (tensor * context * pipeline), gpus_per_node=_gpus_per_node(world))
+    os.environ[_PLACED] = str(rank)
+    return _take(rank, topology, pipeline_before_data)
+
+
+# In the environment, as the rank is: a process of multiprocessing's that inherits the one inherits the other.
+_PLACED = "BPIPE_PLACED_FROM_RANK"
+
+
+def _take(place: int, topology: Topology, pipeline_before_data: bool) -> int:
+    """Set `RANK` as the placement says, where there are pairs; the table comes from the first process."""
+    if topology.pipeline < 4:
+        return place
     parts = pair_adjacent(topology)
-    args.rank = rank_of(parts[place], topology, pipeline_before_data=args.use_tp_pp_dp_mapping)
-    os.environ["RANK"] = str(args.rank)
+    rank = rank_of(parts[place], topology, pipeline_before_data)
+    os.environ["RANK"] = str(rank)
     if place == 0:
         print(describe(topology, parts), flush=True)
+    return rank
+
+
+def _gpus_per_node(world: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def topology_of(args: Any) -> Topology | None:
     """The run's sizes; None where they do not fit the world, which Megatron refuses itself, or another dimension takes part."""
     block = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % block or args.tensor_parallel_num_weight_shards is not None:
+    if args.world_size % block or Settings(args).tensor_parallel_num_weight_shards is not None:
         return None
     return Topology(
         tensor=args.tensor_model_parallel_size,
         context=args.context_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
         data=args.world_size // block,
-        gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+        gpus_per_node=_gpus_per_node(args.world_size),
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import io
 import json
 import logging
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from bpipe.runtime import capture
-from megatron.scheduling import one_stage, startup
+from megatron.scheduling import one_stage, startup, upstream
 
 _WARM_UP = 2
 # First, inner and last stage: of the layers the inner one is timed, of the last only what comes after its layers.
@@ -62,6 +61,7 @@ def _parse(flags: Sequence[str]) -> Any:
 
 def _one_stage_only(args: Any) -> None:
     """However the training is cut, one stage of the layers to be timed, between two others, is enough."""
+    upstream.require(args, "profile")
     args.pipeline_model_parallel_size, args.num_layers = _NUM_STAGES, _NUM_STAGES * args.profile_layers
     args.global_batch_size = None
     for name in (
@@ -109,7 +109,7 @@ def measure(args: Any) -> list[dict[str, float | int]]:
         for micro_batch in args.profile_micro_batches:
             runner = one_stage.Runner(args, model, micro_batch)
             output = runner.forward()
-            saved = sum(found.nbytes for found in capture.find([output.grad_fn], runner.inputs) if found.alone)
+            saved = sum(found.nbytes for found in capture.find([output.grad_fn], runner.inputs, output.device) if found.alone)
             del output
             times = median_seconds(args.profile_repeats, runner.forward, runner.backward)
             entry: dict[str, float | int] = {"micro_batch": micro_batch, "layers": args.profile_layers}
@@ -152,7 +152,7 @@ def described(args: Any) -> dict[str, Any]:
         "attention": attention,
         "precision": precision,
         "torch": torch.__version__,
-        "megatron": importlib.metadata.version("megatron-core"),
+        "megatron": upstream.running().release,
     }
     # Where Transformer Engine chooses by itself, nobody here knows what it chose.
     return {name: value for name, value in found.items() if value is not None}

@@ -12,10 +12,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,17 @@ from megatron.core import parallel_state
 
 from bpipe.models.cluster import DEVICES
 from bpipe.program import ProgramConfig
+from bpipe.runtime.kept import Share
 from bpipe.runtime.recorder import COLUMNS
 from bpipe.transport.connect import Facts, Link
+from megatron.scheduling import upstream
 from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.watermark import Besides
 
 VERSION = 1
+
+# Of a run that failed: which rank did first, and what of.
+FAILURE = "failure.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Recorded:
     received_bytes: int
     host_bytes: int
     peak_bytes: int
+    shares: Mapping[int, Share]
 
     @property
     def exposed_s(self) -> float:
@@ -79,17 +85,21 @@ class RunRecord:
         self._folder = folder
         self._config = config
         self._peak = peak
-        self._path = folder / f"record_{dist.get_rank():05d}.jsonl"
+        self.path = folder / f"record_{dist.get_rank():05d}.jsonl"
         self._started = False
-        folder.mkdir(parents=True, exist_ok=True)
-        # Another run's, or this run's before it was resumed: one record is one run.
-        self._path.unlink(missing_ok=True)
         self._clock_ahead_s = clock_ahead_s()
-        self._pipeline = pipeline_index()
+        self.pipeline = pipeline_index()
 
-    def add(self, iteration: int, recorded: Recorded, flops: float | None, links: Sequence[Link], weights_bytes: Callable[[], int]) -> None:
+    def clear(self) -> None:
+        """Take away another run's record, or this run's before it was resumed: one record is one run."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.path.unlink(missing_ok=True)
+        if dist.get_rank() == 0:
+            (self._folder / FAILURE).unlink(missing_ok=True)
+
+    def add(self, iteration: int, recorded: Recorded, flops: float | None, links: Sequence[Link], besides: Callable[[], Besides]) -> None:
         """An iteration that was recorded is over, and its weights are updated."""
-        head = "" if self._started else self._begin(flops, links, weights_bytes())
+        head = "" if self._started else self._begin(flops, links, besides().now_bytes)
         line = {
             "iteration": iteration,
             "program": {name: value for name, value in asdict(recorded.program).items() if value is not None},
@@ -97,6 +107,8 @@ class RunRecord:
             "elapsed_s": round(recorded.elapsed_s, 9),
             "saved_bytes": recorded.saved_bytes,
             "moved_bytes": recorded.moved_bytes,
+            "kept_bytes": {stage: share.kept_bytes for stage, share in recorded.shares.items()},
+            "kept_counted_by": next((share.counted_by for share in recorded.shares.values()), None),
             "received_bytes": recorded.received_bytes,
             "host_bytes": recorded.host_bytes,
             # The CPU's stand-in has no counter and says 0.
@@ -104,13 +116,14 @@ class RunRecord:
             "columns": COLUMNS,
             "actions": recorded.rows,
         }
-        with self._path.open("a") as file:
+        with self.path.open("a") as file:
             file.write(head + json.dumps(line, separators=(",", ":")) + "\n")
 
     def _begin(self, flops: float | None, links: Sequence[Link], weights_bytes: int) -> str:
         """Rank 0 says what run this is; every rank gets its header."""
         self._started = True
         if dist.get_rank() == 0:
+            megatron = upstream.running()
             run = {
                 "format": "bpipe-run",
                 "version": VERSION,
@@ -121,7 +134,8 @@ class RunRecord:
                 "synchronous": self._config.synchronous,
                 "device": device_name(),
                 "torch": torch.__version__,
-                "megatron_core": version("megatron-core"),
+                "megatron_core": megatron.version,
+                "megatron_core_path": str(megatron.place),
                 "flops_per_iteration": flops,
                 "peak_flops": self._peak.flops_per_s if self._peak else None,
                 "peak_source": self._peak.source if self._peak else None,
@@ -134,7 +148,7 @@ class RunRecord:
             "format": "bpipe-record",
             "version": VERSION,
             "rank": rank,
-            "pipeline": self._pipeline,
+            "pipeline": self.pipeline,
             "place": parallel_state.get_pipeline_model_parallel_rank(),
             "host": socket.gethostname(),
             "device": device_name(),
@@ -143,7 +157,7 @@ class RunRecord:
             "transport": link.transport if link else None,
             "partner": sum(link.ranks) - rank if link else None,
             "weights_bytes": weights_bytes,
-            "limit_bytes": _limit_bytes(),
+            "limit_bytes": limit_bytes(),
         }
         return json.dumps(header) + "\n"
 
@@ -175,35 +189,9 @@ def device_name() -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _limit_bytes() -> int | None:
+def limit_bytes() -> int | None:
     device = torch.device(torch.cuda.current_device())
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
-
-
-def held_bytes(model: Iterable[torch.nn.Module], optimizer: Any) -> int:
-    """Parameters, gradients and optimizer state of this rank, each storage once."""
-    storages: dict[int, int] = {}
-
-    def count(tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor):
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-
-    for chunk in model:
-        for parameter in chunk.parameters():
-            for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
-                count(tensor)
-        for buffer in chunk.named_buffers():
-            count(buffer[1])
-    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        inner = getattr(part, "optimizer", part)
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                count(parameter)
-        for state in inner.state.values():
-            for value in state.values():
-                count(value)
-    return sum(storages.values())
 
 
 def write_whole(path: Path, value: Any) -> None:

@@ -23,21 +23,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something of Megatron's that `--bpipe` cannot do: its name in the documentation, when it applies, why, and the way out."""
+    """Something of Megatron's that `--bpipe` cannot do: its name in the documentation, when it applies, why, and the way out.
+
+    What stands in the way of moving activations only, `moving`, does not hinder measuring them.
+    """
 
     feature: str
     applies: Callable[[Settings], object]
     reason: str
     remedy: str
+    moving: bool = False
 
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "interleaving with another micro-batch group",
-        lambda s: s.virtual_pipeline_model_parallel_size and _other_group(s),
-        "interleaved 1F1B is balanced for groups of as many micro-batches as there are stages",
-        "drop --microbatch-group-size-per-virtual-pipeline-stage",
-    ),
     Refusal(
         "CUDA graphs",
         lambda s: s.cuda_graph_impl not in (None, "none") or s.enable_cuda_graph or s.external_cuda_graph,
@@ -74,6 +72,15 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda s: _experts(s) and s.moe_token_dispatcher_type == "flex",
         "the flex dispatcher keeps tokens in communication buffers of its own, and moving those was never tried",
         "use --moe-token-dispatcher-type alltoall",
+    ),
+    # Autograd runs a node's backward on the stream of its forward, and there the memory that a load filled belongs to another stream's
+    # pool: it would be given out again while the node still reads it.
+    Refusal(
+        "overlapped shared experts",
+        lambda s: s.moe_shared_expert_overlap,
+        "overlapped shared experts compute on a stream of their own, and what is moved belongs to the stream of everything else",
+        "drop --moe-shared-expert-overlap",
+        moving=True,
     ),
     Refusal(
         "variable sequence lengths",
@@ -161,14 +168,11 @@ def _experts(settings: Settings) -> bool:
     return bool(settings.num_experts or settings.num_moe_experts)
 
 
-def _other_group(settings: Settings) -> bool:
-    return settings.microbatch_group_size_per_vp_stage not in (None, settings.pipeline_model_parallel_size)
-
-
 def reasons(settings: object, balance: bool) -> list[str]:
     """Why these settings cannot train with `--bpipe`, or cannot be measured with `--bpipe-report`: a line each, or none."""
     wanted = "--bpipe" if balance else "--bpipe-report"
-    return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in REFUSALS if refusal.applies(Settings(settings))]
+    asked = [refusal for refusal in REFUSALS if balance or not refusal.moving]
+    return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in asked if refusal.applies(Settings(settings))]
 
 
 def refuse(settings: object, balance: bool) -> None:

@@ -4,6 +4,8 @@ In: measurements. Out: files under the folder of `--bpipe-report`. Knows no tens
 
     DIR/rank_00000.json     one stage: peaks measured and predicted, transfers an iteration
     DIR/iterations.jsonl    {"iteration": 1, "lm loss": "0x1.9p+2", "grad_norm": "0x1.0p+0", "skipped": 0, "elapsed_s": 0.5}
+    DIR/failure.json        of a run that failed: the rank that did first, and what of
+    DIR/memory_00000.jsonl  see `watermark`
     DIR/run.json, DIR/record_00000.jsonl    see `recording`
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,10 +25,13 @@ import torch
 import torch.distributed as dist
 
 from bpipe.models.flops import mfu
+from bpipe.runtime.failures import Failure
 from megatron.scheduling import metrics, patches
 from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.hooks import Hooks
-from megatron.scheduling.recording import Peak, RunRecord, device_name, held_bytes, peak_of, write_whole
+from megatron.scheduling.guard import Guard
+from megatron.scheduling.hooks import Hooks, say
+from megatron.scheduling.recording import FAILURE, Peak, RunRecord, device_name, limit_bytes, peak_of, write_whole
+from megatron.scheduling.watermark import Watermark, held
 
 
 class Reporter:
@@ -36,9 +42,13 @@ class Reporter:
         self._config = config
         self._hooks = hooks
         self._folder = Path(config.report)
+        self._guard = Guard("recording")
+        self._writers = Guard("what TensorBoard and Weights & Biases are told")
+        self._watermark = Watermark(self._folder, config, self._guard)
         self._peak: Peak | None = None
         self._record: RunRecord | None = None
         self._started = False
+        self._first, self._last = 0, 0
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """Megatron's training step, observed."""
@@ -52,28 +62,54 @@ class Reporter:
             given = signature.bind(*args, **kwargs).arguments
             iteration = given["iteration"] + 1
             if self._record is None:
+                self._choose(iteration)
                 self._peak = peak_of(device_name(), self._config.peak_tflops)
-                self._record = RunRecord(self._folder, self._config, self._peak)
-            chosen = self._config.report_first <= iteration <= self._config.report_last
+                record = self._record = RunRecord(self._folder, self._config, self._peak)
+                self._guard.run(record.clear, record.path)
+                self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
+            record = self._record
+            chosen = self._guard.open and self._first <= iteration <= self._last
             logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
             self._hooks.recording = chosen or logged
             begin_s = time.perf_counter()
-            result = train_step(*args, **kwargs)
+            self._watermark.iteration = iteration
+            try:
+                result = train_step(*args, **kwargs)
+            except Exception as error:
+                self._hooks.failed(error)
+                raise
             elapsed_s = time.perf_counter() - begin_s
             self._append(iteration, result, elapsed_s)
             recorded = self._hooks.recorded
             if recorded is not None:
                 flops = self._config.flops(recorded.program.num_microbatches)
                 if chosen:
-                    held = functools.partial(held_bytes, given["model"], given["optimizer"])
-                    self._record.add(iteration, recorded, flops, self._hooks.links, held)
+                    besides = functools.partial(held, given["model"], given["optimizer"])
+                    self._guard.run(lambda: record.add(iteration, recorded, flops, self._hooks.links, besides), record.path)
                 if logged:
                     peak = self._peak
                     share = None if peak is None or flops is None else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
-                    metrics.write(iteration, recorded.peak_bytes, recorded.exposed_s, share)
+                    metrics.write(self._writers, iteration, recorded.peak_bytes, recorded.exposed_s, share)
             return result
 
         return step
+
+    def _begin(self, record: RunRecord, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        self._watermark.begin(record.pipeline, device_name(), limit_bytes(), held(model, optimizer))
+        self._hooks.watermark = self._watermark
+
+    def failed(self, first: Failure) -> None:
+        """This rank found out which rank failed first."""
+        path = self._folder / FAILURE
+        self._guard.run(lambda: write_whole(path, asdict(first)), path)
+
+    def _choose(self, iteration: int) -> None:
+        """What to record, now that the first iteration to be trained is known: a resumed run begins where its checkpoint was."""
+        end = self._config.last_iteration
+        default = (iteration + 2, iteration + 4) if end is None else (min(iteration + 2, end), min(iteration + 4, end))
+        self._first, self._last = self._config.report_iterations or default
+        if iteration > self._last:
+            say(f"nothing will be recorded: --bpipe-report-iterations ends with {self._last}, and the first to be trained is {iteration}")
 
     def _append(self, iteration: int, result: Sequence[Any], elapsed_s: float) -> None:
         """The last rank's line: losses, gradient norm, and how long the step took."""
@@ -83,6 +119,9 @@ class Reporter:
         record: dict[str, Any] = {"iteration": iteration, **{name: _exact(value) for name, value in losses.items()}}
         record |= {"grad_norm": _exact(grad_norm), "skipped": int(skipped), "elapsed_s": round(elapsed_s, 6)}
         path = self._folder / "iterations.jsonl"
+        self._guard.run(lambda: self._write(path, iteration, record), path)
+
+    def _write(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
         if not self._started:
             # A resumed run goes on where its checkpoint was; what was trained after it, or by another run before, is not this run's.
             self._started = True
@@ -92,17 +131,30 @@ class Reporter:
 
     def finish(self) -> None:
         """Write this rank's row, whole or not at all."""
-        report = self._hooks.stage_report()
+        record = self._record
+        if record is not None:
+            path = self._folder / f"rank_{dist.get_rank():05d}.json"
+            self._guard.run(lambda: self._finish(path, record.pipeline), path)
+
+    def _finish(self, path: Path, pipeline: int) -> None:
+        report = self._hooks.stage_report(pipeline)
         if report is not None:
-            write_whole(self._folder / f"rank_{report.rank:05d}.json", asdict(report))
+            write_whole(path, asdict(report))
 
 
 def _before(path: Path, iteration: int) -> list[str]:
     """The whole lines of a file of iterations that come before `iteration`; a killed run may have left half a line."""
     if iteration == 1 or not path.exists():
         return []
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-    return [line for line in lines if json.loads(line)["iteration"] < iteration]
+    return [line for line in path.read_text(errors="replace").splitlines(keepends=True) if _number(line) < iteration]
+
+
+def _number(line: str) -> float:
+    """The iteration of a line; of one that is torn or damaged, one that never comes."""
+    try:
+        return float(json.loads(line)["iteration"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _exact(value: Any) -> str | None:

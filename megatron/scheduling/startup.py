@@ -22,7 +22,14 @@ def prepare() -> None:
     from megatron.scheduling import repairs, tokenizer
 
     _say(f"repairs in the installed Megatron: {'; '.join(repairs.apply()) or 'none needed'}")
-    tokenizer.install_byte_level_tokenizer()
+    without = tokenizer.install_byte_level_tokenizer()
+    if without is not None:
+        _say(without)
+
+
+def device_type() -> str:
+    """What activations lie on here: "cuda", or "cpu" where that only stands in."""
+    return "cuda" if torch.cuda.is_available() and "megatron.scheduling.cpu_runtime" not in sys.modules else "cpu"
 
 
 def complete_arguments() -> None:

@@ -1,7 +1,8 @@
 """Let `--tokenizer-type ByteLevelTokenizer` reach the byte-level tokenizer that megatron-core already has.
 
-In: the installed Megatron. Out: its argument parser and its tokenizer builder know one more choice. Knows nothing of schedules.
-The core library ships the class, but its command line does not offer it and its builder passes keywords the class refuses.
+In: the Megatron that runs. Out: its argument parser and its tokenizer builder know one more choice. Knows nothing of schedules.
+The core library ships the class, but its command line does not offer it and its builder passes keywords the class refuses. Where another
+version has its tokenizers elsewhere, the choice is not offered.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ NUM_BYTES = 256
 DEFAULT_VOCABULARY = 512
 
 
-def install_byte_level_tokenizer() -> None:
-    """Add the choice to Megatron's parser and builder. Safe to call twice."""
+def install_byte_level_tokenizer() -> str | None:
+    """Add the choice to Megatron's parser and builder, or say why not. Safe to call twice."""
     # This name is both a function and the module that holds it; import the module itself.
     import importlib
 
-    from megatron.training import global_vars
-    from megatron.training.config.training_config import TokenizerConfig
+    try:
+        from megatron.training import global_vars
+        from megatron.training.config.training_config import TokenizerConfig
 
-    builder = importlib.import_module("megatron.core.tokenizers.utils.build_tokenizer")
-    if NAME in builder.SUPPORTED_TOKENIZERS:
-        return
+        builder = importlib.import_module("megatron.core.tokenizers.utils.build_tokenizer")
+        supported = builder.SUPPORTED_TOKENIZERS
+    except (ImportError, AttributeError) as error:
+        return f"{NAME} is not offered, for this Megatron has its tokenizers elsewhere ({error})"
+    if NAME in supported:
+        return None
     field = next(field for field in dataclasses.fields(TokenizerConfig) if field.name == "tokenizer_type")
     field.type = typing.Literal[(*typing.get_args(field.type), NAME)]
-    builder.SUPPORTED_TOKENIZERS.append(NAME)
+    supported.append(NAME)
     plain = builder.build_tokenizer
 
     @functools.wraps(plain)
@@ -43,6 +48,7 @@ def install_byte_level_tokenizer() -> None:
 
     builder.build_tokenizer = build_tokenizer  # type: ignore[attr-defined]
     global_vars.build_tokenizer = build_tokenizer
+    return None
 
 
 def _byte_level(vocab_size: int) -> Any:

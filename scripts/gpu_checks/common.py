@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.streams import Clock, synchronize
+from bpipe.runtime.capture import find
+from bpipe.runtime.streams import Clock, copying_on, synchronize
+from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.memory import Lender, Region, SharedMemory, own_memory
+from bpipe.transport.one_sided import Host
 
 FULL, MODERATE, REHEARSAL = "full", "moderate", "rehearsal"
 
@@ -44,6 +48,11 @@ class Result:
         """As `row`; the step is right only if all that it checked is."""
         self.ok = good and self.ok is not False
         self.row(what, f"{'ok' if good else 'FAILED'}: {value}")
+
+
+def on_cuda(device: torch.device) -> bool:
+    """Whether to take the way of a GPU. Asked here and nowhere else, so that a test can send a step that way without one."""
+    return device.type == "cuda"
 
 
 def say(line: str) -> None:
@@ -97,7 +106,7 @@ def hold_back(device: torch.device, delay_s: float) -> None:
     """Keep what is issued next waiting: a kernel that only counts cycles on a GPU, a sleep of the calling thread on a CPU."""
     if delay_s <= 0:
         return
-    if device.type == "cuda":
+    if on_cuda(device):
         torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
     else:
         time.sleep(delay_s)
@@ -107,7 +116,7 @@ class Beside:
     """A second stream. On a CPU there is none, and things happen one after another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if on_cuda(device) else None
 
     def now(self) -> AbstractContextManager[Any]:
         """What is issued inside runs on this stream, behind all that was issued to the current one."""
@@ -124,12 +133,33 @@ class Beside:
 
 def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     """Host memory that the device's copy engines reach."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda(device))
+
+
+def in_host_memory(device: torch.device) -> Host:
+    """Slots in this process's own memory, its pages locked where a device's copy engines have to reach them."""
+    return Host(copying_on(device))
+
+
+def pinned_region(nbytes: int, device: torch.device) -> Region:
+    """Host memory to copy to and from, with locked pages, as slots there are."""
+    return own_memory(nbytes, copying_on(device))
+
+
+def lender_on(device: torch.device) -> Lender:
+    """Who makes memory that another process on this device, or on a CPU, reaches into."""
+    here = copying_on(device)
+    return DeviceMemory(here) if here.on_cuda else SharedMemory()
+
+
+def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:
+    """Of what a forward saved that ended here, the bytes that would leave."""
+    return sum(found.nbytes for found in find([end.grad_fn], [received], device) if found.alone and found.nbytes >= minimum_bytes)
 
 
 def tidy(device: torch.device) -> None:
     """Give the device's memory that nobody holds back to the driver, so that each part of a step starts from the same place."""
-    if device.type == "cuda":
+    if on_cuda(device):
         gc.collect()
         synchronize(device)
         torch.cuda.empty_cache()

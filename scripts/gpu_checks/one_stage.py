@@ -48,7 +48,7 @@ class Loop:
         held: Held = {}
         if engine:
             engine.begin()
-        for step in steps(self.plan, self.rank)[1:]:
+        for step in steps(self.plan, self.rank)[1:-1]:
             assert step.compute is not None
             if step.compute.kind is Kind.FORWARD:
                 self._forward(step.compute, held, engine)

@@ -19,14 +19,13 @@ import torch
 
 from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
-from bpipe.runtime.capture import find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.recorder import COLUMNS, Recorder
 from bpipe.runtime.streams import Clock, lanes
 from bpipe.simulate.bandwidth import required_bytes_per_s
 from bpipe.simulate.memory import num_transfers
-from bpipe.transport.one_sided import Host, Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, Spread, ratios, repeats, seconds, tidy
+from bpipe.transport.one_sided import Reaching
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, Spread, in_host_memory, moved_bytes, ratios, repeats, seconds, tidy
 from gpu_checks.limits import copy_rates
 from gpu_checks.one_stage import GptStage, Loop, Shape
 
@@ -68,7 +67,7 @@ def need(device: torch.device, stage: GptStage, minimum_bytes: int) -> Need:
     stage.alone()
     received = stage.received(0)
     end = stage(received)
-    moved = sum(found.nbytes for found in find([end.grad_fn], [received]) if found.alone and found.nbytes >= minimum_bytes)
+    moved = moved_bytes(device, end, received, minimum_bytes)
     del received, end
     forwards = [seconds(device, lambda: stage(stage.received(0))) for _ in range(5)]
     return Need(moved, Spread.of(forwards).median)
@@ -107,7 +106,7 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
 
     def engine(synchronous: bool) -> Engine:
         config = EngineConfig("stage 0", device, sizes.minimum_bytes, TIMEOUT_S, synchronous=synchronous)
-        return Engine(plan, 0, Reaching(Host(pinned=device.type == "cuda"), *both), config)
+        return Engine(plan, 0, Reaching(in_host_memory(device), *both), config)
 
     engines: dict[str, Engine | None] = {"without": None, "with": engine(False), "synchronous": engine(True)}
     works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.iteration(one) for name, one in engines.items()}  # type: ignore[misc]
@@ -132,7 +131,7 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
         title,
         f"{wants.moved / 2**20:.4g} MiB a transfer, forward {wants.forward_s * 1e3:.4g} ms: needs {wants.bytes_per_s / 1e9:.4g} GB/s of "
         f"{link / 1e9:.4g}; {transfers.evictions} evictions and {transfers.loads} loads an iteration, "
-        f"{num_host_slots(plan, plan.partners[0] if plan.partners else 0)} slots",
+        f"{num_host_slots(plan, plan.partners[0] if plan.partners else 0)} host buffers",
     )
     found = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
     result.row(f"{title}: iteration without", f"s {Spread.of(taken['without']).text()}")

@@ -11,11 +11,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,10 @@ from bpipe.runtime.streams import Streams, copying_on, synchronize
 from bpipe.simulate.memory import num_transfers
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
-from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.layout import SlotLayout
-from bpipe.transport.memory import Lender, Region, SharedMemory
+from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import Peer, Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, repeats
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, on_cuda, repeats
 from gpu_checks.one_stage import Delays, Loop, SmallStage
 from gpu_checks.streams import late_lanes
 
@@ -75,16 +74,21 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     evictor, lender = found
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     rounds = evictor["rounds"]
-    result.check("put and get", rounds["wrong"] == 0, f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.slots} slots reused")
+    result.check("put and get", rounds["wrong"] == 0, f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.slots} buffers reused")
     result.check(
-        "what lies in the lender's memory", lender["wrong"] == 0, f"{lender['wrong']} of {sizes.slots} slots differ, seen by its owner"
+        "what lies in the lender's memory", lender["wrong"] == 0, f"{lender['wrong']} of {sizes.slots} buffers differ, seen by its owner"
     )
-    for name, one in (("stage 0, evicts", evictor["engine"]), (f"stage {sizes.stages - 1}, hosts", lender["engine"])):
-        text = f"{one['wrong']} of {one['count']} iterations differ from a run without an engine"
-        result.check(f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text)
-    result.check("transfers took place", evictor["engine"]["evictions"] > 0, f"{evictor['engine']['evictions']} evictions an iteration")
+    judge_engines(evictor["engine"], lender["engine"], sizes, result)
     result.facts = {"evictor": evictor, "lender": lender}
     return result
+
+
+def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes: EngineSizes, result: Result) -> None:
+    """What the two processes found of their engines."""
+    for name, one in (("stage 0, evicts", evicting), (f"stage {sizes.stages - 1}, hosts", hosting)):
+        text = f"{one['wrong']} of {one['count']} iterations differ from a run without an engine"
+        result.check(f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text)
+    result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions an iteration")
 
 
 @dataclass
@@ -105,7 +109,7 @@ class _Lender:
 
 def _process(rank: int, folder: str, device_name: str, sizes: Sizes, until: float) -> None:
     device = torch.device(device_name)
-    if device.type == "cuda":
+    if on_cuda(device):
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
@@ -118,7 +122,8 @@ def _process(rank: int, folder: str, device_name: str, sizes: Sizes, until: floa
     # A part each: what one of them takes, the other does not have.
     begin = time.monotonic()
     found.update(_rounds(rank, device, connection, sizes, begin + (until - begin) / 3, delays))
-    found["engine"] = _engine(rank, device, connection.transport(), sizes, until, delays)
+    # The two need not stop together: the copies are all the evictor's.
+    found["engine"] = engine_of(rank, device, connection.transport(), sizes, repeats(sizes.iterations, until, least=len(MODES)), delays)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     connection.close()
     dist.barrier()
@@ -136,7 +141,7 @@ def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> lis
 
 def _rounds(rank: int, device: torch.device, connection: Connection, sizes: Sizes, until: float, delays: Delays) -> dict[str, Any]:
     """Put and get, hundreds of times. Then a last content stays in every slot, and the lender looks at it."""
-    lender = _Lender(DeviceMemory(copying_on(device).current_stream) if device.type == "cuda" else SharedMemory())
+    lender = _Lender(lender_on(device))
     lanes = late_lanes(device, TIMEOUT_S, delays)
     transport = Reaching(Peer(connection.control, lender), *lanes)
     lengths = dict(enumerate(sizes.kinds))
@@ -232,7 +237,24 @@ class _Ring:
 # -- the engine --------------------------------------------------------------------------------------------------------------------------
 
 
-def _engine(rank: int, device: torch.device, transport: Transport, sizes: Sizes, until: float, delays: Delays) -> dict[str, Any]:
+# Whether forwards and copies are held back.
+MODES = ((True, False), (False, True), (True, True), (False, False))
+
+
+class EngineSizes(Protocol):
+    """What both steps that run the two engines of a pair say of them."""
+
+    stages: int
+    microbatches: int
+    rows: int
+    width: int
+    forward_s: float
+    copy_s: float
+
+
+def engine_of(
+    rank: int, device: torch.device, transport: Transport, sizes: EngineSizes, rounds: Iterable[int], delays: Delays
+) -> dict[str, Any]:
     """This process's stage of the pair, iteration after iteration, against itself without an engine."""
     plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
     place = 0 if rank == EVICTOR else sizes.stages - 1
@@ -242,11 +264,10 @@ def _engine(rank: int, device: torch.device, transport: Transport, sizes: Sizes,
     expected = gradient(None)
     reference = torch.equal(gradient(None), expected)
     engine = Engine(plan, place, transport, EngineConfig(f"stage {place}", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True))
-    modes = ((sizes.forward_s, 0.0), (0.0, sizes.copy_s), (sizes.forward_s, sizes.copy_s), (0.0, 0.0))
     wrong = count = 0
-    # The two need not stop together: the copies are all the evictor's.
-    for number in repeats(sizes.iterations, until, least=len(modes)):
-        delays.forward_s, delays.copy_s = modes[number % len(modes)]
+    for number in rounds:
+        forwards, copies = MODES[number % len(MODES)]
+        delays.forward_s, delays.copy_s = forwards * sizes.forward_s, copies * sizes.copy_s
         wrong += not torch.equal(gradient(engine), expected)
         count += 1
     slots = engine.host_bytes

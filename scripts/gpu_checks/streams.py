@@ -22,8 +22,8 @@ from bpipe.runtime.streams import Streams, lanes, synchronize
 from bpipe.simulate.memory import num_transfers
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import Job, Lane
-from bpipe.transport.one_sided import Host, Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, repeats, say
+from bpipe.transport.one_sided import Reaching
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats, say
 from gpu_checks.one_stage import Delays, Loop, SmallStage
 
 TIMEOUT_S = 60.0
@@ -142,7 +142,7 @@ class Stage0:
         self.engine = self._engine()
 
     def _engine(self) -> Engine:
-        transport = Reaching(Host(pinned=self._device.type == "cuda"), *self._lanes)
+        transport = Reaching(in_host_memory(self._device), *self._lanes)
         config = EngineConfig("stage 0", self._device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
         return Engine(self.plan, 0, transport, config)
 
@@ -157,7 +157,7 @@ class Stage0:
 
     def start_over(self) -> None:
         """A new engine, after one whose waits were missing."""
-        self.engine.abandon()
+        self.engine.release()
         self.engine = self._engine()
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
 
 def _try(mutation: Mutation, stage: Stage0, sizes: Sizes, result: Result) -> None:
     name = f"without {mutation.wait} ({mutation.what})"
-    if stage.expected.device.type != "cuda" and not mutation.on_cpu:
+    if not on_cuda(stage.expected.device) and not mutation.on_cpu:
         say(f"{name}: not on a CPU")
         return
     stage.start_over()

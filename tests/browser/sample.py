@@ -55,6 +55,7 @@ def make_view(
     return {
         "title": "bpipe report of a sample </script><b>run</b>",
         "facts": [["device", "cpu"], ["schedule", f"1f1b, {num_stages} stages, {num_microbatches} micro-batches"], ["balance", "bpipe"]],
+        "bottleneck": num_stages - 1,
         "answers": [
             f"Stage 0 is the memory bottleneck: {5 * SAVED / 2**20:.1f} MiB of saved activations, as much as its bound; without balancing "
             f"it would hold {num_stages * SAVED / 2**20:.1f} MiB.",
@@ -67,6 +68,7 @@ def make_view(
                 "measured": "22.1 ms",
                 "predicted": "20.0 ms",
                 "cause": "this stage computes more slowly than the others",
+                "iteration": None,
             },
         ],
         "iterations": shown,

@@ -234,6 +234,77 @@ def test_a_span_is_kept_within_the_iteration_and_never_empty(page: Page) -> None
     assert page.complaints() == []
 
 
+def opened(driver: Any, view: dict[str, Any], folder: Path, width: int | None = None) -> Page:
+    """A page of its own, in a window of this width."""
+    file = folder / "page.html"
+    file.write_text(render(view), encoding="utf-8")
+    page = Page(driver, file)
+    if width is not None:
+        metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        driver.get(file.as_uri())
+        page.settle()
+    return page
+
+
+def test_the_iteration_of_the_largest_difference_is_shown_first(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
+    """Difference 1 named iteration 3, and the page opened with another: the reader looked for it in the wrong picture."""
+    first = view["iterations"][0]["iteration"]
+    page = opened(driver, view | {"differences": [view["differences"][0] | {"iteration": first}]}, tmp_path)
+    assert page.run("return document.getElementById('iteration').selectedOptions[0].textContent") == str(first)
+
+
+def test_the_bottleneck_is_in_sight(driver: Any, tmp_path: Path) -> None:
+    """Of a pipeline that does not fit the window, the page showed the first stages."""
+    page = opened(driver, make_view(12, 12), tmp_path)
+    top, height, whole = page.run("const t = document.getElementById('timeline'); return [t.scrollTop, t.clientHeight, t.scrollHeight]")
+    assert top > 0
+    assert top + height > whole - 20, "the bottleneck is the last stage"
+
+
+def test_the_memory_has_an_axis(page: Page) -> None:
+    """What a curve's height means was told by pointing at it alone."""
+    x, y = page.place(0, "measured", "memory", 0.0)
+    beside = page.colours(x - 30, y, 40, 46)
+    card = page.shade("card")
+    assert sum(not near(colour, card) for colour in beside) > 30, "numbers stand beside the curve"
+    page.choose("size", "small")
+    x, y = page.place(0, "measured", "memory", 0.0)
+    assert all(near(colour, card) for colour in page.colours(x - 30, y, 40, 8)), "where there is no room for words there are none"
+
+
+def test_a_telephone_shows_all_of_it(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
+    """At 390 pixels the names took half of the timeline, and the words of the bars were five pixels high."""
+    page = opened(driver, view, tmp_path, width=390)
+    assert page.run("return document.documentElement.scrollWidth") <= 390
+    heights = page.run("return [...document.querySelectorAll('#bars text')].map((text) => text.getBoundingClientRect().height)")
+    assert min(heights) > 10
+    left, right = (page.place(0, "measured", "compute", time)[0] for time in page.range())
+    assert right - left > 225
+
+
+def test_paper_loses_no_column_and_no_rank(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
+    """What had to be scrolled to was not printed."""
+    page = opened(driver, view, tmp_path)
+    paper = {"width": 1047, "height": 718, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", paper)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    page.run("dispatchEvent(new Event('beforeprint'))")
+    page.settle()
+    try:
+        assert page.run("return document.querySelector('#stages table').scrollWidth <= document.getElementById('stages').clientWidth")
+        assert page.run("return document.documentElement.scrollWidth") <= 1047
+        whole = page.run("return document.getElementById('extent').style.height")
+        assert page.run("return document.getElementById('printed').height") == float(whole.removesuffix("px"))
+        drawn = (
+            "const c = document.getElementById('printed'); return [...c.getContext('2d').getImageData(0, c.height - 60, c.width, 60).data]"
+        )
+        assert len(set(page.run(drawn))) > 10, "the last rank is drawn"
+        assert page.run("return getComputedStyle(document.getElementById('timeline')).display") == "none"
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 # --- It answers -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +332,7 @@ def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, 
     assert ms(said["start"]) == pytest.approx(1e3 * start, abs=2e-3)
     assert ms(said["duration"]) == pytest.approx(1e3 * (end - start), rel=1e-3)
     assert said.get("bytes moved", said.get("bytes saved")) == ("–" if num_bytes is None else f"{num_bytes / MIB:.2f} MiB")
-    assert said["slot"] == ("–" if slot is None else str(slot))
+    assert said["host buffer"] == ("–" if slot is None else str(slot))
     if waited > 0:
         assert ms(said["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
     else:

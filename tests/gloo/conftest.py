@@ -90,7 +90,8 @@ def start(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            # What the caller puts before the installed packages stays: another Megatron, or packages in a folder of their own.
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONUNBUFFERED": "1",
             **(environment or {}),

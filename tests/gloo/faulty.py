@@ -1,7 +1,8 @@
 """One rank of a run in which something breaks: this process stops or dies when it has run a given operation in a given iteration.
 
 In: `RANK`, and FAULT="<rank> <operation> <signal> [iteration, 2]"; only before torchrun's first restart. Out: a training run until
-then. Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after another.
+then. Instead of a signal MEMORY: the operation, a forward, raises what torch raises when the device has no memory left.
+Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import pretrain_gpt  # before Megatron: it readies the process
 
 # isort: split
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import training
 
 from bpipe.runtime.engine import Engine
@@ -36,15 +39,33 @@ def break_after(operation: str, what: signal.Signals, iteration: int) -> None:
     Engine.after = broken  # type: ignore[method-assign]
 
 
+def run_out_of_memory(operation: str, iteration: int) -> None:
+    """Raise in this stage's forward of a micro-batch, so many times on."""
+    forward_step = pretrain_gpt.forward_step
+    runs = 0
+
+    def short(*args: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        microbatch, per_iteration = int(operation.partition("F")[2]), get_num_microbatches()
+        if runs == (iteration - 1) * per_iteration + microbatch + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79.10 GiB")
+        return forward_step(*args)
+
+    pretrain_gpt.forward_step = short
+
+
 def refuse(cases: list[list[str]]) -> None:
     """Try to train with each of the argument lists and print the error, as Python would."""
     for arguments in cases:
         sys.argv[1:] = arguments
         try:
             pretrain_gpt.main()
-        except (Exception, SystemExit):
+        except SystemExit as end:
+            print(f"ended with status {end.code}", file=sys.stderr)
+        except Exception:
             traceback.print_exc()
-            print("=== refused", file=sys.stderr, flush=True)
+        print("=== refused", file=sys.stderr, flush=True)
         training.destroy_global_state()
 
 
@@ -55,5 +76,8 @@ if __name__ == "__main__":
     if "FAULT" in os.environ:
         rank, operation, name, *iteration = os.environ["FAULT"].split()
         if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            break_after(operation, signal.Signals[name], int(*iteration or [2]))
+            if name == "MEMORY":
+                run_out_of_memory(operation, int(*iteration or [2]))
+            else:
+                break_after(operation, signal.Signals[name], int(*iteration or [2]))
     pretrain_gpt.main()

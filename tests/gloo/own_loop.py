@@ -1,7 +1,8 @@
 """A training loop of one's own around Megatron's pipelined loop: trained plain, then with `install`, then plain again.
 
-In: the launcher's environment. Out: exit code 0 where all three trained the same bits, the second one moved activations, and `remove` gave
-Megatron's own functions back; a line for each. Uses megatron.core alone, none of Megatron's trainer.
+In: the launcher's environment, and how many chunks a rank has (more than one: interleaved). Out: exit code 0 where all three trained the
+same bits, the second one moved activations, and `remove` gave Megatron's own functions back; a line for each. Uses megatron.core alone,
+none of Megatron's trainer.
 """
 
 # ruff: noqa: E402
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,11 +33,14 @@ from megatron.scheduling.arguments import SchedulingConfig
 # What Megatron's trainer never does: back to a number of micro-batches that was there before.
 NUM_MICROBATCHES = (8, 4, 8, 4)
 LENGTH, VOCABULARY = 64, 128
+NUM_CHUNKS = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+VIRTUAL_STAGES = NUM_CHUNKS if NUM_CHUNKS > 1 else None
 SETTINGS: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 4 * NUM_CHUNKS,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "pipeline_model_parallel_size": 4,
+    "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
     "pipeline_dtype": torch.float32,
     "use_cpu_initialization": True,
 }
@@ -52,20 +57,27 @@ def forward(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor
     return losses, mean
 
 
-def train(**settings: Any) -> tuple[list[str], str]:
-    """Iterations of differing length from the same beginning: every micro-batch's loss, and a hash of the weights they ended with."""
-    torch.manual_seed(7)
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
-    model = GPTModel(
+def chunk(vp_stage: int | None, **settings: Any) -> GPTModel:
+    """One part of this rank's model."""
+    where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return GPTModel(
         TransformerConfig(**SETTINGS, **settings),
         get_gpt_layer_local_spec(),
         VOCABULARY,
         LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=False,
+        vp_stage=vp_stage,
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def train(**settings: Any) -> tuple[list[str], str]:
+    """Iterations of differing length from the same beginning: every micro-batch's loss, and a hash of the weights they ended with."""
+    torch.manual_seed(7)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    model = [chunk(index if VIRTUAL_STAGES else None, **settings) for index in range(NUM_CHUNKS)]
+    optimizer = torch.optim.Adam([parameter for part in model for parameter in part.parameters()], lr=1e-3)
     tokens = torch.Generator().manual_seed(11)
     losses = []
     for num_microbatches in NUM_MICROBATCHES:
@@ -73,7 +85,7 @@ def train(**settings: Any) -> tuple[list[str], str]:
         batch = [torch.randint(VOCABULARY, (2, LENGTH), generator=tokens) for _ in range(num_microbatches)]
         losses += get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(batch),
+            data_iterator=[iter(batch) for _ in model] if VIRTUAL_STAGES else iter(batch),
             model=model,
             num_microbatches=num_microbatches,
             seq_length=LENGTH,
@@ -82,22 +94,27 @@ def train(**settings: Any) -> tuple[list[str], str]:
         )
         optimizer.step()
     weights = hashlib.sha256()
-    for parameter in model.parameters():
-        weights.update(parameter.detach().numpy().tobytes())
+    for part in model:
+        for parameter in part.parameters():
+            weights.update(parameter.detach().numpy().tobytes())
     return [loss.hex() for loss in losses], weights.hexdigest()
 
 
+LOOPS = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+
+
 def functions() -> list[object]:
-    return [vars(schedules)[name] for name in ("forward_step", "backward_step", "forward_backward_pipelining_without_interleaving")]
+    return [vars(schedules)[name] for name in ("forward_step", "backward_step", *LOOPS)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=VIRTUAL_STAGES)
     own = functions()
     plain = train()
-    installed = install(SchedulingConfig(balance=True, num_ranks=4, num_chunks=1, minimum_bytes=1024, poison=True, timeout_s=60.0))
+    config = SchedulingConfig(balance=True, num_ranks=4, num_chunks=NUM_CHUNKS, minimum_bytes=1024, poison=True, timeout_s=60.0)
+    installed = install(config)
     assert functions() != own
     balanced = train()
     try:

@@ -50,7 +50,7 @@ def forward(data: Any, module: Any) -> tuple[torch.Tensor, Any]:
     return module(sample.get("tokens"), sample.get("position_ids"), None, labels=labels), partial(mean_loss)
 
 
-def datasets(num_samples: list[int], on_every_stage: bool = False) -> Any:
+def datasets(num_samples: list[int], on_every_stage: bool = False, vp_stage: int | None = None) -> Any:
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -73,4 +73,11 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     arguments = parse_and_validate_args(extra_args_provider=flags)
-    pretrain(pretrain_cfg_container_from_args(arguments), datasets, ModelType.encoder_or_decoder, forward, model)
+    # By name: the order is not the same in every version of Megatron.
+    pretrain(
+        cfg_container=pretrain_cfg_container_from_args(arguments),
+        train_valid_test_dataset_provider=datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward,
+        model_provider=model,
+    )

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
@@ -62,6 +63,8 @@ class Scenario:
 class Record:
     """What one rank noticed. The lists have an entry for every turn of a program."""
 
+    transport: str | None = None
+    groups: int = 0
     microbatches: int = 0
     transfers: int = 0
     different: list[str] = field(default_factory=list)
@@ -88,6 +91,8 @@ class Rank:
             pairs |= {(stage, plan.partners[stage]) for stage in range(scenario.stages) if num_transfers(plan, stage).evictions}
         self.connection: Connection | None
         self.connection, _ = connect(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
+        self.record.transport = self.connection.link.transport if self.connection and self.connection.link else None
+        self.record.groups = len(distributed_c10d._world.pg_map)
         config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True)
         self.engines = [Engine(plan, rank, self.connection.transport() if self.connection else None, config) for plan in self.plans]
         self.running = self.engines[0]
@@ -129,7 +134,7 @@ class Rank:
         sent: list[tuple[Any, torch.Tensor]] = []
         if engine:
             engine.begin()
-        for step in steps(plan, self.rank)[1:]:
+        for step in steps(plan, self.rank)[1:-1]:
             op = step.compute
             assert op is not None
             if engine:

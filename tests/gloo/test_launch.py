@@ -54,15 +54,16 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
 
 
 SCRIPTS = [
-    pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2"), id="gpt"),
-    pytest.param("plain_script_bert.py", ("--num-layers", "4"), id="bert", marks=pytest.mark.slow),
-    pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), id="hybrid", marks=pytest.mark.slow),
+    pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2"), 3, id="gpt"),
+    pytest.param("plain_script.py", ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2"), 2, id="gpt_interleaved"),
+    pytest.param("plain_script_bert.py", ("--num-layers", "4"), 3, id="bert", marks=pytest.mark.slow),
+    pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), 3, id="hybrid", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("name", "flags"), SCRIPTS)
-def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "flags", "evictions"), SCRIPTS)
+def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tuple[str, ...], evictions: int) -> None:
     """The script imports only Megatron and torch; its model, loss and data are its own."""
     script = str(ROOT / "tests/gloo" / name)
     assert "bpipe" not in Path(script).read_text()
@@ -78,19 +79,40 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
     assert len(stock) == 3
     assert len({step["lm loss"] for step in stock}) == 3
     assert balanced == stock
-    assert json.loads((folders[1] / "rank_00000.json").read_text())["evictions"] == 3
+    assert json.loads((folders[1] / "rank_00000.json").read_text())["evictions"] == evictions
 
 
 @pytest.mark.timeout(120)
-def test_a_loop_of_ones_own_is_balanced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        pytest.param(
+            1,
+            [
+                "1f1b, 4 stages, 8 micro-batches: at most 3 held; evicting 0 -> 3",
+                "1f1b, 4 stages, 4 micro-batches: at most 3 held; evicting 0 -> 3",
+            ],
+            id="1f1b",
+        ),
+        pytest.param(
+            2,
+            [
+                "interleaved-1f1b, 4 stages, 8 micro-batches: at most 9 held; evicting 0 -> 3",
+                "interleaved-1f1b, 4 stages, 4 micro-batches: no stage holds more micro-batches than the bound",
+            ],
+            id="interleaved",
+        ),
+    ],
+)
+def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, chunks: int, said: list[str]) -> None:
     """`install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
-    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop.py")], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop.py"), str(chunks)], tmp_path, _free_ports(1)[0]), tmp_path, 100)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: plain, balanced and plain again are equal" in log
     # A program for each of the two numbers of micro-batches, made once although both come twice.
-    for num_microbatches in (8, 4):
-        assert outcome.logs[0].count(f"4 stages, {num_microbatches} micro-batches: at most 3 held") == 1
+    for line in said:
+        assert outcome.logs[0].count(line) == 1, outcome.logs[0]
     assert "refused: this run cannot start:\n  --bpipe: how much a mixture of experts saves" in outcome.logs[0]
 
 

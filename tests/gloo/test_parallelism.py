@@ -15,6 +15,8 @@ LLAMA = (
     *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--group-query-attention"),
     *("--num-query-groups", "2", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
 )
+# Groups of 6 micro-batches where there are 4 stages; 10 micro-batches leave 4 for the last group.
+GROUPS = ("--microbatch-group-size-per-virtual-pipeline-stage", "6")
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
 SELECTIVE = ("--global-batch-size", "16", "--recompute-granularity", "selective", "--recompute-modules")
 # Megatron's own attention for the CPU does neither contexts nor latents; ours does, and everything around it is Megatron's.
@@ -51,6 +53,8 @@ ROWS = {
     "interleaved_m4": (*INTERLEAVED, "--global-batch-size", "8"),
     "interleaved_m16": (*INTERLEAVED, "--global-batch-size", "32"),
     "interleaved_v3": ("--num-layers", "12", "--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "16"),
+    "interleaved_large_groups": (*INTERLEAVED, *GROUPS, "--global-batch-size", "24"),
+    "interleaved_uneven_groups": (*INTERLEAVED, *GROUPS, "--global-batch-size", "20"),
     "interleaved_no_overlap": (*INTERLEAVED, "--global-batch-size", "16", "--no-overlap-p2p-communication"),
     "interleaved_overlapped_ends": (*INTERLEAVED, "--global-batch-size", "16", "--overlap-p2p-communication-warmup-flush"),
     "interleaved_layout": ("--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|t|t|t|t|t|tL", "--global-batch-size", "16"),

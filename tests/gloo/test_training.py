@@ -31,6 +31,9 @@ FOUR_STAGES = [
             "host": ["--bpipe-transport", "host"],
             "gloo_synchronous": ["--bpipe-transport", "gloo", "--bpipe-sync-transfers"],
             "peer_synchronous": ["--bpipe-transport", "peer", "--bpipe-sync-transfers"],
+            "gloo_small": ["--bpipe-transport", "gloo", "--bpipe-min-bytes", "100000000"],
+            "peer_small": ["--bpipe-transport", "peer", "--bpipe-min-bytes", "100000000"],
+            "host_small": ["--bpipe-transport", "host", "--bpipe-min-bytes", "100000000"],
         }.items()
     ),
     Case("m8_measured", ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"]),
@@ -89,6 +92,7 @@ def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) ->
     same(four, "m8", f"m8_{transport}", 4)
     said = four.logs[0].split(f"=== m8_{transport}\n")[1].split("===")[0]
     assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in said
+    assert said.count("(batch_p2p_sync) is off in this run; to compare speed, give the run without --bpipe the same\n") == 1
 
 
 @pytest.mark.timeout(300)
@@ -183,6 +187,45 @@ def test_evicted_bytes_are_really_freed(four: Outcome) -> None:
 def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
     said = four.logs[0].split("=== m3_balanced")[1].split("===")[0]
     assert "bpipe: 1f1b, 4 stages, 3 micro-batches: no stage holds more micro-batches than the bound; training as usual" in said
+    assert "batch_p2p_sync" not in said, "what waits in stock waits here too"
+
+
+@pytest.mark.timeout(300)
+def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) -> None:
+    """The middle stages move nothing of their own, so they have nothing to say."""
+    said = "".join(log.split("=== m8_gloo\n")[1].split("===")[0] for log in four.logs)
+    (line,) = re.findall(r"^bpipe: stage \d moves [01]\.\d\d of what a forward keeps .*", said, re.MULTILINE)
+    fraction = float(line.split()[4])
+    assert line.startswith("bpipe: stage 0 ")
+    assert "MB, of the storages that its graph shows)" in line
+    assert fraction > 0.9, "dropout masks and scores move; some small norms' means stay"
+    fractions = [report["moved_fraction"] for report in four.reports("m8_gloo")]
+    assert [None if each is None else round(each, 2) for each in fractions] == [fraction, None, None, None]
+    assert [report["moved_fraction"] for report in four.reports("m8_measured")] == [None] * 4
+    assert report_of(four.report_folder("m8_gloo")).comparison.stages[0].moved_fraction == fractions[0]
+    assert "moves 0.00" not in "".join(four.logs)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["gloo", "peer", "host"])
+def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport: str) -> None:
+    """It ended with an error. Now both ends of a pair know that nothing comes, and the reports say that nothing left."""
+    case = f"m8_{transport}_small"
+    same(four, "m8", case, 4)
+    said = "".join(log.split(f"=== {case}\n")[1].split("===")[0] for log in four.logs)
+    assert said.count("bpipe: stage 0 moves nothing: of what a forward saves no storage of at least 100000000 bytes") == 1
+    reports, unbalanced = four.reports(case), four.reports("m8_measured")
+    assert [report["evictions"] for report in reports] == [report["loads"] for report in reports] == [0, 0, 0, 0]
+    for report, plain in zip(reports, unbalanced, strict=True):
+        assert report["peak_microbatches"] == report["predicted_microbatches"] == plain["peak_microbatches"]
+        assert report["peak_bytes"] == report["predicted_bytes"] == plain["peak_bytes"]
+    rows = report_of(four.report_folder(case)).comparison.stages
+    assert [(row.measured_microbatches, row.predicted_microbatches, row.evictions) for row in rows] == [
+        (4, 4, 0),
+        (3, 3, 0),
+        (2, 2, 0),
+        (1, 1, 0),
+    ]
 
 
 @pytest.mark.timeout(300)

@@ -24,6 +24,8 @@ RESIDENT_TOLERANCE_BYTES = 24 << 20
 EVICTOR, ACCEPTOR = 0, 3
 # A process that died is noticed by its closed connections, whatever the time-out is; one that stopped only by it. Busy machines need some.
 TIMEOUT_S = {"SIGKILL": 30.0, "SIGSTOP": 6.0}
+# Of one rank, once links were chosen: the world, and of a pair the group for messages and one a direction. What lost must be gone.
+GROUPS = {None: 1, "peer": 2, "gloo": 4}
 # Of the first program, p=4 and m=8. Stage 3 hosts 0EVICT1 from its start to 3B2, so after 3F1 it holds it.
 MOMENTS = {EVICTOR: ("start", "copying", "0F3", "between"), ACCEPTOR: ("start", "copying", "3F1", "between")}
 
@@ -80,8 +82,10 @@ def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_short_soak(tmp_path: Path) -> None:
-    for outcome in run([Scenario(name, name, seconds=2.5) for name in ("gloo", "peer")], tmp_path):
+    for outcome in run([Scenario(name, name, seconds=2.5) for name in ("gloo", "peer", "auto")], tmp_path):
         assert_nothing_lost_and_nothing_kept(outcome)
+        for record in outcome.records:
+            assert record["groups"] == GROUPS[record["transport"]], f"{outcome.scenario.name}: {record}"
 
 
 @pytest.mark.slow

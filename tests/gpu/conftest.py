@@ -1,10 +1,10 @@
-"""Steps of scripts/gpu_check.py for tests on a GPU. In: nothing. Out: the table of steps; everything here skips without a CUDA device."""
+"""scripts/gpu_check.py for tests on a GPU. In: nothing. Out: the script as a module; everything here skips without a CUDA device."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -12,10 +12,9 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture(scope="session")
-def steps() -> dict[str, Any]:
+def check() -> ModuleType:
     if str(SCRIPTS) not in sys.path:
         sys.path.append(str(SCRIPTS))
     import gpu_check
 
-    table: dict[str, Any] = gpu_check.STEPS
-    return table
+    return gpu_check

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -85,22 +83,97 @@ def test_connections(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
     """Both steps again for each number, and what went wrong there is named here."""
     asked: list[tuple[Any, ...]] = []
 
-    def isolated(names: Sequence[str], size: str, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
-        asked.append((tuple(names), size, environment["CUDA_DEVICE_MAX_CONNECTIONS"]))
+    def isolated(name: str, size: str, limit_s: float, environment: Mapping[str, str]) -> Any:
+        asked.append((name, size, environment["CUDA_DEVICE_MAX_CONNECTIONS"]))
         wrong = check.Result(ok=False, rows=[("gradients", "FAILED: 3 of 4"), ("other", "ok: yes")])
         crashed = check.Result(ok=False, failure="its process ended with status -11")
-        return {"peer": check.Result(ok=True), "streams": wrong if len(asked) == 1 else crashed}
+        return check.Result(ok=True) if name == "peer" else wrong if len(asked) == 2 else crashed
 
     monkeypatch.setattr(check.isolate, "isolated", isolated)
-    result = rehearse(check, "connections")
-    assert asked == [(("peer", "streams"), "rehearsal", "1"), (("peer", "streams"), "rehearsal", "8")]
+    result = check.find_out("connections", "rehearsal", 1.0)
+    assert asked == [(name, "rehearsal", number) for number in "18" for name in ("peer", "streams")]
     assert result.ok is False
     assert values(result) == {
-        "peer with 1 connection": "ok: 0 lines as expected",
-        "streams with 1 connection": "FAILED: not right: gradients",
-        "peer with 8 connections": "ok: 0 lines as expected",
-        "streams with 8 connections": "FAILED: its process ended with status -11",
+        "peer, 1 connection": "ok: 0 lines as expected",
+        "streams, 1 connection": "FAILED: not right: gradients",
+        "peer, 8 connections": "ok: 0 lines as expected",
+        "streams, 8 connections": "FAILED: its process ended with status -11",
     }
+
+
+def test_what_is_only_measured_keeps_its_lines(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = check.Result(rows=[("with / without", "1.01")])
+    monkeypatch.setattr(check.isolate, "isolated", lambda *arguments: measured)
+    result = check.find_out("overhead_one_queue", "rehearsal", 1.0)
+    assert result.ok is None
+    assert values(result) == {"1 connection: with / without": "1.01"}
+
+
+def test_versions(check: ModuleType) -> None:
+    said = values(rehearse(check, "versions"))
+    assert torch.__version__ in said["torch"]
+    assert "pytest " in said["packages"]
+
+
+@pytest.mark.timeout(180)
+def test_counts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = rehearse(check, "counts")
+    assert result.ok is True
+    assert re.search(r"ok: \d+ passed", result.rows[0][1])
+    broken = rehearse(check, "counts", place="tests/unit/runtime/no_such_file.py")
+    assert broken.ok is False
+    assert "no_such_file" in broken.facts["output"]
+    monkeypatch.setattr(check.counts, "NEEDED", ("pytest", "no_such_plugin"))
+    assert rehearse(check, "counts").skipped == "not installed: no_such_plugin"
+
+
+QUESTIONS = {
+    "(a) a kernel behind two of another stream": (0, 3),
+    "(b) a kernel behind another stream's copy, no event": (3, 3),
+    "(b) a kernel behind another stream's copy, plain event": (0, 3),
+    "(b) a kernel behind another stream's copy, timing events": (0, 3),
+}
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_queues(check: ModuleType, monkeypatch: pytest.MonkeyPatch, connections: int) -> None:
+    """One queue: whatever stands behind something that has to wait does not run. Eight: nothing waits for another stream's work."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
+    result = rehearse(check, "queues")
+    assert result.ok is None
+    assert {name: fact["early"] for name, fact in result.facts.items()} == {
+        name: early[connections > 1] for name, early in QUESTIONS.items()
+    }
+
+
+def test_queues_says_what_it_cannot_judge(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is over before a probe could be: nothing was shown."""
+    monkeypatch.setattr(check.queues.Simulated, "COPY_S", 1e-3)
+    said = values(rehearse(check, "queues"))
+    assert [value.startswith("cannot be judged") for value in said.values()] == [False, True, True, True]
+
+
+def test_queues_gives_up_on_what_never_ends(check: ModuleType) -> None:
+    class Stuck(check.queues.Simulated):  # type: ignore[misc]
+        TICK_S = 1.0
+
+        def ended(self, event: float) -> bool:
+            return False
+
+    with pytest.raises(TimeoutError, match="not ended within 20 s"):
+        check.queues.watch(Stuck(1), lambda device: (1.0, 1.0))
+
+
+def test_queues_is_asked_under_three_numbers(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mapping[str, str]] = []
+
+    def isolated(name: str, size: str, limit_s: float, environment: Mapping[str, str]) -> Any:
+        asked.append(environment)
+        return check.Result(rows=[("(a)", "did not wait")])
+
+    monkeypatch.setattr(check.isolate, "isolated", isolated)
+    assert [row[0] for row in check.find_out("queues", "rehearsal", 1.0).rows] == ["unset: (a)", "1: (a)", "8: (a)"]
+    assert asked == [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
 
 
 def test_memory(check: ModuleType) -> None:
@@ -117,6 +190,23 @@ def test_memory(check: ModuleType) -> None:
 def test_memory_notices_a_wrong_prediction(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check.memory, "predicted_bytes", lambda *arguments: 1)
     assert rehearse(check, "memory", stages=4, microbatches=8).ok is False
+
+
+@pytest.mark.parametrize(
+    ("off", "taken", "later", "right"),
+    [
+        (5 << 20, 0, 7, True),  # more than one allocation's rounding: no error, and 2 MiB said it was
+        (-(5 << 20), 5 << 20, 7, True),
+        (9 << 20, 0, 7, False),
+        (0, 9 << 20, 7, False),
+        (0, -1, 7, False),
+        (0, 0, 8, False),
+    ],
+)
+def test_what_memory_forgives(check: ModuleType, off: int, taken: int, later: int, right: bool) -> None:
+    steady = [dict.fromkeys(check.memory.STEADY, value) for value in (0, 7, later)]
+    peak = check.memory.Peak((1 << 30) + off, 1 << 30, 0, 100, 100 + taken, steady)
+    assert check.memory.right(peak, check.memory.TOLERANCE_BYTES) is right
 
 
 def test_overhead(check: ModuleType) -> None:
@@ -136,6 +226,93 @@ def test_overhead_with_layers_that_compute_again(check: ModuleType) -> None:
     )
     assert 0 < part["moved_bytes"] < whole["moved_bytes"]
     assert "cannot hide" in result.rows[0][0]
+
+
+@pytest.mark.timeout(180)
+def test_nccl_over_gloo(check: ModuleType) -> None:
+    result = rehearse(check, "nccl")
+    assert result.ok is True
+    assert result.facts["evictor"]["engine"]["count"] == result.facts["lender"]["engine"]["count"] == 4
+    assert result.facts["lender"]["engine"]["slot_bytes"] > 0
+    assert not any("/s" in value or " ms" in value for value in values(result).values()), "two processes on one GPU are not timed"
+
+
+@pytest.mark.timeout(300)
+def test_megatron(check: ModuleType) -> None:
+    """In a process of its own: the stand-in for CUDA that Megatron gets on a CPU stays in it."""
+    result = check.find_out("megatron", "rehearsal", 1.0)
+    assert result.ok is True, (result.rows, result.failure)
+    for name in check.megatron_stage.MODELS:
+        found = result.facts[name]
+        assert 0.9 * found["left_bytes"] <= found["moved_bytes"] < found["left_bytes"]
+        assert found["wrong"] == 0
+        assert values(result)[f"{name}: two runs without an engine"] == "ok: the same bits"
+
+
+def test_without_megatron_its_step_is_skipped(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check.megatron_stage.importlib.util, "find_spec", lambda name: None)
+    assert rehearse(check, "megatron").skipped == "megatron-core is not installed here"
+
+
+def test_nearly_full(check: ModuleType) -> None:
+    result = rehearse(check, "nearly_full")
+    assert result.ok is True
+    assert values(result)["balanced, where there is no room to spare"].startswith("ok: 0 of 2 iterations differ")
+
+
+def test_side_stream(check: ModuleType) -> None:
+    """A CPU has no streams, so nothing is reproduced; that the side's half really was away is the point of it."""
+    result = rehearse(check, "side_stream")
+    assert result.ok is True
+    assert result.facts["moved"] == 2 * 6
+    assert result.facts["moved_bytes"] >= 4 << 10
+    assert values(result)["moved and brought back"].startswith("0 of 12 moved micro-batches read something else; not reproduced")
+
+
+def test_side_stream_says_when_nothing_was_tried(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check.side_stream.Engine, "moved_bytes", {0: 100})
+    assert "was not moved: nothing was tried" in values(rehearse(check, "side_stream"))["moved and brought back"]
+
+
+def test_side_stream_tells_micro_batches_that_read_something_else(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is overwritten while it comes back: the very thing this step would see on a GPU."""
+
+    def poisoned(evictor: Evictor, backward: Any) -> None:
+        finish(evictor, backward)
+        for storage in brought.pop((backward.stage, backward.microbatch), []):
+            storage.fill_(0xFF)
+
+    def loading(evictor: Evictor, action: Any, slot: int) -> None:
+        load(evictor, action, slot)
+        brought[action.stage, action.microbatch] = evictor._known[action.stage, action.microbatch].storages
+
+    brought: dict[Any, Any] = {}
+    finish, load = Evictor.finish_load, Evictor.load
+    monkeypatch.setattr(Evictor, "finish_load", poisoned)
+    monkeypatch.setattr(Evictor, "load", loading)
+    result = rehearse(check, "side_stream")
+    assert "12 of 12 moved micro-batches read something else; REPRODUCED" in values(result)["moved and brought back"]
+    assert result.ok is True, "expected, and why it is refused: not a failure of this machine"
+
+
+def test_abandon(check: ModuleType) -> None:
+    result = rehearse(check, "abandon")
+    assert result.ok is True
+    assert list(values(result)) == ["evictor, buffers in host memory", "acceptor, buffers lent to a partner"]
+
+
+def test_allocators(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def isolated(name: str, size: str, limit_s: float, environment: Mapping[str, str]) -> Any:
+        asked.append((name, *environment.values()))
+        return check.Result(ok=True)
+
+    monkeypatch.setattr(check.isolate, "isolated", isolated)
+    assert check.find_out("allocators", "rehearsal", 1.0).ok is True
+    assert asked == [(name, "expandable_segments:True") for name in ("versions", "streams", "peer", "memory")] + [
+        (name, "backend:cudaMallocAsync") for name in ("versions", "streams")
+    ]
 
 
 def test_what_needs_a_gpu_says_why_it_is_skipped(check: ModuleType) -> None:
@@ -164,85 +341,3 @@ def test_a_program_that_asks_for_more_is_not_flat(check: ModuleType) -> None:
     assert check.memory._flat([first, later, later])
     assert not check.memory._flat([first, later, first])
     assert "NOT flat" in check.memory._steady_text([first, later, first])
-
-
-# -- around the steps ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_raises_is_a_failure_with_its_place(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> Any:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setitem(check.STEPS, "limits", replace(check.STEPS["limits"], run=broken))
-    result = check.run_step("limits", CPU, "rehearsal", 0.0)
-    assert result.ok is False
-    assert "in broken" in result.failure
-    assert "no such device" in result.failure
-
-
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("import os; os._exit(3)", "status 3"),
-        ("import os; os.kill(os.getpid(), 11)", "status -11"),
-        ("import time; time.sleep(60)", "did not end"),
-    ],
-)
-def test_a_process_that_dies_or_hangs_is_a_failure(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, reason: str
-) -> None:
-    script = tmp_path / "step.py"
-    script.write_text(program)
-    monkeypatch.setattr(check.isolate, "SCRIPT", script)
-    monkeypatch.setattr(check.isolate, "GRACE_S", 1.0 if "sleep" in program else 30.0)
-    result = check.isolate.isolated(["limits"], "rehearsal", 0.0, {})["limits"]
-    assert result.ok is False
-    assert reason in result.failure
-
-
-@pytest.mark.timeout(180)
-def test_the_script_writes_everything_down(check: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "found.json"
-    assert check.main(["--rehearse", "--only", "streams", "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert found["header"]["torch"] == torch.__version__
-    assert found["header"]["command"].endswith(f"--rehearse --only streams --json {file}")
-    assert found["steps"]["streams"]["ok"] is True
-    assert found["steps"]["streams"]["facts"]["differing"] == 0
-    printed = capfd.readouterr().out.splitlines()
-    assert check.REHEARSED in printed[-1]
-    assert any(re.fullmatch(r"streams +ok", line) for line in printed)
-
-
-def test_what_one_gpu_cannot_show_is_said(check: ModuleType) -> None:
-    step = check.STEPS["cannot"]
-    said = values(step.run(CPU, step.sizes["full"], 0.0))
-    assert {"NVLink", "NCCL between ranks", "two processes on one GPU"} <= said.keys()
-
-
-def test_a_wrong_step_is_the_exit_status(check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    results = {"limits": check.Result(), "streams": check.Result(ok=False, failure="Traceback\nRuntimeError: broken")}
-    monkeypatch.setattr(check.isolate, "isolated", lambda names, *rest: {name: results[name] for name in names})
-    assert check.main(["--rehearse", "--only", "streams,limits"]) == 1
-    printed = capsys.readouterr().out
-    assert "RuntimeError: broken" in printed
-    assert re.search(r"limits +measured", printed), "the other step still runs"
-
-
-def test_an_unknown_step_is_refused(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        check.main(["--only", "limits,warmth"])
-    assert "no step warmth: choose from limits, peer" in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_so(check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert check.main([]) == 2
-    assert "--rehearse" in capsys.readouterr().err
-
-
-def test_the_document_has_every_step(check: ModuleType) -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text()
-    shown, found = text.split("## Results")
-    assert re.findall(r"^\| `(\w+)` \|", shown, re.MULTILINE) == list(check.STEPS)
-    assert set(re.findall(r"^\| `(\w+)` \|", found, re.MULTILINE)) == set(check.STEPS) - {"cannot"}

@@ -63,15 +63,15 @@ BROKEN = {
     "an other end without its transfer": (changed(BALANCED, (0, 8, "0F4")), "other ends", 3, 8, "0RETURN1", "rank 0 has no 0LOAD1"),
     "an eviction of another rank's stage": (changed(BALANCED, (0, 4, "3EVICT0")), "other ends", 0, 4, "3EVICT0", "none of rank 0's"),
     "a transfer of no micro-batch": (changed(BALANCED, (0, 4, "0EVICT9")), "other ends", 0, 4, "0EVICT9", "micro-batches 0 to 7"),
-    "a send among the transfers": (
+    "a forward among the transfers": (
         replace(
-            BALANCED, ranks=((Slot(Action(0, Kind.FORWARD, 0), (Action(0, Kind.SEND_F, 0),)), *BALANCED.ranks[0][1:]), *BALANCED.ranks[1:])
+            BALANCED, ranks=((Slot(Action(0, Kind.FORWARD, 0), (Action(0, Kind.FORWARD, 0),)), *BALANCED.ranks[0][1:]), *BALANCED.ranks[1:])
         ),
         "other ends",
         0,
         0,
-        "0SEND_F0",
-        "SEND_F is no transfer",
+        "0F0",
+        "F is no transfer",
     ),
     "a transfer of a rank without partner": (replace(BALANCED, partners=(0, 2, 1, 3)), "other ends", 0, 2, "0EVICT1", "no partner"),
     "evicted beside its own forward": (
@@ -179,7 +179,7 @@ def test_a_host_slot_given_twice_is_refused() -> None:
     assigned = {rank: dict(host_slots(BALANCED, rank)) for rank in range(4)}
     check_host_slots(Case(BALANCED), assigned)
     assigned[3][Hosting(0, 3, 0)] = assigned[3][Hosting(0, 1, 0)]
-    with pytest.raises(ScheduleError, match="host slots: rank 3, slot 7, 0HOST3: slot 0 still holds 0HOST1"):
+    with pytest.raises(ScheduleError, match="host buffers: rank 3, slot 7, 0HOST3: host buffer 0 still holds 0HOST1"):
         check_host_slots(Case(BALANCED), assigned)
 
 

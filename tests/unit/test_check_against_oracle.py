@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.ir.action import OTHER_END, TRANSFER, Action, Kind
+from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.check import RULES, Case, ScheduleError, check_no_deadlock
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.program import ProgramConfig, build
+from tests.unit.oracle import is_sound
+from tests.unit.test_overlap import OVERLAPPED
 
 CONFIGS = [
     ProgramConfig("1f1b", 4, 8, balance="bpipe"),
@@ -18,85 +20,6 @@ CONFIGS = [
     ProgramConfig("interleaved-1f1b", 4, 6, 2, "bpipe"),
     ProgramConfig("gpipe", 3, 4),
 ]
-
-
-def is_sound(schedule: Schedule) -> bool:
-    """Do what each slot says, all ranks in step; anything that cannot be done, or is left undone, makes the schedule unsound."""
-    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
-    forwarded: set[tuple[int, int]] = set()
-    backwarded: set[tuple[int, int]] = set()
-    present: set[tuple[int, int]] = set()
-    away: set[tuple[int, int]] = set()
-    for column in zip(*schedule.ranks, strict=True):
-        began = {
-            name: set(held) for name, held in (("forwarded", forwarded), ("backwarded", backwarded), ("present", present), ("away", away))
-        }
-        holding = [sum(schedule.stage_to_rank[stage] == rank for stage, _ in present) for rank in range(schedule.num_ranks)]
-        for stage, _ in away:
-            holding[schedule.partners[schedule.stage_to_rank[stage]] if schedule.partners else 0] += 1
-        for rank, cell in enumerate(column):
-            one = cell.compute
-            if one is not None:
-                key = (one.stage, one.microbatch)
-                if one.stage not in stages or one.microbatch not in microbatches or schedule.stage_to_rank[one.stage] != rank:
-                    return False
-                if one.kind is Kind.FORWARD:
-                    if key in forwarded or (one.stage and (one.stage - 1, one.microbatch) not in began["forwarded"]):
-                        return False
-                    forwarded.add(key)
-                    present.add(key)
-                    holding[rank] += 1
-                else:
-                    after = (one.stage + 1, one.microbatch)
-                    if key in backwarded or key not in began["present"] or (after[0] in stages and after not in began["backwarded"]):
-                        return False
-                    backwarded.add(key)
-                    present.discard(key)
-            for moved in cell.transfers:
-                if not moves(schedule, rank, moved, column, began, present, away, holding):
-                    return False
-        # What is evicted, returned or computed backward is still held during this slot.
-        if schedule.bounds is not None and any(held > bound for held, bound in zip(holding, schedule.bounds, strict=True)):
-            return False
-    every = {(stage, microbatch) for stage in stages for microbatch in microbatches}
-    return forwarded == backwarded == every
-
-
-def moves(
-    schedule: Schedule,
-    rank: int,
-    moved: Action,
-    column: tuple[Slot, ...],
-    began: dict[str, set[tuple[int, int]]],
-    present: set[tuple[int, int]],
-    away: set[tuple[int, int]],
-    holding: list[int],
-) -> bool:
-    """Move one micro-batch, if it can be moved in this slot, and its other end is there."""
-    if schedule.partners is None or schedule.partners[rank] == rank or moved.kind not in TRANSFER:
-        return False
-    partner, key = schedule.partners[rank], (moved.stage, moved.microbatch)
-    if Action(moved.stage, OTHER_END[moved.kind], moved.microbatch) not in column[partner].transfers:
-        return False
-    evictor = rank if moved.kind in (Kind.EVICT, Kind.LOAD) else partner
-    if moved.stage not in range(schedule.num_stages) or schedule.stage_to_rank[moved.stage] != evictor:
-        return False
-    computing = column[evictor].compute
-    if computing is not None and (computing.stage, computing.microbatch) == key:
-        return False
-    if moved.kind is Kind.EVICT:
-        if key not in began["present"] or key not in present:
-            return False
-        present.discard(key)
-        away.add(key)
-        holding[partner] += 1
-    elif moved.kind is Kind.LOAD:
-        if key not in began["away"] or key not in away:
-            return False
-        away.discard(key)
-        present.add(key)
-        holding[rank] += 1
-    return True
 
 
 def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
@@ -110,9 +33,9 @@ def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
         if change == 0:
             row[one], row[other] = row[other], row[one]
         elif change == 1:
-            row[one] = Slot(row[other].compute, row[one].transfers)
+            row[one] = Slot(row[other].compute, row[one].transfers, row[other].overlapped)
         elif change == 2:
-            row[one] = Slot(row[one].compute)
+            row[one] = Slot(row[one].compute, (), row[one].overlapped if rng.random() < 0.5 else None)
         elif change == 3:
             partner = schedule.partners[rank] if schedule.partners else rank
             stage = schedule.stage_to_rank.index(rank)
@@ -148,9 +71,8 @@ def is_accepted(schedule: Schedule) -> bool:
     return True
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_the_checker_agrees_with_walking_the_grid(config: ProgramConfig) -> None:
-    sound = build(config)
+@pytest.mark.parametrize("sound", [*map(build, CONFIGS), OVERLAPPED], ids=lambda schedule: schedule.name)
+def test_the_checker_agrees_with_walking_the_grid(sound: Schedule) -> None:
     assert is_sound(sound)
     rng = random.Random(11)
     verdicts = []

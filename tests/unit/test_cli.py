@@ -7,13 +7,17 @@ import json
 import os
 import pty
 import resource
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bpipe.cli import main
+import bpipe
+from bpipe.cli import COMMANDS, _parsers, main
+from bpipe.commands.parser import positive
 from bpipe.ir.document import read_json
 from bpipe.ir.grid import read_grid
 from bpipe.ir.text import read_csv
@@ -76,6 +80,27 @@ def test_a_listing_from_elsewhere_is_aligned_and_balanced(capfd: pytest.CaptureF
     assert read_json(json.dumps(document)).ranks == SCHEDULE.ranks
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "# bpipe schedule=x microbatches=1 stage_to_rank=0\n0F5,0B5\n",
+            "0F5 cannot be placed: there are stages 0 to 0, micro-batches 0 to 0",
+        ),
+        ("# bpipe schedule=x microbatches=1 stage_to_rank=0\n3F0,0B0\n", "3F0 cannot be placed"),
+        ("# bpipe schedule=x microbatches=999999999 stage_to_rank=0\n0F0,0B0\n", "1 stages of 999999999 micro-batches are more than what"),
+    ],
+)
+def test_what_cannot_be_aligned_is_one_line(text: str, reason: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The first was a traceback, the last took all memory."""
+    path = tmp_path / "listing.csv"
+    path.write_text(text)
+    assert main(["schedule", "--input", str(path), "--align"]) == 2
+    captured = capfd.readouterr()
+    assert captured.err.startswith(f"bpipe: error: {path}: {reason}")
+    assert captured.err.count("\n") == 1
+
+
 def test_bounds_and_partners(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*EXAMPLE, "--bound", "3,3,2,4", "--partners", "3,2,1,0", "--format", "json"]) == 0
     assert json.loads(capfd.readouterr().out)["bounds"] == [3, 3, 2, 4]
@@ -84,15 +109,13 @@ def test_bounds_and_partners(capfd: pytest.CaptureFixture[str]) -> None:
 REFUSED = {
     "bound too small": ([*EXAMPLE, "--bound", "2"], "smallest bound that ranks 0 and 3 can both keep is 3"),
     "wrong number of bounds": ([*EXAMPLE, "--bound", "3,3"], "2 bounds for 4 stages: give one for all or one for each"),
-    "bound without balance": ([*EXAMPLE[:-2], "--bound", "3"], "balance is"),
+    "bound without balance": ([*EXAMPLE[:-2], "--bound", "3"], "--bound says how to balance: give --balance bpipe, too"),
+    "partners without balance": ([*EXAMPLE[:-2], "--partners", "3,2,1,0"], "--partners says how to balance: give --balance bpipe, too"),
     "partners one-sided": ([*EXAMPLE, "--partners", "1,2,3,0"], "pair them both ways"),
     "nothing to do": (["schedule", "--schedule", "1f1b"], "--stages, --microbatches missing"),
-    "no stages": (
-        ["schedule", "--schedule", "1f1b", "--stages", "0", "--microbatches", "1"],
-        "num_stages is 0, but there must be at least 1",
-    ),
     "too many": (["schedule", "--schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"], "are more than 10000000: ask for fewer"),
-    "chunks for 1f1b": ([*EXAMPLE, "--chunks", "2"], r"takes at most 1 chunk a rank"),
+    "chunks for 1f1b": ([*EXAMPLE, "--chunks", "2"], "takes at most 1 chunk a rank, not 2"),
+    "a format that is not written": ([*EXAMPLE, "--output", "x.pdf"], ".pdf is not written, only grid, csv, json, svg, png"),
     "no chunks for interleaved": (
         ["schedule", "--schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "2"],
         "at least 2 chunks",
@@ -114,14 +137,78 @@ def test_a_refusal_is_one_message_with_the_way_out(case: str, capfd: pytest.Capt
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["schedule", "--schedule", "2f2b"], ["schedule", "--bound", "3;3"], ["schedule", "--format", "pdf"]]
-)
-def test_wrong_usage_exits_with_usage(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+ESTIMATE = ["estimate", "--global-batch", "8", "--pipeline", "2", "--micro-batch", "1", "2", "--stage-mfu", "30", "40"]
+MISUSED = {
+    "nothing": ([], "bpipe: error: the following arguments are required: COMMAND"),
+    "command": (["simulte"], "unknown command 'simulte', did you mean 'simulate'?"),
+    "schedule": (["schedule", "--schedule", "1fb1"], "argument --schedule: unknown choice '1fb1', did you mean '1f1b'? Choose from gpipe,"),
+    "nothing near": (["schedule", "--balance", "zzz"], "argument --balance: unknown choice 'zzz': choose from none, bpipe"),
+    "flag": ([*EXAMPLE, "--microbatchs", "4"], "bpipe schedule: error: unknown flag --microbatchs, did you mean '--microbatches'?"),
+    # argparse alone would say that --global-batch is missing.
+    "flag that is needed": (
+        ["estimate", "--globl-batch=8"],
+        "bpipe estimate: error: unknown flag --globl-batch, did you mean '--global-batch'?",
+    ),
+    "no list": (["schedule", "--bound", "3;3"], "argument --bound: '3;3' is no number"),
+    "format": (["schedule", "--format", "pdf"], "argument --format: unknown choice 'pdf'"),
+    "no stages": (["schedule", "--stages", "0"], "argument --stages: '0' must be a whole number, at least 1"),
+    "no number": (["schedule", "--microbatches", "many"], "argument --microbatches: 'many' must be a whole number"),
+    "no batch": ([*ESTIMATE, "--global-batch", "0"], "argument --global-batch: '0' must be"),
+    "no time": ([*ESTIMATE, "--stage-seconds", "1", "0"], "argument --stage-seconds: '0' must be a number of seconds above 0"),
+    "endless time": ([*ESTIMATE, "--stage-seconds", "inf", "1"], "argument --stage-seconds: 'inf' must be"),
+    "more than floats hold": ([*ESTIMATE, "--global-batch", "1" + 39 * "0"], "at most 1000000000000"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_what_was_mistyped_is_named_in_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments, reason = MISUSED[case]
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "usage: bpipe" in capfd.readouterr().err
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert reason in captured.err
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "report"])
+def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It once took `--stages 0` and complained of num_stages, and `estimate --global-batch 0` gained 1.333x."""
+    _, commands = _parsers(name)
+    flags = {action.option_strings[0]: action.nargs for action in commands[name]._actions if action.type is positive}
+    assert flags
+    for flag, count in flags.items():
+        with pytest.raises(SystemExit):
+            main([name, flag, *["0"] * (count if isinstance(count, int) else 1)])
+        assert f"argument {flag}: '0' must be a whole number, at least 1" in capfd.readouterr().err
+    assert not [action for action in commands[name]._actions if action.type in (int, float) and action.dest != "stage_mfu"]
+
+
+def test_names_inside_values_suggest_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+    rest = ["--pipeline", "4", "--global-batch", "8"]
+    for changed, reason in (
+        (["--model", "gpt3-13", "--cluster", "a100-80g:4"], "unknown model 'gpt3-13', did you mean 'gpt3-13b'?"),
+        (["--model", "gpt3-13b", "--cluster", "A100:4"], "is not DEVICE:NODESxDEVICES"),
+        (["--model", "gpt3-13b", "--cluster", "a100:4"], "unknown device 'a100', did you mean 'a100-80g'?"),
+    ):
+        assert main(["simulate", *changed, *rest]) == 2
+        assert reason in capfd.readouterr().err
+
+
+def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capfd.readouterr().out == f"bpipe {bpipe.__version__}\n"
+
+
+def test_output_files_say_their_format(tmp_path: Path) -> None:
+    for name, start in (("a.txt", b"# bpipe"), ("a", b"# bpipe"), ("a.CSV", b"# bpipe"), ("a.svg", b"<svg"), ("a.JSON", b"{")):
+        assert main([*EXAMPLE, "--output", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf")]) == 2
+    assert not (tmp_path / "x.pdf").exists()
+    assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf"), "--format", "csv"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -137,28 +224,59 @@ def test_a_broken_file_gets_its_name_and_place(content: bytes, reason: str, capf
     assert reason in error
 
 
-def test_a_reader_that_stops_early_is_no_error() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "bpipe",
-        "schedule",
-        "--schedule",
-        "1f1b",
-        "--stages",
-        "16",
-        "--microbatches",
-        "200",
-        "--format",
-        "json",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
+SHORT = {
+    "schedule": EXAMPLE,
+    "simulate": ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8"],
+    "estimate": ESTIMATE,
+    "help": ["plan", "--help"],
+}
+
+
+@pytest.mark.parametrize("case", SHORT)
+def test_a_reader_that_has_gone_is_no_error(case: str) -> None:
+    """What fits into one buffer was only written, and complained of, while Python ended."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as gone:
+        ended = subprocess.run([sys.executable, "-m", "bpipe", *SHORT[case]], stdout=gone, stderr=subprocess.PIPE, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("case", ["schedule", "estimate"])
+def test_output_that_takes_nothing_is_one_line(case: str, redirection: str) -> None:
+    command = shlex.join([sys.executable, "-m", "bpipe", *SHORT[case]])
+    ended = subprocess.run(["sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("bpipe: error: ")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_file_is_written_without_standard_output(tmp_path: Path) -> None:
+    command = shlex.join([sys.executable, "-m", "bpipe", *EXAMPLE, "--output", str(tmp_path / "a.csv")])
+    ended = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert read_csv((tmp_path / "a.csv").read_text()) == SCHEDULE
+
+
+def test_closed_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["schedule", "--input", "-"]) == 2
+    assert "standard input is closed" in capfd.readouterr().err
+
+
+def test_an_interrupted_command_ends_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "bpipe", "schedule", "--input", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        # More than a pipe holds: once it is written, the command is reading.
+        process.stdin.write(b"," * (1 << 20))
+        process.stdin.flush()
+        process.send_signal(signal.SIGINT)
+        process.stdin.close()
         assert process.stderr is not None
-        process.stdout.read(10)
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(30) == 0
+        assert process.stderr.read() == b"bpipe: interrupted\n"
+        assert process.wait(30) == 130
 
 
 def test_a_terminal_gets_colours_and_its_width() -> None:

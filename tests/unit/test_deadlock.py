@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir import deadlock
 from bpipe.ir.deadlock import Waits, blocked_ranks
 from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance, smallest_bounds
+from bpipe.passes.host_slots import Hosting, host_slots
 from bpipe.passes.steps import Step, steps
+from bpipe.program import ProgramConfig, build
 
 
 def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
@@ -29,12 +34,73 @@ def steps_without_start(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     return (Step(None), Step(first.compute, start.after + first.before, first.after), *others)
 
 
-@pytest.mark.parametrize("waits", Waits)
+@pytest.mark.parametrize("waits", [waits for waits in Waits if waits <= Waits.IN_EVERY_OPERATION])
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
 def test_no_plan_deadlocks(name: str, chunks: int, waits: Waits) -> None:
     stages = (4, 6, 8, 12, 16) if chunks == 1 else (4, 6, 8)
     for schedule in plans(name, chunks, stages):
         assert not blocked_ranks(schedule, waits)
+
+
+def default_plans(stages: Iterable[int], chunks: int, rounds: Iterable[int], more: Iterable[int] = ()) -> list[Schedule]:
+    """What a training runs: balanced to the schedule's own bound. With chunks Megatron takes multiples of the number of stages."""
+    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    sizes = [(p, m) for p in stages for m in (*(p * times for times in rounds), *(p + above for above in more))]
+    return [build(ProgramConfig(name, p, m, chunks, "bpipe")) for p, m in sizes]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_no_default_plan_stands_still_however_strictly_it_waits(chunks: int) -> None:
+    """With one queue 13 of these 60 did, waiting at issue 23: a pair's last transfers stood in front of the last gradient."""
+    for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):
+        assert not any(blocked_ranks(schedule, waits) for waits in Waits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 6])
+def test_no_default_plan_of_up_to_16_stages_stands_still(chunks: int) -> None:
+    plans = default_plans(range(2, 17), chunks, (1, 2, 3, 4, 5, 8), (-1, 1, 2, 17, 30) if chunks == 1 else ())
+    assert not any(blocked_ranks(schedule, waits) for schedule in plans for waits in Waits)
+
+
+def steps_without_end(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+    """What stands behind the last computation starts right after it, in front of its message."""
+    *others, last, end = steps(schedule, rank)
+    return (*others, Step(last.compute, last.before, end.after), Step(None))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "chunks", "waits"), [(8, 32, 1, Waits.AT_ISSUE), (12, 12, 1, Waits.ONE_QUEUE), (16, 32, 2, Waits.ONE_QUEUE)]
+)
+def test_last_transfers_before_the_last_message_are_noticed(
+    p: int, m: int, chunks: int, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank p-1 gives back twice at its end. The second waits for the first, which rank 0 takes with the gradients yet to be sent."""
+    monkeypatch.setattr(deadlock, "steps", steps_without_end)
+    (schedule,) = default_plans((p,), chunks, (m // p,))
+    assert [bool(blocked_ranks(schedule, level)) for level in Waits] == [level >= waits for level in Waits]
+    assert "transfer" in {one.rank: one.message for one in blocked_ranks(schedule, waits)}[p - 1]
+
+
+REFILLED = """\
+# bpipe schedule=refilled microbatches=3 stage_to_rank=0,1 partners=1,0
+0F0,0F1,0F2 0EVICT1,,0B0,0LOAD1,0EVICT2,,0B1 0LOAD2,,0B2
+,1F0,1F1 0HOST1,1B0,,0RETURN1,0HOST2,1B1,1F2 0RETURN2,1B2,
+"""
+
+
+def slots_for_all(schedule: Schedule, rank: int) -> dict[Hosting, int]:
+    return {stay: slot for slot, stay in enumerate(host_slots(schedule, rank))}
+
+
+def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """[8] Rank 1 hosts 2 where 1 was, before it sends the gradient without which rank 0 does not come as far as to load 1."""
+    schedule = read_csv(REFILLED)
+    blocked = blocked_ranks(schedule, Waits.ASYNCHRONOUS)
+    assert {one.rank: one.message for one in blocked}[1] == "transfer 0 from rank 1 to rank 0"
+    monkeypatch.setattr(deadlock, "host_slots", slots_for_all)
+    assert not blocked_ranks(schedule, Waits.ASYNCHRONOUS)
 
 
 def test_gpipe_does_not_deadlock() -> None:

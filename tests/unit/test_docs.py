@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,13 +32,35 @@ ELSEWHERE = {
     "python scripts/validate.py": "tests/scripts/test_validate.py",
 }
 
+# A block that shows a file begins with a comment of its name.
+FILE = re.compile(r"# ([\w.]+\.(?:sh|toml))\n")
+
 
 def commands(page: Path) -> Iterator[str]:
     """Every command of the page's code blocks, continued lines joined, comments and what it prints left out."""
     for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        if FILE.match(block):
+            continue
         for line in block.replace("\\\n", " ").splitlines():
             if re.match(r"(bpipe|python|torchrun) [\w-]", line):
                 yield " ".join(line.split("   #")[0].split())
+
+
+def test_the_glossary_has_one_sentence_a_word() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    words = [row[0].removeprefix("| ") for row in rows]
+    assert {"slot", "host buffer", "bound", "evict", "host", "place", "poison"} <= set(words)
+    assert len(set(words)) == len(words)
+    for _, meaning in rows:
+        assert re.fullmatch(r"[A-Z][^.]*\. \|", meaning), f"not one sentence: {meaning}"
+
+
+def test_a_slot_is_a_column_of_the_grid_and_nothing_else() -> None:
+    """The grid has slots and a rank lends host buffers: the documentation called both slots, in one sentence at times."""
+    called = r"(?i)[^.|]*(?:host slot|slots (?:for|of) (?:its|the) partner|pinned slot|preallocated slot)[^.|]*"
+    for page in PAGES:
+        lent = re.findall(called, page.read_text())
+        assert not lent, f"{page.name}: {lent}"
 
 
 COMMANDS = sorted({command for page in PAGES for command in commands(page)})
@@ -102,3 +125,36 @@ def test_the_readmes_table_is_what_the_schedules_are(row: str, schedule: str, ch
         assert f"{100 * float(simulate(program, uniform(8 * chunks, cost)).bubble_of_makespan):.1f} %" == bubble
         assert max(peak_counts(program)) / chunks == float(peak)
     assert sum(num_transfers(program, rank).evictions for rank in range(8)) == int(evictions.split()[0])
+
+
+def shown(page: Path) -> list[tuple[str, str]]:
+    """Every command that stands behind a `$`, with what the page says that it prints."""
+    found = []
+    for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.replace("\\\n", " ").partition("\n")
+            if command.startswith("bpipe "):
+                found.append((command, output))
+    return found
+
+
+SHOWN = [pytest.param(page, *one, id=f"{page.name}: {one[0]}"[:100]) for page in PAGES for one in shown(page)]
+
+
+@pytest.mark.parametrize(("page", "command", "output"), SHOWN)
+def test_a_command_prints_what_the_page_shows(
+    page: Path, command: str, output: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`...` stands for any lines. Files that the page shows are there."""
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        if match := FILE.match(block):
+            (tmp_path / match[1]).write_text(block)
+    assert cli.main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr().out
+    pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + "\n" for line in output.splitlines())
+    assert re.fullmatch(pattern, printed), f"{page.name} shows\n{output}\nwhere {command} prints\n{printed}"
+
+
+def test_there_are_commands_with_their_output() -> None:
+    assert len(SHOWN) >= 9

@@ -9,9 +9,11 @@ from bpipe.generate.place import backwards, forwards, place
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.check import check
+from bpipe.ir.deadlock import blocked_ranks
 from bpipe.ir.grid import write_grid
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.align import align
+from bpipe.program import ProgramConfig, build
 from bpipe.simulate.memory import peak_counts
 
 GPIPE = """\
@@ -73,6 +75,31 @@ def test_interleaved_saves_what_the_formula_says(p: int, v: int) -> None:
         assert peak_counts(schedule) == tuple(p * (v - 1) + 2 * (p - rank - 1) + 1 for rank in range(p))
 
 
+@pytest.mark.parametrize(
+    ("p", "m", "v", "g"), [(2, 8, 2, 3), (2, 8, 2, 8), (4, 8, 2, 8), (4, 10, 2, 6), (4, 12, 3, 5), (8, 32, 2, 12), (3, 7, 4, 4)]
+)
+def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: int) -> None:
+    """A group of g micro-batches passes every chunk but the last before its first backward: (v - 1) (g - p) more than a group of p."""
+    schedule = GENERATORS["interleaved-1f1b"].generate(p, m, v, g)
+    check(schedule)
+    assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
+    balanced = build(ProgramConfig("interleaved-1f1b", p, m, v, "bpipe", group_size=g))
+    assert max(peak_counts(balanced)) <= (v - 1) * g + p + 1
+    assert not blocked_ranks(balanced)
+
+
+def test_a_group_of_as_many_as_there_are_ranks_is_the_default() -> None:
+    assert GENERATORS["interleaved-1f1b"].generate(4, 9, 3, 4) == generate("interleaved-1f1b", 4, 9, 3)
+
+
+@pytest.mark.parametrize("g", [3, 9])
+def test_a_group_outside_what_can_be_is_refused(g: int) -> None:
+    with pytest.raises(ValueError, match=f"a group of {g} micro-batches is outside 4 to 8"):
+        build(ProgramConfig("interleaved-1f1b", 4, 8, 2, group_size=g))
+    with pytest.raises(ValueError, match=r"schedule 1f1b has no groups of micro-batches: .* interleaved-1f1b"):
+        build(ProgramConfig("1f1b", 4, 8, group_size=g))
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
@@ -89,14 +116,16 @@ def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_order_is_megatrons(p: int, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    for m in (p, 2 * p, 5 * p):
-        table = schedules.get_schedule_table(m, v, p)
-        for rank, row in enumerate(generate("interleaved-1f1b", p, m, v).ranks):
+    for m, g in ((p, p), (2 * p, p), (5 * p, p), (3 * p, 3 * p), (5 * p, 2 * p), (4 * p + 1, p + 1), (5 * p + 2, 2 * p + 1)):
+        if 0 < m % g < p:
+            continue  # Megatron refuses
+        table = schedules.get_schedule_table(m, v, g)
+        for rank, row in enumerate(GENERATORS["interleaved-1f1b"].generate(p, m, v, g).ranks):
             state = schedules.parallel_state
             monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: p)
             monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
             monkeypatch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda: v)
-            total, _, ahead, _ = schedules.get_pp_rank_microbatches(m, v, p)
+            total, _, ahead, _ = schedules.get_pp_rank_microbatches(m, v, g)
             expected = [Action(chunk * p + rank, Kind.FORWARD, microbatch) for microbatch, chunk in table[:ahead]]
             for index in range(total - ahead):
                 microbatch, chunk = table[ahead + index]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,3 +36,36 @@ def test_both_halves_of_megatron_are_found(isolated: bool, tmp_path: Path) -> No
 def test_megatron_core_is_the_version_whose_signatures_were_read() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "megatron-core==0.19.2" in project["dependencies"]
+
+
+def test_the_torch_of_a_container_is_kept() -> None:
+    """`torch>=2.11` leaves pre-releases out, so `pip install` in a vendor's container replaced its torch with the one of PyPI."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (torch,) = [wanted for wanted in map(Requirement, dependencies) if wanted.name == "torch"]
+    # As pip asks: pre-releases count only where the specifier itself names one.
+    assert torch.specifier.contains("2.11.0a0+eb65b36.nv26.5")
+    assert not torch.specifier.contains("2.10.0a0+b558c98.nv26.1")
+
+
+def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
+    """pyproject.toml asked for py.typed from the first day on, and there was none: type checkers took everything for Any."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("bpipe", "megatron"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "."]
+    built = subprocess.run([*command, str(source)], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as found:
+        names = set(found.namelist())
+    assert {"bpipe/py.typed", "megatron/scheduling/py.typed", "bpipe/report/assets/page.html"} <= names
+    # Either would hide the installed Megatron.
+    assert not {"megatron/__init__.py", "megatron/py.typed"} & names
+
+
+def test_what_tokenizers_need_can_be_asked_for() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"transformers", "sentencepiece", "tiktoken"} <= set(extras["hf"])

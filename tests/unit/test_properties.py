@@ -28,17 +28,18 @@ def configs(draw: st.DrawFn, max_stages: int = 12) -> ProgramConfig:
     p = draw(st.integers(1, max_stages))
     m = draw(st.integers(1, 6 * p))
     chunks = draw(st.integers(2, 4)) if GENERATORS[name].max_chunks is None else 1
-    return ProgramConfig(name, p, m, chunks, draw(st.sampled_from(["none", "bpipe"])))
+    group = draw(st.none() | st.integers(p, m)) if GENERATORS[name].takes_groups and p <= m else None
+    return ProgramConfig(name, p, m, chunks, draw(st.sampled_from(["none", "bpipe"])), group_size=group)
 
 
 def holds_what_must(config: ProgramConfig) -> Schedule:
     schedule = build(config)
-    p, m, v = config.num_stages, config.num_microbatches, config.num_chunks
+    p, m, v, g = config.num_stages, config.num_microbatches, config.num_chunks, config.group_size
     check(schedule)
     assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 2 * p * v * m
     if config.balance == "bpipe":
-        plain = GENERATORS[config.schedule].generate(p, m, v)
-        assert max(peak_counts(schedule)) <= GENERATORS[config.schedule].balanced_bound(p, m, v)
+        plain = GENERATORS[config.schedule].generate(p, m, v, g)
+        assert max(peak_counts(schedule)) <= GENERATORS[config.schedule].balanced_bound(p, m, v, g)
         for before, after in zip(plain.ranks, schedule.ranks, strict=True):
             assert [slot.compute for slot in before] == [slot.compute for slot in after], "balancing moves no computation"
     for rank in range(p):
@@ -46,7 +47,7 @@ def holds_what_must(config: ProgramConfig) -> Schedule:
         assert moved.evictions == moved.loads
         assert moved.hosts == moved.returns == len(host_slots(schedule, rank))
         folded = steps(schedule, rank)
-        assert [step.compute for step in folded[1:]] == [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
+        assert [step.compute for step in folded[1:-1]] == [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
         flat: list[Action] = [action for step in folded for action in (*step.before, *step.after)]
         assert flat == [action for slot in schedule.ranks[rank] for action in slot.transfers]
     return schedule
@@ -76,7 +77,7 @@ def test_large_schedules_keep_every_rule(config: ProgramConfig) -> None:
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_any_pairing_and_any_bound_above_its_smallest(config: ProgramConfig, above: int, rng: random.Random) -> None:
     """Rank by rank its own bound: the pair's smallest and up to four more."""
-    plain = GENERATORS[config.schedule].generate(config.num_stages, config.num_microbatches, config.num_chunks)
+    plain = GENERATORS[config.schedule].generate(config.num_stages, config.num_microbatches, config.num_chunks, config.group_size)
     ranks = list(range(config.num_stages))
     rng.shuffle(ranks)
     partners = list(range(config.num_stages))

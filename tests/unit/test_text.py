@@ -107,7 +107,7 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
     [
         (read_csv, "", "there is no computation in it"),
         (read_csv, "0F0,0B0\n,1F0,2Q0\n", "line 2, cell 3: '2Q0' is no action"),
-        (read_csv, "0F0,0SEND_F0\n", "line 1, cell 2: 0SEND_F0 passes something between stages"),
+        (read_csv, "0F0,0SEND_F0\n", "line 1, cell 2: '0SEND_F0' is no action"),
         (read_csv, "0F0 0F1\n", "line 1, cell 1: 0F1 is a second computation"),
         (read_csv, "0F0,0B0\n0F1\n", "0F1 is on rank 1, but rank 0 computes the stage too"),
         (read_csv, "0F0\n3F0\n", "nobody computes stage 1"),
@@ -134,6 +134,7 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
         (read_json, JSON.replace('"0F0"', '"0EVICT0"'), "write transfers under transfers"),
         (read_json, JSON.replace('"1F0"', '"9F0"'), "an action names stage 9, there are 2"),
         (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": 3'), "schedule: 3 is no name"),
+        (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": ""'), "schedule: '' is no name"),
         (read_json, JSON.replace('"rank": 1', '"extra": 1, "rank": 1'), "unknown 'extra'"),
         (read_grid, "slot 0\n", "line 1: a header starts with '# bpipe'"),
         (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 1\n", "line 2: a block's slots are numbered on from 0"),

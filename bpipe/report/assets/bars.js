@@ -1,6 +1,7 @@
 // Bars of memory per stage: without balancing beside this run, as in figure 8 of the BPipe paper. In: the view's stages. Out: one SVG.
 
-const BARS = { width: 860, height: 300, left: 64, right: 8, top: 34, bottom: 36 };
+// As wide as there is room, so that words keep their size. `line`: the height of one line of the legend.
+const BARS = { widest: 860, narrowest: 300, height: 300, left: 64, right: 8, top: 14, line: 20, bottom: 36 };
 
 function niceStep(size, count) {
   const rough = size / count;
@@ -12,7 +13,8 @@ function barTitle(stage, text, bytes) {
   return drawing("title", {}, `stage ${stage.stage}, ${text}: ${bytesText(bytes)}`);
 }
 
-function barLegend(balanced, bounded) {
+// The legend, in as many lines as its entries need; `lines` says how many.
+function barLegend(balanced, bounded, width) {
   const entries = [
     ["without balancing, predicted", [["rect", { class: "before" }], ["rect", { fill: "url(#stripes)" }]]],
     [balanced ? "this run, balanced: measured" : "this run: measured", [["rect", { class: "after" }]]],
@@ -21,16 +23,22 @@ function barLegend(balanced, bounded) {
   if (bounded) entries.push(["bound", [["line", { class: "bound", x1: -1, x2: 17, y1: 6, y2: 6 }]]]);
   const group = drawing("g", { transform: `translate(${BARS.left}, 4)` });
   let x = 0;
+  let lines = 1;
   for (const [text, shapes] of entries) {
-    const entry = drawing("g", { transform: `translate(${x}, 0)` });
+    const room = 42 + text.length * 6.3;
+    if (x > 0 && x + room > width - BARS.left) {
+      x = 0;
+      lines += 1;
+    }
+    const entry = drawing("g", { transform: `translate(${x}, ${(lines - 1) * BARS.line})` });
     for (const [name, attributes] of shapes) entry.append(drawing(name, name === "rect" ? { width: 16, height: 12, ...attributes } : attributes));
     const label = drawing("text", { x: 22, y: 10.5 });
     label.textContent = text;
     entry.append(label);
     group.append(entry);
-    x += 42 + text.length * 6.3;
+    x += room;
   }
-  return group;
+  return { group, lines };
 }
 
 function stageBars(stage, x, room, y) {
@@ -63,9 +71,11 @@ function stageBars(stage, x, room, y) {
 function fillBars(stages) {
   const sizes = stages.flatMap((stage) => [stage.unbalanced_bytes, stage.measured_bytes, stage.predicted_bytes, stage.bound_bytes]);
   const top = Math.max(1, ...sizes.filter((size) => size !== null)) * 1.04;
-  const { width, height, left, right, bottom } = BARS;
-  const y = (bytes) => height - bottom - (bytes / top) * (height - bottom - BARS.top);
+  const { height, left, right, bottom } = BARS;
+  const width = Math.min(BARS.widest, Math.max(BARS.narrowest, byId("bars").clientWidth));
   const balanced = stages.some((stage) => stage.evictions > 0);
+  const legend = barLegend(balanced, stages.some((stage) => stage.bound_bytes !== null), width);
+  const y = (bytes) => height - bottom - (bytes / top) * (height - bottom - BARS.top - legend.lines * BARS.line);
   const most = stages.reduce((found, stage) => ((stage.measured_bytes ?? 0) > (found?.measured_bytes ?? 0) ? stage : found), null);
   const summary = `Bars of saved activations, ${stages.length} stages, without balancing and in this run.`
     + (most ? ` Most, ${bytesText(most.measured_bytes)}, on stage ${most.stage}.` : "") + " The same numbers are in the table of stages.";
@@ -88,6 +98,6 @@ function fillBars(stages) {
     if (index % every === 0) write(left + (index + 0.5) * room, height - bottom + 16, String(stage.stage), { "text-anchor": "middle" });
   });
   write(left + (width - left - right) / 2, height - 3, "stage", { "text-anchor": "middle", class: "quiet" });
-  picture.append(barLegend(balanced, stages.some((stage) => stage.bound_bytes !== null)));
-  byId("bars").append(picture);
+  picture.append(legend.group);
+  byId("bars").replaceChildren(picture);
 }

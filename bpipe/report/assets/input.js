@@ -3,7 +3,7 @@
 // What lies under a place of the canvas: { title, facts }, or null outside the rows.
 function describeAt(timeline, x, y) {
   const found = bandAt(timeline.layout, y - AXIS + timeline.scroller.scrollTop);
-  if (!found || y < AXIS || x < GUTTER) return null;
+  if (!found || y < AXIS || x < timeline.area.left) return null;
   const { row, band } = found;
   const time = timeline.timeOf(x);
   const slack = (3 * (timeline.view.end - timeline.view.start)) / timeline.width;
@@ -28,7 +28,7 @@ function describeAction(timeline, track, band, place) {
     ["start", secondsText(columns.start[place], 1e-6)],
     ["duration", secondsText(columns.end[place] - columns.start[place])],
     [moves ? "bytes moved" : "bytes saved", bytesText(columns.bytes[place])],
-    ["slot", columns.slot[place] === NOTHING ? UNKNOWN : String(columns.slot[place])],
+    ["host buffer", columns.slot[place] === NOTHING ? UNKNOWN : String(columns.slot[place])],
     ["wait", columns.wait[place] > 0 ? secondsText(columns.wait[place]) : moves ? "none" : UNKNOWN],
   ];
   const other = band.side === "measured" ? "simulated" : "measured";
@@ -81,7 +81,7 @@ function listenToPointer(timeline) {
   };
   plot.addEventListener("pointerdown", (event) => {
     const { x } = place(event);
-    if (x < GUTTER || event.button > 1) return;
+    if (x < timeline.area.left || event.button > 1) return;
     const moves = event.shiftKey || event.button === 1;
     timeline.drag = { from: x, x, select: !moves, view: { ...timeline.view } };
     plot.setPointerCapture(event.pointerId);
@@ -92,9 +92,9 @@ function listenToPointer(timeline) {
     timeline.hover = x;
     const { drag } = timeline;
     if (drag) {
-      drag.x = Math.min(timeline.area.right, Math.max(GUTTER, x));
+      drag.x = Math.min(timeline.area.right, Math.max(timeline.area.left, x));
       if (!drag.select) {
-        const by = ((drag.from - x) / (timeline.area.right - GUTTER)) * (drag.view.end - drag.view.start);
+        const by = ((drag.from - x) / (timeline.area.right - timeline.area.left)) * (drag.view.end - drag.view.start);
         timeline.setView(drag.view.start + by, drag.view.end + by, "pan");
       }
     } else {
@@ -122,7 +122,7 @@ function listenToPointer(timeline) {
 function onWheel(timeline, event, { x }) {
   // Over the names, and where there is nothing more to zoom out of, the wheel does what it does everywhere: but not with the rest of the
   // turn that zoomed out.
-  if (x < GUTTER) return;
+  if (x < timeline.area.left) return;
   const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.shiftKey ? event.deltaY : 0;
   const isWhole = timeline.view.end - timeline.view.start >= timeline.unpacked.end;
   const isNewTurn = event.timeStamp - (timeline.turnedAt ?? -Infinity) > 300;
@@ -184,7 +184,7 @@ function tellPick(timeline) {
   if (band.y < top || band.y + band.height > top + room) timeline.scroller.scrollTop = Math.max(0, band.y - room / 2);
   const content = describeAction(timeline, row.track, band, lane.places[index]);
   const box = timeline.plot.getBoundingClientRect();
-  const x = Math.min(timeline.area.right, Math.max(GUTTER, timeline.xOf((start + end) / 2)));
+  const x = Math.min(timeline.area.right, Math.max(timeline.area.left, timeline.xOf((start + end) / 2)));
   showTip(content, box.left + x, box.top + AXIS + band.y + band.height - timeline.scroller.scrollTop);
   byId("spoken").textContent = [content.title, ...content.facts.map((fact) => fact.join(" "))].join(", ");
   timeline.drawMarks();

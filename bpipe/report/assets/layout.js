@@ -1,7 +1,8 @@
 // Where the lanes of every rank lie, from the top of the first. In: an unpacked iteration and what to show. Knows no canvas.
 
-const GUTTER = 190;
 const AXIS = 26;
+// The names left of the lanes: on a telephone they must leave room for what they name.
+const gutterOf = (width) => (width < 600 ? 96 : 190);
 const SIZES = {
   large: { compute: 20, transfer: 9, memory: 46, gap: 14, label: 11 },
   medium: { compute: 13, transfer: 6, memory: 28, gap: 8, label: 9 },

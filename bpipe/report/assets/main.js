@@ -61,10 +61,16 @@ function setUpTheme(timeline) {
   apply(root.dataset.theme ?? "light");
 }
 
-function setUpControls(timeline, iterations) {
+// The iteration that the largest difference is about, else the last: the first recorded one may have been a warm-up.
+function firstShown({ iterations, differences }) {
+  const named = iterations.findIndex(({ iteration }) => iteration === differences[0]?.iteration);
+  return named < 0 ? iterations.length - 1 : named;
+}
+
+function setUpControls(timeline, iterations, first) {
   const chooser = byId("iteration");
   chooser.append(...iterations.map(({ iteration }, index) => element("option", { value: String(index) }, String(iteration))));
-  chooser.value = String(iterations.length - 1);
+  chooser.value = String(first);
   byId("iteration-label").hidden = iterations.length < 2;
   chooser.addEventListener("change", () => timeline.show(iterations[Number(chooser.value)]));
   for (const name of ["sides", "size"]) {
@@ -78,6 +84,7 @@ function setUpControls(timeline, iterations) {
     "pan-right": () => timeline.pan(0.3), reset: () => timeline.reset(),
   };
   for (const [id, click] of Object.entries(clicks)) byId(id).addEventListener("click", click);
+  addEventListener("beforeprint", () => timeline.printInto(byId("printed")));
   new ResizeObserver(() => { if (timeline.resize()) timeline.request("resize"); }).observe(timeline.scroller);
 }
 
@@ -107,9 +114,10 @@ function main() {
     byId("timeline").replaceWith(element("p", {}, "No iteration was recorded."));
     return;
   }
-  // The last: the first recorded one may have been a warm-up.
-  timeline.show(data.iterations.at(-1));
-  setUpControls(timeline, data.iterations);
+  const first = firstShown(data);
+  timeline.show(data.iterations[first]);
+  setUpControls(timeline, data.iterations, first);
+  timeline.reveal(timeline.fullest);
   listenToPointer(timeline);
   listenToKeys(timeline);
   window.bpipeTimings = { script_ms: begun, draws: timeline.timings };

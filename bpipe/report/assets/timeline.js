@@ -25,12 +25,34 @@ class Timeline {
     this.unpacked = unpackIteration(this.data, iteration);
     this.view = { start: 0, end: this.unpacked.end };
     this.pick = null;
+    this.fullest = this.unpacked.ranks[this.data.bottleneck ?? NOTHING] ?? null;
     // Where a rank computes several stages, an action must say of which it is.
     this.withStage = this.unpacked.ranks.some(({ measured, simulated }) => {
       const side = measured ?? simulated;
       return side && new Set(Array.from(side.lanes.compute.places, (place) => side.columns.stage[place])).size > 1;
     });
     this.arrange("iteration");
+  }
+
+  // Scroll within the timeline so that this rank's row can be seen, where it cannot.
+  reveal(track) {
+    const row = this.layout.rows.find((one) => one.track === track);
+    if (!row) return;
+    const room = this.height - AXIS;
+    const { scrollTop } = this.scroller;
+    if (row.top < scrollTop || row.top + row.height > scrollTop + room) this.scroller.scrollTop = row.top + row.height - room + 4;
+  }
+
+  // A picture of every row, not only of those that fit: paper does not scroll.
+  printInto(paper) {
+    const shown = this.height;
+    this.fit(this.width, this.layout.height + AXIS);
+    this.draw(0);
+    Object.assign(paper, { width: this.plot.width, height: this.plot.height });
+    paper.getContext("2d").drawImage(this.plot, 0, 0);
+    this.fit(this.width, shown);
+    this.draw();
+    this.drawMarks();
   }
 
   // The rows anew, after their number or size has changed.
@@ -44,18 +66,23 @@ class Timeline {
   // Whether that changed anything.
   resize() {
     const [width, height] = [this.scroller.clientWidth, Math.min(this.scroller.clientHeight, this.layout.height + AXIS)];
-    if (this.width === width && this.height === height) return false;
+    // On paper the timeline is hidden and has no size: its picture keeps the one it was drawn at.
+    if (!width || (this.width === width && this.height === height)) return false;
+    this.fit(width, height);
+    return true;
+  }
+
+  fit(width, height) {
     Object.assign(this, { width, height });
     for (const canvas of [this.plot, this.marks]) {
       canvas.width = Math.round(this.width * this.ratio);
       canvas.height = Math.round(this.height * this.ratio);
       canvas.style.height = `${this.height}px`;
     }
-    return true;
   }
 
   get area() {
-    return { left: GUTTER, right: this.width - 12 };
+    return { left: gutterOf(this.width), right: this.width - 12 };
   }
 
   // Draw with the next frame, however often it is asked for until then.
@@ -73,7 +100,7 @@ class Timeline {
     });
   }
 
-  draw() {
+  draw(scrollTop = this.scroller.scrollTop) {
     const g = this.plot.getContext("2d");
     const { colours } = this;
     const { left, right } = this.area;
@@ -85,7 +112,7 @@ class Timeline {
     g.beginPath();
     g.rect(0, AXIS, this.width, this.height - AXIS);
     g.clip();
-    const shift = AXIS - this.scroller.scrollTop;
+    const shift = AXIS - scrollTop;
     for (const row of this.layout.rows) {
       if (row.top + row.height + shift < AXIS || row.top + shift > this.height) continue;
       this.drawRow(g, row, shift);
@@ -144,10 +171,11 @@ class Timeline {
   }
 
   drawMemory(g, track, area) {
-    const { colours } = this;
-    const top = this.unpacked.peak * 1.06;
+    const { colours, memoryTop: top } = this;
     g.fillStyle = colours.grid;
-    g.fillRect(area.left, area.y + area.height - 1, area.right - area.left, 1);
+    for (const bytes of this.memoryTicks(area)) {
+      g.fillRect(area.left, Math.round(area.y + area.height * (1 - bytes / top)) - (bytes ? 0 : 1), area.right - area.left, 1);
+    }
     if (track.measured) {
       paintCurve(g, track.measured.memory, area, this.view, top, { fill: colours.held, line: colours["held-line"], width: 1 });
     }
@@ -166,22 +194,54 @@ class Timeline {
     g.lineWidth = 1;
   }
 
+  // All ranks' memory is drawn to one scale, so that they can be compared.
+  get memoryTop() {
+    return this.unpacked.peak * 1.06;
+  }
+
+  // What the memory's axis names: zero and a round number of bytes or two, as its height allows.
+  memoryTicks(area) {
+    const step = niceStep(this.memoryTop, area.height >= 40 ? 2 : 1);
+    const ticks = [];
+    for (let bytes = 0; bytes <= this.memoryTop; bytes += step) ticks.push(bytes);
+    return ticks;
+  }
+
   drawNames(g, row, shift) {
     const { colours } = this;
     const { compute, label } = this.layout.size;
+    const gutter = this.area.left;
+    const isNarrow = gutter < 150;
+    const fullest = row.track === this.fullest;
     g.textBaseline = "middle";
     g.textAlign = "left";
-    g.fillStyle = colours.text;
+    g.fillStyle = fullest ? colours.bound : colours.text;
     g.font = `600 ${label ? label + 1 : 9}px system-ui, 'Liberation Sans', sans-serif`;
-    g.fillText(row.track.label, 8, row.top + shift + Math.max(compute, 8) / 2, GUTTER - (label ? 74 : 16));
+    const line = row.top + shift + Math.max(compute, 8) / 2;
+    const name = isNarrow ? row.track.label.replace(/ \(rank .*/, "") : row.track.label;
+    g.fillText(fullest && !label ? `${name}, bottleneck` : name, 8, line, gutter - (label && !isNarrow ? 74 : 16));
     if (!label) return;
+    g.font = `${label}px system-ui, 'Liberation Sans', sans-serif`;
+    if (fullest) g.fillText("bottleneck", 8, line + label + 4, gutter - 16);
     g.textAlign = "right";
     g.fillStyle = colours.muted;
     g.font = `${label - 1}px system-ui, 'Liberation Sans', sans-serif`;
     for (const band of row.bands) {
-      if (band.name !== "compute" && band.name !== "memory") continue;
-      g.fillText(band.side ?? "memory", GUTTER - 7, band.y + shift + Math.min(band.height, 20) / 2);
+      if (band.name === "memory") this.drawMemoryAxis(g, band, shift, gutter);
+      else if (band.name === "compute" && !isNarrow) g.fillText(band.side, gutter - 7, band.y + shift + Math.min(band.height, 20) / 2);
     }
+  }
+
+  drawMemoryAxis(g, band, shift, gutter) {
+    const area = { y: band.y + shift, height: band.height };
+    for (const bytes of this.memoryTicks(area)) {
+      const y = area.y + area.height * (1 - bytes / this.memoryTop);
+      g.fillText(bytes ? bytesText(bytes).replace(/\.0+ /, " ") : "0", gutter - 7, Math.min(Math.max(y, area.y + 5), area.y + area.height - 4));
+    }
+    if (gutter < 150) return;
+    g.textAlign = "left";
+    g.fillText("memory", 8, area.y + area.height / 2);
+    g.textAlign = "right";
   }
 
   // --- What is above the drawing: the pointer's line, what is being selected, what was picked -------------------------------------------

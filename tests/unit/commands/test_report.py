@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "schedule 1f1b, 8 stages, 16 micro-batches; balance bpipe; device cpu; iterations 5, 6, 7 (5 warmed up)" in text
+    assert "schedule 1f1b, 8 stages, 16 micro-batches; balance bpipe; device cpu; torch 2.15.0; " in text
     assert "0 0 5 (5) 53.91 (53.91) 53.91 83.95 28.6 MiB" in text
     assert "1. iteration 5, pipeline time: measured 1.04 s, predicted 690 ms. Warm-up:" in text
     assert "Stage 0 (rank 0) is the memory bottleneck" in text
@@ -84,6 +84,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     write_run(tmp_path / "runs" / "balanced")
     monkeypatch.chdir(tmp_path)
     lines = [line for block in re.findall(r"```\n(.*?)```", DOCS.read_text(), re.DOTALL) for line in block.splitlines()]
+    lines = [line for line in lines if line.startswith("bpipe ")]
     assert len(lines) == 3
     for line in lines:
         command, *arguments = shlex.split(line)

@@ -21,6 +21,8 @@ from typing import Any
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore")
 
+import torch
+
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import Model, gpt
@@ -93,7 +95,7 @@ def saved_by_megatron(args: Any, stage: int) -> Counter[int]:
     with one_stage.stage(args, stage) as model:
         runner = one_stage.Runner(args, model, args.micro_batch_size)
         output = runner.forward()
-        return Counter(found.nbytes for found in capture.find([output.grad_fn], runner.inputs) if found.alone)
+        return Counter(found.nbytes for found in capture.find([output.grad_fn], runner.inputs, torch.device("cpu")) if found.alone)
 
 
 def main() -> int:

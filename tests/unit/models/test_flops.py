@@ -81,5 +81,12 @@ def test_a_hugging_face_config_is_the_preset(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "hidden_size"}))
     with pytest.raises(ValueError, match="hidden_size is None"):
         find_model(str(path))
+    for key, value in (("num_attention_heads", 0), ("head_dim", 1.5), ("hidden_size", 10**400)):
+        path.write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ValueError, match=f"config.json: {key} is .*, but must be a whole number from 1 to"):
+            find_model(str(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json: no JSON: nested deeper"):
+        find_model(str(path))
     with pytest.raises(ValueError, match="unknown model"):
         find_model("gpt5")

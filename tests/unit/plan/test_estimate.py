@@ -25,7 +25,11 @@ def test_iteration_time() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="x = 3 does not divide the batch 128"):
+    with pytest.raises(ValueError, match="micro-batch 3 does not divide the global batch 128"):
         estimate(128, 8, 3, 1, 0.5, 0.5)
-    with pytest.raises(ValueError, match="stage MFU of x is 110 %"):
+    with pytest.raises(ValueError, match="a stage MFU is 110 %"):
         estimate(128, 8, 2, 1, 1.1, 0.5)
+    with pytest.raises(ValueError, match="global batch is 0, but must be at least 1"):
+        estimate(0, 8, 2, 1, 0.5, 0.5)
+    with pytest.raises(ValueError, match="stage seconds are 0"):
+        iteration_seconds(128, 8, 2, 0.0)

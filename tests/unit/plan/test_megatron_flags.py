@@ -15,7 +15,8 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.search import Space, search
+from bpipe.plan.search import search
+from bpipe.plan.space import Space
 
 
 def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
@@ -26,6 +27,27 @@ def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
     cluster = parse_cluster(f"a100-80g:{t * p // 8 or 1}x{min(8, t * p)}")
     return Setup(model, cluster, t, p, 1, 32, model.sequence, layers, schedule=schedule, chunks=chunks, **changes)
 
+
+def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
+    """A small model with these layers, in chunks where there are more stages than ranks."""
+    model = replace(PRESETS["gpt3-13b"], num_layers=sum(layers))
+    chunks = len(layers) // pipeline
+    schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
+    return Setup(model, parse_cluster(f"a100-80g:{pipeline}"), 1, pipeline, 1, 32, 2048, layers, schedule=schedule, chunks=chunks)
+
+
+# Every way Megatron can be told, with one stage a rank and with chunks.
+UNEVEN = [
+    uneven((3, 4, 4, 3), 4),
+    uneven((5, 6), 2),
+    uneven((3, 4, 5, 3), 4),
+    uneven((1, *(2,) * 6, 1), 4),
+    uneven((1, *(2,) * 7), 4),
+    uneven((*(2,) * 7, 1), 4),
+    uneven((1, 2, 2, 3) * 2, 4),
+    uneven((1, 1, 1, 2, 2, 2, 2, 1), 4),
+    uneven((1, 2, 1, 1, 1, 1, 1, 1), 4),
+]
 
 SETUPS = [
     setup("gpt3-96b", 4, 8, recompute="selective", attention="unfused", balance="bpipe", precision="fp16"),
@@ -45,8 +67,7 @@ def test_uneven_layers_are_said_with_two_flags() -> None:
     text = " ".join(megatron_flags(SETUPS[2]))
     assert "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7" in text
     odd = replace(setup("gpt3-13b", 1, 4), layers=(10, 11, 9, 10))
-    with pytest.raises(ValueError, match="Megatron's flags take one number for the first stage"):
-        megatron_flags(odd)
+    assert "--pipeline-model-parallel-layout Et*10|t*11|t*9|t*10L" in " ".join(megatron_flags(odd))
 
 
 # What a rank does between torchrun and the first collective: Megatron's own parser with our flags, its validation, ours, the placement.
@@ -55,6 +76,8 @@ import contextlib, io, json, os, sys
 from megatron.scheduling import launch
 launch.prepare()
 from megatron.scheduling.arguments import config_from_args
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build as num_layers
 from megatron.training import arguments
 
 YOURS = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --eval-interval 100".split()
@@ -68,8 +91,16 @@ for world_size, flags in json.load(sys.stdin):
     names = "num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size micro_batch_size global_batch_size"
     names += " seq_length ffn_hidden_size kv_channels num_query_groups recompute_granularity virtual_pipeline_model_parallel_size fp16 bf16"
     names += " sequence_parallel use_distributed_optimizer swiglu normalization add_bias_linear untie_embeddings_and_output_weights"
-    names += " position_embedding_type attention_dropout decoder_first_pipeline_num_layers"
-    print("PARSED", json.dumps({"balanced": balanced, **{name: getattr(args, name) for name in names.split()}}))
+    names += " position_embedding_type attention_dropout"
+    read = {name: getattr(args, name) for name in names.split()}
+    config = arguments.core_transformer_config_from_args(args)
+    chunks, ranks = config.virtual_pipeline_model_parallel_size or 1, range(args.pipeline_model_parallel_size)
+    layout = config.pipeline_model_parallel_layout
+    read["layers"] = [
+        num_layers(config, chunk if chunks > 1 else None, rank) if layout is None else layout.layout[rank][chunk].count(LayerType.decoder)
+        for chunk in range(chunks) for rank in ranks
+    ]
+    print("PARSED", json.dumps({"balanced": balanced, **read}))
 """
 
 
@@ -85,7 +116,6 @@ def rows_of_plans() -> list[Setup]:
             parse_cluster("h100-80g:32x8"),
             256,
             8192,
-            allow_uneven=True,
             max_micro_batch=2,
             distributed_optimizer=False,
         ),
@@ -97,7 +127,7 @@ def rows_of_plans() -> list[Setup]:
 @pytest.mark.timeout(240)
 def test_megatron_validates_them_and_means_the_same() -> None:
     """In a process of its own: importing Megatron takes seconds, and changes the process where there is no GPU."""
-    rows = SETUPS + rows_of_plans()
+    rows = SETUPS + UNEVEN + rows_of_plans()
     assert len(rows) >= 15
     assert {row.balance for row in rows} == {"none", "bpipe"}
     assert any(row.chunks > 1 for row in rows)
@@ -114,8 +144,8 @@ def test_megatron_validates_them_and_means_the_same() -> None:
 
 def expected(setup: Setup) -> dict[str, Any]:
     model = setup.model
-    uneven = len(set(setup.layers)) > 1
     return {
+        "layers": list(setup.layers),
         "balanced": setup.balance == "bpipe",
         "num_layers": model.num_layers,
         "tensor_model_parallel_size": setup.tensor,
@@ -139,5 +169,4 @@ def expected(setup: Setup) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not model.tied_embedding,
         "position_embedding_type": "learned_absolute" if model.learned_positions else "rope",
         "attention_dropout": 0.1 if model.dropout else 0.0,
-        "decoder_first_pipeline_num_layers": setup.layers[0] if uneven else None,
     }

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.memory import held_bytes, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
-from bpipe.plan.explain import only_balanced, what_balancing_buys
+from bpipe.plan.explain import describe, only_balanced, verdict
+from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, report_of, steady_timing, whole_timing
-from bpipe.plan.search import Outcome, Space, enumerate_setups, lower_bound_s, search
+from bpipe.plan.search import Outcome, lower_bound_s, search
+from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids
 from bpipe.program import ProgramConfig, build
 
 A100 = parse_cluster("a100-80g:4x8")
@@ -28,7 +32,7 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
     setup = best.prediction.setup
     assert (setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.balance) == (4, 8, 2, "selective", "bpipe")
     assert "fits only balanced: without, its fullest rank needs 81.7 of 79.2 GiB" in (only_balanced(best) or "")
-    assert what_balancing_buys(outcome).startswith("Balancing gains 1.")
+    assert verdict(outcome).text.startswith("Balancing gains 1.")
     assert outcome.plain is not None
     assert only_balanced(outcome.plain) is None
 
@@ -37,7 +41,7 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
 def test_with_flash_attention_it_does_not_help(name: str) -> None:
     """Huang et al. 2024: no gain for GPT-3 96B with flash attention, none for LLaMA 65B."""
     found = search(Space(PRESETS[name], A100, 128, 2048, "flash", max_micro_batch=2, max_chunks=2), num_rows=1)
-    text = what_balancing_buys(found)
+    text = verdict(found).text
     assert text.startswith("Balancing does not help here")
     assert "the bubble is" in text
     assert found.rows[0].needs_bytes is None
@@ -66,16 +70,35 @@ def test_the_bound_is_below_the_time_and_the_state_below_the_peak() -> None:
 
 
 def test_the_papers_constraints() -> None:
-    for setup in enumerate_setups(UNFUSED):
+    for setup in enumerate_setups(replace(UNFUSED, uneven=False)):
         assert setup.tensor * setup.pipeline * setup.data == 32
         assert 104 % setup.tensor == 0 == 8 % setup.tensor == 128 % (setup.micro_batch * setup.data)
         assert len(set(setup.layers)) == 1
-    uneven = Space(gpt("odd", 22, 1024, 16), parse_cluster("a100-80g:8"), 8, 1024, allow_uneven=True)
-    assert {len(set(setup.layers)) for setup in enumerate_setups(uneven)} == {1, 2}
+
+
+def test_layers_that_do_not_divide_are_split_unevenly_by_itself() -> None:
+    odd = Space(gpt("odd", 22, 1024, 16), parse_cluster("a100-80g:8"), 8, 1024)
+    splits = {setup.pipeline: setup.layers for setup in enumerate_setups(odd) if setup.chunks == 1}
+    assert splits == {1: (22,), 2: (11, 11), 4: (5, 6, 6, 5), 8: (2, *(3,) * 6, 2)}
+    # Two ranks divide the layers: there chunks have to, too.
+    assert not any(setup.pipeline == 2 and setup.chunks > 1 and len(set(setup.layers)) > 1 for setup in enumerate_setups(odd))
+    even = list(enumerate_setups(replace(odd, uneven=False)))
+    assert {setup.pipeline for setup in even} == {1, 2}
+
+
+def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
+    """126 layers divide by none of 4, 8, 16, 32: it said `take more devices`, though Megatron takes 7 and 8 layers a stage."""
+    found = search(Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192), num_rows=3)
+    assert found.num_fitting > 10
+    best = found.rows[0].prediction.setup
+    assert len(set(best.layers)) == 2
+    assert "--account-for-loss-in-pipeline-split" in megatron_flags(best)
+    assert "layers 1-2" in describe(best)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "pipeline", "batch"), [("1f1b", 1, 8, 150), ("interleaved-1f1b", 2, 4, 128), ("1f1b", 1, 4, 101)]
+    ("schedule", "chunks", "pipeline", "batch"),
+    [("gpipe", 1, 4, 101), ("1f1b", 1, 8, 150), ("interleaved-1f1b", 2, 4, 128), ("1f1b", 1, 4, 101)],
 )
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_the_steady_phase_continued_is_the_whole(schedule: str, chunks: int, pipeline: int, batch: int, balance: str) -> None:
@@ -111,20 +134,79 @@ def test_few_micro_batches_hold_as_much_as_many(schedule: str, chunks: int, bala
 def test_nothing_fits_is_said_with_the_least() -> None:
     found = search(Space(PRESETS["llama3-405b"], parse_cluster("a100-80g:8"), 16, 8192))
     assert found.rows == ()
-    text = what_balancing_buys(found)
+    kind, text = verdict(found)
+    assert kind == "nothing-fits"
     assert text.startswith("Nothing fits, balanced or not: weights, gradients and optimizer state alone need at least 8")
-    assert text.endswith("of 79.2 GiB of a device (t=8 p=1 d=1): take more devices.")
+    assert "of 79.2 GiB of a device (t=8 p=1 d=1): take more devices." in text
+    assert f"{found.num_configurations} {CUTS['memory']}" in text
     # Weights fit here, and what one micro-batch saves does not, whatever is recomputed.
     long = search(Space(PRESETS["llama3-8b"], parse_cluster("a100-80g:2"), 16, 2**20, recompute=("full",)))
-    assert what_balancing_buys(long).startswith("Nothing fits, balanced or not: the least is t=2 p=1 d=1 b=1 recompute full")
+    assert verdict(long).text.startswith("Nothing fits, balanced or not: the least is t=2 p=1 d=1 b=1 recompute full")
+    assert "a shorter sequence" in verdict(long).text
+    tried = search(Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:3x8"), 24, 8192, "unfused", recompute=("none",), balances=("none",)))
+    assert verdict(tried).text.startswith("Nothing fits, without balancing (balanced was not looked at)")
+    assert "consider --recompute full too or consider --balance bpipe too" in verdict(tried).text
+
+
+def test_the_limit_is_named_where_more_devices_would_not_help() -> None:
+    """Every constraint counts what it cut; a deeper pipeline that only the flag forbids is named."""
+    space = Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192, uneven=False)
+    found = search(space)
+    assert found.rows == ()
+    text = verdict(found).text
+    assert "take more devices" not in text
+    assert "a larger p does not divide the 126 layers, so leave out --even-layers" in text
+    assert f"20 {CUTS['uneven']}" in text
+    assert f"26 {CUTS['ranks']}" in text
+    assert found.cuts["memory"] == found.num_configurations
+    assert sum(found.cuts.get(name, 0) for name in ("tensor", "ranks", "uneven", "batch")) < num_grids(space)
+    # One layer a rank is all there is.
+    wide = gpt("wide", 2, 65536, 512, sequence=256)
+    deepest = search(Space(wide, parse_cluster("a100-40g:4x2"), 4, 256, recompute=("full",)))
+    assert "p is at its limit of 2 layers, so take devices with more memory" in verdict(deepest).text
+
+
+def test_no_configuration_names_what_cut_them_all() -> None:
+    batch = search(Space(PRESETS["llama3-8b"], parse_cluster("h100-80g:8"), 7, 8192, schedules=("interleaved-1f1b",)))
+    kind, text = verdict(batch)
+    assert kind == "no-configuration"
+    assert f"6 {CUTS['batch']}" in text
+    assert CUTS["micro_batches"] in text
+    few = search(Space(PRESETS["llama3-8b"], parse_cluster("h100-80g:2"), 8, 8192, balances=("bpipe",)))
+    assert CUTS["pairs"] in verdict(few).text
+
+
+def test_a_search_of_one_kind_claims_nothing_of_the_other() -> None:
+    """`--balance bpipe` said "Balancing is what makes it fit at all", having never looked at anything else."""
+    model = PRESETS["gpt3-96b"]
+    plain = search(Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("none",), max_micro_batch=2), num_rows=1)
+    assert verdict(plain).kind == "not-compared"
+    assert "says nothing" in verdict(plain).text
+    balanced = search(Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("bpipe",), max_micro_batch=2), num_rows=1)
+    assert balanced.rows[0].needs_bytes is not None
+    assert verdict(balanced).kind == "not-compared"
+    assert f"{balanced.cuts['unneeded']} more fit without balancing" in verdict(balanced).text
+    roomy = search(Space(PRESETS["gpt3-13b"], parse_cluster("a100-80g:8"), 16, 2048, balances=("bpipe",), max_micro_batch=1))
+    assert roomy.rows == ()
+    assert verdict(roomy).kind == "not-needed"
+
+
+def test_a_batch_with_a_huge_prime_is_answered() -> None:
+    """All divisors were tried one by one: a batch of 10^9 + 7 took minutes, and one of 10^12 for ever. The test's time-out is the limit."""
+    assert divisors(360) == [number for number in range(1, 361) if 360 % number == 0]
+    assert divisors(1) == [1]
+    assert divisors(49) == [1, 7, 49]
+    for batch in (1_000_000_007, 1_000_000_000_039, 65536):
+        found = search(Space(PRESETS["llama3-8b"], parse_cluster("h100-80g:8"), batch, 8192, schedules=("1f1b", "gpipe")), num_rows=1)
+        assert found.rows[0].prediction.setup.num_microbatches >= 65536 // 8 // 64
 
 
 def test_a_gain_within_the_error_of_predictions_is_no_clear_gain() -> None:
     found = search(Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 512, 2048, max_chunks=2, max_micro_batch=2), num_rows=1)
     assert found.rows[0].needs_bytes is not None
-    assert what_balancing_buys(found).startswith("Balancing does not clearly help, 1.0")
+    assert verdict(found).text.startswith("Balancing does not clearly help, 1.0")
 
 
 def test_without_enough_ranks_there_is_nothing_to_share() -> None:
     found = search(Space(gpt("small", 4, 256, 8, sequence=256), parse_cluster("a100-80g:2"), 8, 256))
-    assert what_balancing_buys(found).startswith("Balancing does not help: no configuration fits only because of it")
+    assert verdict(found).text.startswith("Balancing does not help: no configuration fits only because of it")

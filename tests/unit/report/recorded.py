@@ -56,6 +56,7 @@ class Truth:
     slow: Mapping[tuple[int, str], float] = field(default_factory=dict)
     extra_bytes: Mapping[int, int] = field(default_factory=dict)
     moved_bytes: int = MOVED
+    kept_bytes: int | None = None
     received_bytes: int = RECEIVED
     transport: str = "peer"
     synchronous: bool = False
@@ -101,6 +102,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
                 "device": "cpu",
                 "torch": "2.15.0",
                 "megatron_core": "0.19.2",
+                "megatron_core_path": "/venv/megatron/core",
                 "flops_per_iteration": truth.flops,
                 "peak_flops": truth.peak_flops,
                 "peak_source": None if truth.peak_flops is None else "--bpipe-peak-tflops",
@@ -197,6 +199,8 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
         "elapsed_s": float(report.pipeline_s),
         "saved_bytes": {str(stage): size for stage, size in saved.items()},
         "moved_bytes": {str(stage): size for stage, size in moved.items()},
+        "kept_bytes": {str(stage): truth.moved_bytes if truth.kept_bytes is None else truth.kept_bytes for stage in moved},
+        "kept_counted_by": "allocator" if moved else None,
         "received_bytes": truth.received_bytes,
         "host_bytes": host_bytes,
         "device_peak_bytes": None,

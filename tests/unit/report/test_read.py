@@ -119,6 +119,95 @@ def test_what_is_no_record_of_one_run_is_refused(folder: Path, change: Callable[
     assert message in str(raised.value)
 
 
+def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
+    def change(lines: list[dict[str, Any]]) -> None:
+        lines[1]["actions"][3][lines[1]["columns"].index(column)] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (header(place="1"), "line 1: place is '1', but must be a whole number"),
+        (header(pipeline=[0]), "line 1: pipeline is [0], but must be a whole number"),
+        (header(rank=None), "line 1: 'rank' is missing"),
+        (header(weights_bytes={}), "line 1: weights_bytes is {}, but must be a whole number"),
+        (header(host=3), "line 1: host is 3, but must be text"),
+        (line(iteration=1e300), "line 2: iteration is 1e+300, but must be a whole number"),
+        (line(elapsed_s=-1.0), "line 2: elapsed_s is -1.0, but must be a number from 0"),
+        (line(begin_s=float("nan")), "line 2: no JSON (NaN is no number"),
+        (line(saved_bytes={"0": "many"}), "line 2: saved_bytes of stage 0 is 'many', but must be a whole number"),
+        (line(saved_bytes={"0": 10**30}), "line 2: saved_bytes of stage 0 is 1000000000000000000000000000000, but"),
+        (line(moved_bytes={"first": 1}), "line 2: moved_bytes has 'first': keys are stages"),
+        (line(program=[]), "line 2: program is [], but must be an object"),
+        (line(program=PROGRAM | {"partners": 3}), "line 2: program.partners is 3, but must be a list"),
+        (line(program=PROGRAM | {"num_microbatches": 400}), "in iteration 5 rank 0 ran"),
+        (line(actions={}), "line 2: actions is {}, but must be a list"),
+        (line(columns=["action", "start_s", "end_s", "end_s"]), "line 2: column 'end_s' stands there twice"),
+        (cell("wait_s", [0.0]), "wait_s is [0.0], but must be a number"),
+        (cell("wait_s", -5.0), "wait_s is -5.0, but must be a number"),
+        (cell("start_s", None), "start_s is None, but must be a number"),
+        (cell("start_s", -60.0), "start_s is -60.0, but must be a number from -1"),
+        (cell("end_s", 1e9), "ends at 1000000000.0 s, but its iteration took"),
+        (cell("host_start_s", "soon"), "host time is 'soon', but must be a number"),
+        (cell("live_bytes", 0.5), "live_bytes is 0.5, but must be a whole number"),
+        (cell("action", 7), "an action is 7, but must be text"),
+    ],
+)
+def test_a_value_that_no_run_has_is_refused(folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
+    """A number replaced by a list, null, infinity or text was a traceback somewhere in the report, or a report of nonsense."""
+    path = folder / "record_00001.jsonl"
+    edit(path, change)
+    with pytest.raises(ValueError) as raised:
+        read_run(folder)
+    assert message in str(raised.value)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("run.json", "world_size", "4", "world_size is '4', but must be a whole number from 1"),
+        ("run.json", "world_size", 10**9, "world_size is 1000000000, but must be a whole number from 1 to 1000000"),
+        ("run.json", "flops_per_iteration", [], "flops_per_iteration is [], but must be a number"),
+        ("run.json", "peak_flops", 1e300, "peak_flops is 1e+300, but must be a number"),
+        ("run.json", "synchronous", "no", "synchronous is 'no', but must be true or false"),
+        ("run.json", "links", [{"ranks": [0, 3], "bytes_per_s": {"peer": 0}}], "peer of a link is 0, but must be a number from 1"),
+        ("run.json", "links", [3], "a link is 3, but must be an object"),
+        ("run.json", "torch", {}, "torch is {}, but must be text"),
+        ("run.json", "peak_flops", 1e9, "an MFU of"),
+        ("iterations.jsonl", "elapsed_s", -1, "line 1: elapsed_s is -1, but must be a number from 0"),
+        ("iterations.jsonl", "iteration", 1e300, "line 1: iteration is 1e+300, but must be a whole number"),
+        ("rank_00000.json", "peak_bytes", float("1e999"), "no number that can be meant"),
+        ("rank_00000.json", "rank", None, "'rank' is missing"),
+    ],
+)
+def test_a_value_beside_the_records_that_no_run_has_is_refused(folder: Path, name: str, key: str, value: Any, message: str) -> None:
+    path = folder / name
+    found = [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else [{"rank": 0, "peak_bytes": 1}]
+    found[0][key] = value
+    path.write_text("".join(json.dumps(one) + "\n" for one in found))
+    with pytest.raises(ValueError) as raised:
+        read_run(folder)
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_a_record_of_another_size_is_refused_before_its_program_is_built(folder: Path) -> None:
+    for path in folder.glob("record_*.jsonl"):
+        edit(path, line(program=PROGRAM | {"num_microbatches": 100_000}))
+    with pytest.raises(ValueError, match="iteration 5 of rank 0 has 10 actions, but its program 200000 computations"):
+        read_run(folder)
+
+
+def test_a_file_nested_without_end(folder: Path) -> None:
+    (folder / "run.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested deeper"):
+        read_run(folder)
+
+
 def test_folders_without_a_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder: name the one that the run was given"):
         read_run(tmp_path / "nowhere")
@@ -151,3 +240,12 @@ def test_run_json_of_something_else(folder: Path) -> None:
     (folder / "run.json").write_text("{")
     with pytest.raises(ValueError, match="not the description of a run"):
         read_run(folder)
+
+
+def test_records_from_before_megatron_said_where_it_lies_are_read(tmp_path: Path) -> None:
+    write_run(tmp_path, iterations=(5,), num_stages=4)
+    path = tmp_path / "run.json"
+    run = json.loads(path.read_text())
+    assert dict(read_run(tmp_path).info.versions)["megatron_core_path"] == run.pop("megatron_core_path")
+    path.write_text(json.dumps(run))
+    assert dict(read_run(tmp_path).info.versions) == {"torch": "2.15.0", "megatron_core": "0.19.2"}

@@ -125,7 +125,7 @@ def test_a_measured_trace(tmp_path: Path, changes: dict[str, Any]) -> None:
         assert kinds[-1] is Kind.LOAD
         assert len({(event["args"]["stage"], event["args"]["microbatch"]) for event in touched}) == 1
         middle = touched[1]
-        assert names[middle["pid"], middle["tid"]] == f"host slot {middle['args']['slot']}"
+        assert names[middle["pid"], middle["tid"]] == f"host buffer {middle['args']['slot']}"
         assert middle["pid"] == measured.records[(measured.schedule.partners or ())[touched[0]["pid"]]].rank  # type: ignore[union-attr]
 
 
@@ -137,7 +137,7 @@ def test_computations_are_named_as_megatrons_timers(tmp_path: Path) -> None:
     }
     assert {name for thread, name in found if thread == "compute"} == {"forward-compute", "backward-compute"}
     assert {name for thread, name in found if thread == "host code"} == {"forward-backward"}
-    assert {thread for thread, _ in found} == {"compute", "evict", "load", "host code", *(f"host slot {slot}" for slot in range(4))}
+    assert {thread for thread, _ in found} == {"compute", "evict", "load", "host code", *(f"host buffer {slot}" for slot in range(4))}
 
 
 def test_iterations_follow_each_other_and_memory_is_counted(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from bpipe.report.document import document
+from bpipe.report.facts import facts
 from bpipe.report.page import render
 from bpipe.report.report import Report, report_of
 from bpipe.report.table import table
 from bpipe.report.view import view
-from tests.unit.report.recorded import edit_rows, write_run
+from tests.unit.report.recorded import MOVED, edit_rows, write_run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "report.md"
 
@@ -24,37 +25,50 @@ def report(folder: Path, **changes: Any) -> Report:
 
 
 def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
-    bottleneck, balancing = report(tmp_path, speed=0.4e9).answers
+    balancing, bottleneck = report(tmp_path, speed=0.4e9).answers
     assert bottleneck == (
         "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of weights, gradients and "
         "optimizer state."
     )
-    cost = re.fullmatch(
-        r"Balancing cost (\d+\.\d) % of an iteration's pipeline time: stage 0 stood still for transfers for .*; (.*)", balancing
-    )
-    assert cost is not None
-    assert float(cost.group(1)) > 5
-    assert cost.group(2) == "the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less."
+    bought, cost = balancing.split("; ")
+    assert bought == "With balancing the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less"
+    share = re.fullmatch(r"balancing cost (\d+\.\d) % of an iteration's pipeline time: stage 0 stood still for transfers for .*\.", cost)
+    assert share is not None
+    assert float(share.group(1)) > 5
 
 
 def test_hidden_transfers_cost_nothing(tmp_path: Path) -> None:
-    assert report(tmp_path).answers[1].startswith("Balancing cost no time: no stage stood still for transfers;")
+    assert report(tmp_path).answers[0].endswith("; balancing cost no time: no stage stood still for transfers.")
 
 
 def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
-    fits = report(tmp_path / "a", limit_bytes=100_000_000).answers[0]
+    fits = report(tmp_path / "a", limit_bytes=100_000_000).answers[1]
     assert fits.endswith("optimizer state: 82.5 MiB of 95.4 MiB, 12.8 MiB free.")
-    over = report(tmp_path / "b", limit_bytes=100_000_000, extra_bytes={2: 30_000_000}).answers[0]
+    over = report(tmp_path / "b", limit_bytes=100_000_000, extra_bytes={2: 30_000_000}).answers[1]
     assert over.startswith("Stage 2 (rank 2) is the memory bottleneck: 81.6 MiB of activations (28.6 MiB above its bound of 53.0 MiB)")
     assert over.endswith("110.2 MiB of 95.4 MiB, 14.8 MiB over.")
-    assert "weights not recorded" in report(tmp_path / "d", weights_bytes=None).answers[0]
+    assert "weights not recorded" in report(tmp_path / "d", weights_bytes=None).answers[1]
+
+
+def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
+    """Nobody said what part of a micro-batch moves: a run that freed nothing looked like one that had."""
+    found = report(tmp_path / "a", kept_bytes=2 * MOVED)
+    assert [row.moved_fraction for row in found.comparison.stages][:1] == [0.5]
+    assert found.comparison.stages[-1].moved_fraction is None
+    assert "only a part moves with its micro-batch (stage 0 50.0 %" in found.answers[-1]
+    lines = table(found).splitlines()
+    assert any(" moved " in line for line in lines)
+    assert max(map(len, lines)) <= 120
+    assert len(report(tmp_path / "b", kept_bytes=MOVED * 10 // 9).answers) == 2
+    unknown = report(tmp_path / "c", kept_bytes=0)
+    assert unknown.comparison.stages[0].moved_fraction is None
 
 
 def test_the_answers_of_a_run_without_balancing(tmp_path: Path) -> None:
     answers = report(tmp_path / "a", balance="none").answers
-    assert answers[0].startswith("Stage 0 (rank 0) is the memory bottleneck: 84.0 MiB of activations")
-    assert answers[1] == ("Balancing was off: with --bpipe the fullest stage would hold about 52.5 MiB of activations instead of 84.0 MiB.")
-    small = report(tmp_path / "b", balance="none", num_stages=2).answers[1]
+    assert answers[1].startswith("Stage 0 (rank 0) is the memory bottleneck: 84.0 MiB of activations")
+    assert answers[0] == ("Balancing was off: with --bpipe the fullest stage would hold about 52.5 MiB of activations instead of 84.0 MiB.")
+    small = report(tmp_path / "b", balance="none", num_stages=2).answers[0]
     assert small == "Balancing was off, and with 2 stages there is nothing to balance."
 
 
@@ -77,6 +91,31 @@ def test_the_table_fits_a_terminal_and_lines_up(tmp_path: Path, changes: dict[st
     # Every column ends where its title does.
     ends = {match.end() for match in re.finditer(r"stage|rank|bound|balancing|/load", lines[head])}
     assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows for end in ends)
+
+
+def test_table_and_page_say_which_run_this_is(tmp_path: Path) -> None:
+    """Two open pages were both called "bpipe report", and neither said of which day, machine or version it was."""
+    run = write_run(tmp_path / "lr_3e-4")
+    head = " ".join(table(report_of(run)).split("\n\n")[0].split())
+    assert head.startswith("run lr_3e-4; started 2025-11-21T10:40:00+00:00; host node-0; ")
+    assert "torch 2.15.0; megatron-core 0.19.2" in head
+    assert view(report_of(run))["title"] == "bpipe report: lr_3e-4, 2025-11-21, node-0"
+    (run / "run.json").unlink()
+    assert view(report_of(run))["title"] == "bpipe report: lr_3e-4, node-0"
+
+
+def test_machines_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for path in sorted(run.glob("record_*.jsonl"))[2:]:
+        path.write_text(path.read_text().replace('"node-0"', '"node-1"'))
+    assert dict(facts(report_of(run).comparison))["host"] == "node-0 (2 ranks), node-1 (6 ranks)"
+
+
+def test_the_view_names_the_iteration_of_a_difference(tmp_path: Path) -> None:
+    differences = view(report(tmp_path, warm_up=5, iterations=(5, 6, 7)))["differences"]
+    named = [one["iteration"] for one in differences if one["what"].startswith("iteration ")]
+    assert named == [5]
+    assert all(one["iteration"] is None for one in differences if not one["what"].startswith("iteration "))
 
 
 def test_the_table_names_what_is_not_known(tmp_path: Path) -> None:

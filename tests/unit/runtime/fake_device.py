@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from bpipe.runtime.capture import Found
+from bpipe.transport.memory import Region
 
 Unit = tuple[str, int]
 Values = dict[Unit, object]
@@ -176,9 +177,10 @@ class FakeStream:
 class FakeEvent:
     def __init__(self, enable_timing: bool = False) -> None:
         self.node: Node | None = None
+        self._label = "mark of time" if enable_timing else "event"
 
     def record(self, stream: FakeStream) -> None:
-        self.node = stream.device.machine.issue(stream, "event")
+        self.node = stream.device.machine.issue(stream, self._label)
 
     def synchronize(self) -> None:
         raise AssertionError("the host blocks")
@@ -252,7 +254,7 @@ class FakeBuffer:
         return self.nbytes
 
 
-class FakeMemory:
+class FakeMemory(Region):
     """Memory that is allocated once and cut into pieces: an acceptor's slots, a `Region` of a one-sided transport."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -266,10 +268,10 @@ class FakeMemory:
     def untyped_storage(self) -> SimpleNamespace:
         return SimpleNamespace(nbytes=lambda: self._nbytes)
 
-    def write(self, offset: int, source: FakeBuffer) -> None:
+    def write(self, offset: int, source: FakeBuffer) -> None:  # type: ignore[override]
         self._copy(source, self.narrow(0, offset, source.nbytes), "put")
 
-    def read(self, offset: int, target: FakeBuffer) -> None:
+    def read(self, offset: int, target: FakeBuffer) -> None:  # type: ignore[override]
         self._copy(self.narrow(0, offset, target.nbytes), target, "get")
 
     def close(self) -> None:
@@ -355,7 +357,7 @@ class Microbatch:
             storage.resize_(0)
 
 
-def fake_find(roots: Sequence[Microbatch], inputs: object = ()) -> tuple[Found, ...]:
+def fake_find(roots: Sequence[Microbatch], inputs: object, device: object) -> tuple[Found, ...]:
     """For `bpipe.runtime.evictor.find`."""
     return tuple(Found(storage, storage.nbytes(), True) for root in roots for storage in root.storages)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from bpipe.transport.base import Pending, Sizes
+from bpipe.transport.device import Device
 from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import SlotLayout
 from bpipe.transport.memory import Region, SharedMemory, TensorRegion
@@ -65,7 +66,7 @@ class HeldLane(ThreadLane):
         super().close()
 
 
-class HeldRegion:
+class HeldRegion(Region):
     """Memory whose copies stop midway where their lane says so, and refuse what was freed under them."""
 
     def __init__(self, inner: Region) -> None:
@@ -79,6 +80,9 @@ class HeldRegion:
 
     def close(self) -> None:
         self._inner.close()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
 
     def _halves(self, copy: Callable[[int, torch.Tensor], None], offset: int, buffer: torch.Tensor) -> None:
         half = buffer.numel() // 2
@@ -109,7 +113,7 @@ class HeldMemory(SharedMemory):
         return HeldRegion(super().open(handle))
 
 
-def held_host_memory(nbytes: int, pinned: bool) -> Region:
+def held_host_memory(nbytes: int, device: Device) -> Region:
     """For `bpipe.transport.one_sided.own_memory`."""
     return HeldRegion(TensorRegion(torch.empty(nbytes, dtype=torch.uint8)))
 

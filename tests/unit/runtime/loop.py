@@ -44,20 +44,22 @@ def run_iteration(
     rows: Callable[[int], int] = lambda microbatch: 16,
     rank: int = 0,
     computing: Callable[[], None] = lambda: None,
+    forward: Callable[[torch.nn.Parameter, torch.Tensor], torch.Tensor] = stage,
 ) -> None:
     """One iteration. `computing` is called inside every forward and backward, to hold the computation up."""
     outputs: dict[int, torch.Tensor] = {}
     if engine:
         engine.begin()
-    for step in steps(plan, rank)[1:]:
+    for step in steps(plan, rank)[1:-1]:
         op = step.compute
         assert op is not None
+        if op.kind is Kind.FORWARD:
+            received = inputs_of(op.microbatch, rows(op.microbatch))
         if engine:
             engine.before(op)
         computing()
         if op.kind is Kind.FORWARD:
-            received = inputs_of(op.microbatch, rows(op.microbatch))
-            outputs[op.microbatch] = stage(weight, received)
+            outputs[op.microbatch] = forward(weight, received)
             if engine:
                 engine.after(op, [outputs[op.microbatch]], [received])
         else:

@@ -76,7 +76,7 @@ TABLE = (
     mutate("streams", "with self._behind_compute(self._out if self._cuda else None):", ON_STREAM.format("_out"), FAKE),
     mutate("streams", "with self._behind_compute(self._back if self._cuda else None):", ON_STREAM.format("_back"), FAKE),
     mutate("streams", "stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
-    mutate("streams", "torch.cuda.current_stream().wait_event(self.marks[1])", "pass", FAKE),
+    mutate("streams", "torch.cuda.current_stream().wait_event(self.end)", "pass", FAKE),
     mutate("streams", "pending.wait()", "pass", FAKE),
     # [3] and [7]: memory and backwards behind the transfers.
     mutate("evictor", "self._finish(activations, State.AWAY)  # [3]", "activations.move(State.AWAY, activations.action)", FAKE),
@@ -120,8 +120,7 @@ TABLE = (
         'self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"})',
         ONE_SIDED,
     ),
-    mutate("one_sided", "self._control.send(About.MEMORY, handle).wait()", "self._control.send(About.MEMORY, handle)", ONE_SIDED),
-    mutate("one_sided", 'self._control.send(About.MEMORY, "closed").wait()', 'self._control.send(About.MEMORY, "closed")', ONE_SIDED),
+    mutate("one_sided", "message.wait()", "pass", ONE_SIDED),
     # The threads, and the process groups.
     mutate("lanes", "if not self._ended.wait(self._timeout_s):", "if False:", LANES),
     mutate("lanes", "pending.wait()", "pass", LANES),

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
-from bpipe.runtime.capture import Found, Shared, _names, _nodes, find
+from bpipe.runtime.capture import STASH, Found, Shared, _names, _nodes, find, hiding
+
+CPU = torch.device("cpu")
 
 
 def moved(root: torch.Tensor, *inputs: torch.Tensor) -> set[int]:
     """Storage addresses of what may leave."""
-    return {item.storage._cdata for item in find([root.grad_fn], inputs) if item.alone}
+    return {item.storage._cdata for item in find([root.grad_fn], inputs, CPU) if item.alone}
 
 
 def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def there_and_back(found: Sequence[Found]) -> None:
+    """Copy out, empty, fill, copy back."""
+    copies = [torch.empty(0, dtype=torch.uint8).set_(item.storage).clone() for item in found]  # type: ignore[call-overload]
+    for item in found:
+        item.storage.resize_(0)
+        assert item.storage.nbytes() == 0
+    for item, copy in zip(found, copies, strict=True):
+        item.storage.resize_(item.nbytes)
+        torch.empty(0, dtype=torch.uint8).set_(item.storage).copy_(copy)  # type: ignore[call-overload]
 
 
 def test_parameters_and_their_views_never_leave() -> None:
@@ -59,7 +75,7 @@ def test_views_of_one_storage_are_one_storage() -> None:
         return torch.softmax(q @ k.t(), dim=-1) @ v
 
     out = attention()
-    found = [item for item in find([out.grad_fn], [x]) if item.alone]
+    found = [item for item in find([out.grad_fn], [x], CPU) if item.alone]
     assert sorted(item.nbytes for item in found) == [4 * 4 * 4, 4 * 8 * 4, 4 * 24 * 4]
 
 
@@ -121,7 +137,7 @@ def test_what_two_micro_batches_saved_is_nobodys() -> None:
     shared = Shared()
 
     def claim(out: torch.Tensor, microbatch: int) -> set[int]:
-        return {item.storage._cdata for item in shared.claim(find([out.grad_fn], [x]), microbatch)}
+        return {item.storage._cdata for item in shared.claim(find([out.grad_fn], [x], CPU), microbatch)}
 
     assert table in claim(first, 0)
     assert table not in claim(second, 1)
@@ -132,7 +148,7 @@ def test_looking_keeps_nothing_alive() -> None:
     hidden = torch.exp(x * 2)
     out = hidden.sum()
     storage, node = StorageWeakRef(hidden.untyped_storage()), weakref.ref(hidden)
-    find([out.grad_fn], [x])
+    find([out.grad_fn], [x], CPU)
     del hidden, out
     gc.collect()
     assert node() is None
@@ -144,28 +160,131 @@ def test_a_graph_that_ran_is_refused() -> None:
     out = (x * x).sum()
     out.backward()
     with pytest.raises(RuntimeError, match=r"backward through the graph a second time|already been freed"):
-        find([out.grad_fn])
+        find([out.grad_fn], (), CPU)
 
 
 def test_in_place_resizing_restores_what_autograd_sees() -> None:
-    """The whole idea in six lines: copy out, empty, fill, copy back; the gradient does not know."""
+    """The whole idea: copy out, empty, fill, copy back; the gradient does not know."""
     x = torch.randn(64, 8, requires_grad=True)
     expected = torch.autograd.grad(torch.exp(x.sin()).sum(), x)[0]
     out = torch.exp(x.sin()).sum()
-    found = [item for item in find([out.grad_fn], [x]) if item.alone]
-    copies = [torch.empty(0, dtype=torch.uint8).set_(item.storage).clone() for item in found]  # type: ignore[call-overload]
-    for item in found:
-        item.storage.resize_(0)
-    assert x.untyped_storage().nbytes() == 0
-    for item, copy in zip(found, copies, strict=True):
-        item.storage.resize_(item.nbytes)
-        torch.empty(0, dtype=torch.uint8).set_(item.storage).copy_(copy)  # type: ignore[call-overload]
-    del found, item
+    found = [item for item in find([out.grad_fn], [x], CPU) if item.alone]
+    there_and_back(found)
+    del found
     assert torch.equal(torch.autograd.grad(out, x)[0], expected)
 
 
 def test_found_says_its_size() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    (only,) = find([(x * x).sum().grad_fn], [x])
+    (only,) = find([(x * x).sum().grad_fn], [x], CPU)
     assert isinstance(only, Found)
     assert only.nbytes == 4 * 8 * 4
+
+
+def test_what_lies_elsewhere_stays() -> None:
+    """It came out as movable: a copy of the stage's device would have been made of memory that is not there."""
+    x = torch.randn(4, 8, requires_grad=True)
+    there = torch.randn(4, 8, device="meta", requires_grad=True)
+    assert [item.alone for item in find([(x * x).sum().grad_fn], [x], CPU)] == [True]
+    assert [item.alone for item in find([(x * x).sum().grad_fn], [x], torch.device("cuda", 0))] == [False]
+    assert [item.alone for item in find([(there * there).sum().grad_fn], [there], CPU)] == [False]
+
+
+def test_a_device_without_an_index_is_any_of_its_type() -> None:
+    there = torch.randn(4, 8, device="meta", requires_grad=True)
+    (only,) = find([(there * there).sum().grad_fn], [there], torch.device("meta"))
+    assert only.alone
+
+
+class Stashing(torch.autograd.Function):
+    """As a compiled Function keeps what the one that it was made from set on its `ctx`: in a list, and some of it saved too."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        listed, both, elsewhere, viewed = x * 2, x * 3, x * 4, (x * 5)[1:]
+        ctx.save_for_backward(x, both)
+        ctx._tensors_no_vc_check = [listed, both, elsewhere, viewed.detach()]
+        Stashing.kept = [elsewhere]
+        return listed * both + elsewhere
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, both = ctx.saved_tensors
+        listed, _, elsewhere, viewed = ctx._tensors_no_vc_check
+        return grad * (listed * 3 + both * 2 + 4) + 0 * (elsewhere + x).sum() + 0 * viewed.sum()
+
+
+def test_what_a_compiled_function_stashes_is_found_and_moves() -> None:
+    """It stands in no attribute that autograd gives, so it was never seen, and stayed."""
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(7)).requires_grad_() for _ in range(2)]
+    (expected,) = torch.autograd.grad(Stashing.apply(inputs[0]).sum(), inputs[0])
+    received = inputs[1]
+    out = Stashing.apply(received).sum()
+    found = find([out.grad_fn], [received], CPU)
+    assert len(found) == 5
+    assert {item.kind for item in found} == {"StashingBackward"}
+    assert [address(Stashing.kept[0])] == [item.storage._cdata for item in found if not item.alone]
+    there_and_back([item for item in found if item.alone])
+    assert torch.equal(torch.autograd.grad(out, received)[0], expected)
+
+
+class OnItsContext(torch.autograd.Function):
+    """A Function that keeps a tensor as an attribute of `ctx`; compiled, torch moves it to a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.hidden = x @ weight
+        ctx.save_for_backward(weight)
+        return ctx.hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (grad * ctx.hidden) @ ctx.saved_tensors[0].t(), None
+
+
+@pytest.mark.timeout(300)
+def test_what_a_really_compiled_function_stashes_is_found() -> None:
+    """Fails where another torch keeps such tensors elsewhere."""
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8)
+    out = torch.compile(lambda x: OnItsContext.apply(x, weight).sin(), backend="aot_eager")(x)
+    node = next(node for node in _nodes([out.grad_fn]) if getattr(node, STASH, None))
+    (stashed,) = getattr(node, STASH)
+    where = address(stashed)
+    del stashed
+    assert moved(out, x) == {where}
+
+
+def test_what_was_saved_through_a_hook_is_refused() -> None:
+    """The walk ran a checkpoint's body again for every tensor in it, and took what that had just computed for saved."""
+    runs = []
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return torch.softmax(x @ weight, dim=-1) @ weight
+
+    x = torch.randn(4, 8, requires_grad=True)
+    out = checkpoint(body, x, use_reentrant=False)
+    with pytest.raises(ValueError, match=r"MmBackward0 saved a tensor through a hook of torch\.utils\.checkpoint .*use_reentrant=False"):
+        find([out.grad_fn], [x], CPU)
+    assert len(runs) == 1
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = Twice.apply(torch.exp(x))
+    with pytest.raises(ValueError, match=r"saved a tensor through a hook of torch\.autograd\.graph \(save_on_cpu"):
+        find([offloaded.grad_fn], [x], CPU)
+
+
+def test_reentrant_checkpoints_are_walked_as_ever() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    out = checkpoint(lambda x: torch.exp(x) * x, x, use_reentrant=True).sum()
+    assert moved(out, x) == {address(x)}
+
+
+def test_nodes_that_hide_what_they_saved_are_named() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    shown = torch.exp(x * 2)
+    shown[1:] = shown[1:] * 3
+    assert hiding([shown.grad_fn]) == {"torch::autograd::CopySlices": 1}
+    assert hiding([torch.exp(x).grad_fn]) == {}

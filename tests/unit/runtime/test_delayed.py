@@ -29,10 +29,12 @@ SIZES = [(4, 8), (6, 12)]
 ITERATIONS = 2
 
 
-def both(plan: Schedule, transports: tuple[Transport, Transport], computing: Callable[[], None] = lambda: None) -> None:
+def both(
+    plan: Schedule, transports: tuple[Transport, Transport], computing: Callable[[], None] = lambda: None, minimum_bytes: int = 1
+) -> None:
     """Run the evictor's and the acceptor's engine beside each other and compare their gradients with those of plain loops."""
     ranks = 0, len(plan.ranks) - 1
-    config = EngineConfig("a test", CPU, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
+    config = EngineConfig("a test", CPU, minimum_bytes=minimum_bytes, timeout_s=TIMEOUT_S, poison=True)
     engines = [Engine(plan, rank, transport, config) for rank, transport in zip(ranks, transports, strict=True)]
     found: dict[int, torch.Tensor] = {}
     errors: list[Exception] = []
@@ -81,6 +83,28 @@ def test_one_sided_copies_that_come_as_late_as_they_may(
 @pytest.mark.parametrize("late_send", [False, True], ids=["early send", "late send"])
 def test_two_sided_transfers_that_come_as_late_as_they_may(late_send: bool, late_receive: bool, p: int, m: int) -> None:
     both(schedule(p, m), HeldTwoSided.pair(late_send, late_receive))
+
+
+@pytest.mark.parametrize("kind", ["peer", "host", "two-sided"])
+def test_both_ends_agree_that_nothing_moves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two-sided, one end's empty transfer would wait for the other's; one-sided, memory of no bytes would be made and waited for."""
+
+    def refused(*arguments: object) -> object:
+        raise AssertionError("no memory was to be made")
+
+    lanes = HeldLane("out", "before"), HeldLane("home", "before")
+    monkeypatch.setattr(one_sided, "own_memory", refused)
+    monkeypatch.setattr(HeldMemory, "make", refused)
+    made: dict[str, Callable[[], tuple[Transport, Transport]]] = {
+        "peer": lambda: peers(*lanes, lender=HeldMemory),
+        "host": lambda: alone(*lanes),
+        "two-sided": lambda: HeldTwoSided.pair(True, True),
+    }
+    try:
+        both(schedule(6, 12), made[kind](), minimum_bytes=1_000_000)
+    finally:
+        for lane in lanes:
+            lane.close()
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -25,6 +25,8 @@ from bpipe.runtime.capture import Found, find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.streams import Clock
 from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.layout import SlotLayout
 from tests.unit.runtime.loop import WIDTH, gradient, inputs_of, new_weight, run_iteration, schedule, stage
@@ -85,9 +87,10 @@ def engine_for(
     meter: Meter | None = None,
     minimum_bytes: int = 1,
     synchronous: bool = False,
+    rank: int = 0,
 ) -> Engine:
-    config = EngineConfig("rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous)
-    return Engine(plan, 0, transport or LateTransport(), config, meter)
+    config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous)
+    return Engine(plan, rank, transport or LateTransport(), config, meter)
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 4), (5, 9), (6, 6), (8, 16), (8, 8), (12, 20)])
@@ -169,15 +172,52 @@ def test_an_iteration_that_stops_early_is_refused() -> None:
 def test_micro_batches_of_differing_size_are_refused() -> None:
     plan = schedule()
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
-    with pytest.raises(RuntimeFault, match=r"0EVICT3: this micro-batch saved .* Micro-batches of differing size are not supported"):
+    message = (
+        r"0EVICT3: this micro-batch saved 5 movable storages of 6192 bytes, .* sized for 5 of 8256 "
+        r"\(MmBackward0 3072 bytes instead of 4096, .*\)\. Micro-batches of differing size are not supported"
+    )
+    with pytest.raises(RuntimeFault, match=message):
         run_iteration(engine_for(plan), plan, weight, rows=lambda microbatch: 16 if microbatch < 3 else 12)
 
 
-def test_nothing_large_enough_is_refused() -> None:
+def test_where_nothing_is_large_enough_nothing_travels() -> None:
+    """It ended the run, at its first micro-batch, for a model that fits many times over."""
+
+    class Untouched(LateTransport):
+        def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+            raise AssertionError("nothing was to be moved")
+
+        get = host = give_back = put  # type: ignore[assignment]
+
+    for rank in (0, 3):
+        plan, meter = schedule(), Meter()
+        transport = Untouched()
+        transport.sizes = {0: ()}
+        engine = engine_for(plan, transport, meter, minimum_bytes=1_000_000, rank=rank)
+        engine.recorder = Recorder(Clock(CPU))
+        assert torch.equal(gradient(engine, plan, 2, rank=rank), gradient(None, plan, 2, rank=rank))
+        assert transport.sizes == {0: ()}, "the partner has to be told, or it would wait"
+        assert (engine.moved_bytes, engine.num_slots, engine.host_bytes) == ({0: 0} if rank == 0 else {}, 0, 0)
+        assert meter.peak_microbatches == (4 if rank == 0 else 1)
+        rows, _ = engine.recorder.rows(meter.saved_bytes, {0: 0})
+        assert len(rows) == 2 * 8, "computations only"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_function_that_hides_what_it_saved_is_named() -> None:
+    """TorchScript runs a function's first call node by node, and in one opaque node from its second on."""
+
+    @torch.jit.script
+    def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(torch.matmul(x, weight))
+        return hidden * torch.sigmoid(hidden)
+
     plan = schedule()
-    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
-    with pytest.raises(RuntimeFault, match="nothing that 0F0 saved can be moved: no storage of at least 1000000 bytes"):
-        run_iteration(engine_for(plan, minimum_bytes=1_000_000), plan, weight)
+    message = (
+        r"0EVICT1: this micro-batch saved .*hidden is what was saved by torch::jit::.*DifferentiableGraphBackward \(1\), as TorchScript"
+    )
+    with pytest.raises(RuntimeFault, match=message):
+        run_iteration(engine_for(plan), plan, new_weight(), forward=lambda weight, x: scripted(x, weight).exp())
 
 
 def test_a_failing_transfer_names_rank_stage_and_action() -> None:
@@ -214,9 +254,9 @@ def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
     """Without a meter, only what leaves is walked, and once the first micro-batch, to learn how large they are."""
     walks: list[int] = []
 
-    def counted(roots: Sequence[object], inputs: Sequence[torch.Tensor | None] = ()) -> tuple[Found, ...]:
+    def counted(roots: Sequence[object], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[Found, ...]:
         walks.append(1)
-        return find(roots, inputs)
+        return find(roots, inputs, device)
 
     monkeypatch.setattr(evictor, "find", counted)
     monkeypatch.setattr(engine_module, "find", counted)
@@ -330,20 +370,100 @@ def test_the_announcement_of_the_sizes_is_waited_for_once() -> None:
     assert waited == [1]
 
 
-def test_an_eviction_has_ended_when_the_operation_beside_it_has() -> None:
-    """What it frees is then there for what the loop receives next, and for a load that stands behind the operation."""
-    plan = schedule()
+def leaving_in(engine: Engine) -> int:
+    """Evicted micro-batches whose storages are still here."""
+    assert engine._evictor is not None
+    return sum(each.state is evictor.State.LEAVING for each in engine._evictor._known.values())
+
+
+def test_an_eviction_ends_before_the_next_operation_and_not_before_the_output_is_sent() -> None:
+    """The loop sends an operation's output when `after` returns: waiting for the eviction there kept the next stage waiting."""
+    plan = schedule(6, 12)
     engine = engine_for(plan)
-    seen: list[tuple[int, int]] = []
+    sending: list[int] = []
+    before: list[int] = []
     after = engine.after
 
     def looked(op: Action, *arguments: Sequence[torch.Tensor]) -> None:
-        leaving = [sum(each.state is evictor.State.LEAVING for each in engine._evictor._known.values())]  # type: ignore[union-attr]
         after(op, *arguments)
-        leaving.append(sum(each.state is evictor.State.LEAVING for each in engine._evictor._known.values()))  # type: ignore[union-attr]
-        seen.append((leaving[0], leaving[1]))
+        sending.append(leaving_in(engine))
 
     engine.after = looked  # type: ignore[method-assign, assignment]
+    run_iteration(engine, plan, new_weight(), computing=lambda: before.append(leaving_in(engine)))
+    beside = [any(action.kind is Kind.EVICT for action in step.before) for step in steps(plan, 0)[1:-1]]
+    assert sum(beside) == num_transfers(plan, 0).evictions
+    assert sending == before == [int(evicts) for evicts in beside], "each is under way beside its own operation and beside no other"
+
+
+def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load takes its memory while no computation comes in between: together they would hold one micro-batch more."""
+
+    def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
+        program = list(steps(plan, rank))
+        kinds = [{action.kind for action in step.before} for step in program]
+        place = next(place for place in range(1, len(program)) if kinds[place - 1] == {Kind.EVICT} and kinds[place] == {Kind.LOAD})
+        program[place - 1] = replace(program[place - 1], after=program[place].before)
+        program[place] = replace(program[place], before=())
+        return tuple(program)
+
+    monkeypatch.setattr(engine_module, "steps", moved)
+    plan, transport = schedule(6, 12), LateTransport()
+    engine = engine_for(plan, transport)
+    get, leaving = transport.get, []
+
+    def watched(slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+        leaving.append(leaving_in(engine))
+        return get(slot, buffers)
+
+    transport.get = watched  # type: ignore[method-assign]
+    assert torch.equal(gradient(engine, plan), gradient(None, plan))
+    assert leaving == [0] * num_transfers(plan, 0).loads
+
+
+def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_its_last_message() -> None:
+    """In front of that message it could make the partner wait for what waits for it: one queue for all streams is enough."""
+    returned: list[int] = []
+
+    class Watched(LateTransport):
+        def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+            returned.append(slot)
+            return Late(lambda: None)
+
+    plan, transport = schedule(6, 12), Watched()
+    transport.sizes = {0: (64,)}
+    end = steps(plan, 5)[-1]
+    assert [str(action) for action in end.after] == ["0RETURN10"]
+    engine = Engine(plan, 5, transport, EngineConfig("rank 5", CPU, minimum_bytes=1, timeout_s=1.0))
+    seen: list[int] = []
+    ended = engine.end
+
+    def looked() -> None:
+        seen.append(len(returned))
+        engine.communicated()
+        seen.append(len(returned))
+        ended()
+        seen.append(len(returned))
+
+    engine.end = looked  # type: ignore[method-assign]
+    run_iteration(engine, plan, new_weight(), rank=5)
+    engine.end = ended  # type: ignore[method-assign]
+    run_iteration(engine, plan, new_weight(), rank=5)
+    assert seen == [4, 5, 5]
+    assert len(returned) == 10, "a loop that does not say when it has sent its last message has when it ends"
+
+
+def test_where_it_stands_is_said_at_the_end_too() -> None:
+    """After its last transfers have started it has not gone back to the start."""
+    plan = schedule()
+    engine = engine_for(plan)
+    end, where = engine.end, []
+
+    def looked() -> None:
+        where.append(engine.where())
+        engine.communicated()
+        where.append(engine.where())
+        end()
+
+    engine.end = looked  # type: ignore[method-assign]
     run_iteration(engine, plan, new_weight())
-    assert sum(during for during, _ in seen) == 3
-    assert all(afterwards == 0 for _, afterwards in seen)
+    assert where == ["rank 0, stage 0, after 0B7"] * 2

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.steps import steps
 from bpipe.runtime import evictor as evictor_module
 from bpipe.runtime import slots, streams
+from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.evictor import Evictor, State
+from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import StreamLane, Streams
+from bpipe.simulate.memory import num_transfers
 from bpipe.transport import distributed
 from bpipe.transport.base import Done, Transport
 from bpipe.transport.distributed import Distributed, PairGroups
@@ -81,6 +86,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
         monkeypatch.setattr(streams, "torch", torch_there)
         monkeypatch.setattr(slots, "torch", torch_there)
         monkeypatch.setattr(evictor_module, "find", fake_find)
+        monkeypatch.setattr(evictor_module, "hiding", lambda roots: Counter())
         monkeypatch.setattr(evictor_module, "_bytes_of", fake_bytes_of)
         monkeypatch.setattr(evictor_module, "Shared", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
 
@@ -92,7 +98,7 @@ def program(plan: Schedule, rank: int, engine: Engine, device: Device) -> Iterat
     for iteration in range(ITERATIONS):
         live: dict[int, Microbatch] = {}
         engine.begin()
-        for step in steps(plan, rank)[1:]:
+        for step in steps(plan, rank)[1:-1]:
             yield
             op = step.compute
             assert op is not None
@@ -113,7 +119,13 @@ def program(plan: Schedule, rank: int, engine: Engine, device: Device) -> Iterat
 
 
 def run(
-    kind: str, plan: Schedule, machine: Machine, monkeypatch: pytest.MonkeyPatch, seed: int = 0, synchronous: bool = False
+    kind: str,
+    plan: Schedule,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int = 0,
+    synchronous: bool = False,
+    recorder: Any = None,
 ) -> list[str]:
     """All findings of some iterations, the hosts of the two ranks taking turns at random."""
     ends, left_over = transports(kind, machine, monkeypatch)
@@ -122,7 +134,9 @@ def run(
     for name, end in ends.items():
         machine.on = machine.device(name)
         config = EngineConfig(name, CUDA, minimum_bytes=1, timeout_s=1.0, poison=True, synchronous=synchronous)
-        programs[name] = program(plan, ranks[name], Engine(plan, ranks[name], end, config), machine.on)
+        engine = Engine(plan, ranks[name], end, config)
+        engine.recorder = recorder
+        programs[name] = program(plan, ranks[name], engine, machine.on)
     chance = random.Random(seed)
     # The acceptor's host blocks once, for the sizes: not before they are known, which is when the evictor's second operation begins.
     for _ in range(3):
@@ -130,6 +144,52 @@ def run(
     while programs:
         advance(programs, chance.choice(sorted(programs)), machine)
     return machine.findings() + left_over()
+
+
+def test_no_computation_of_an_acceptor_waits_for_a_slot(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """[8] What waits for a slot is the stream of the next transfer into it or out of it. Only at an iteration's end all of it waits."""
+    machine = Machine()
+    fakes(machine)
+    places: Counter[str] = Counter()
+    ending: list[bool] = []
+    post, end = FakeDist._post, ReceivingAcceptor.end
+
+    def watched_post(self: FakeDist, operation: str, buffer: Any, group: str) -> Any:
+        work = post(self, operation, buffer, group)
+
+        def wait() -> None:
+            if machine.on.name == "acceptor":
+                places["end" if ending else machine.on.current.name] += 1
+            work.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    def watched_end(self: ReceivingAcceptor) -> None:
+        ending.append(True)
+        end(self)
+        ending.clear()
+
+    monkeypatch.setattr(FakeDist, "_post", watched_post)
+    monkeypatch.setattr(ReceivingAcceptor, "end", watched_end)
+    assert run("two-sided", schedule(6, 12), machine, monkeypatch) == []
+    assert set(places) > {"end"}
+    assert "compute stream" not in places, places
+
+
+def test_a_wait_beside_the_computation_holds_nothing_up(fakes: Callable[[Machine], None]) -> None:
+    """The record's exposed time is what the computation stood still for."""
+    machine = Machine()
+    fakes(machine)
+    beside, clock = Streams(CUDA), streams.Clock(CUDA)
+    recorder = Recorder(clock)
+    waited = {}
+    for action, stream in ((Action(0, Kind.HOST, 1), beside.homeward()), (Action(0, Kind.EVICT, 1), contextlib.nullcontext())):
+        recorder.started(action, slot=0)
+        with stream:
+            recorder.waited(action, recorder.mark(), Done())
+        waited[action.kind] = recorder._transfers[action].waited is not None
+        assert recorder._transfers[action].end is not None
+    assert waited == {Kind.HOST: False, Kind.EVICT: True}
 
 
 def advance(programs: dict[str, Iterator[None]], name: str, machine: Machine) -> None:
@@ -172,6 +232,18 @@ def test_no_more_memory_is_asked_for_after_the_first_iteration(
     fakes(machine)
     run(kind, schedule(6, 12), machine, monkeypatch)
     assert len(set(asked)) == 1
+
+
+def test_copies_are_timed_only_where_an_iteration_is_recorded(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all streams share one queue, each mark of time holds up what is behind it; there were two a transfer, for nobody."""
+    plan, counts = schedule(4, 8), num_transfers(schedule(4, 8), 0)
+    for recorded in (False, True):
+        machine = Machine()
+        fakes(machine)
+        # A recorder without a clock: the marks that are left are the copies' own.
+        assert run("one-sided", plan, machine, monkeypatch, recorder=MagicMock() if recorded else None) == []
+        marks = [node.label for node in machine.nodes if node.label.startswith("mark of time")]
+        assert len(marks) == recorded * ITERATIONS * 2 * (counts.evictions + counts.loads)
 
 
 # -- each wait, taken away --------------------------------------------------------------------------------------------------------------
@@ -239,12 +311,10 @@ def test_a_slot_filled_again_before_it_was_read_is_reported(fakes: Callable[[Mac
 
 def test_an_acceptor_that_does_not_wait_for_its_slot_is_refused(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """[8], two-sided: the slot's states tell before its memory can."""
-    from bpipe.runtime.acceptor import ReceivingAcceptor
-
     machine = Machine()
     fakes(machine)
     monkeypatch.setattr(ReceivingAcceptor, "_settle", lambda self, slot: None)
-    with pytest.raises(RuntimeFault, match=r"host slot \d+, holding 0HOST\d+: FILLING -> EMPTYING on 0RETURN\d+.* is a wait missing\?"):
+    with pytest.raises(RuntimeFault, match=r"host buffer \d+, holding 0HOST\d+: FILLING -> EMPTYING on 0RETURN\d+.* is a wait missing\?"):
         run("two-sided", schedule(6, 12), machine, monkeypatch)
 
 

@@ -61,7 +61,7 @@ def holding_iteration(
     graphs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     held = None
     engine.begin()
-    for step in steps(plan, 0)[1:]:
+    for step in steps(plan, 0)[1:-1]:
         op = step.compute
         assert op is not None
         engine.before(op)

@@ -42,7 +42,11 @@ def test_the_round_trip_and_what_is_held() -> None:
 @pytest.mark.parametrize(
     ("before", "step", "message"),
     [
-        ([], State.EMPTYING, "slot 0, holding None: FREE -> EMPTYING on 0RETURN5, but only FILLING may follow FREE; is a wait missing"),
+        (
+            [],
+            State.EMPTYING,
+            "host buffer 0, holding None: FREE -> EMPTYING on 0RETURN5, but only FILLING may follow FREE; is a wait missing",
+        ),
         ([State.FILLING], State.EMPTYING, "holding 0HOST5: FILLING -> EMPTYING on 0RETURN5, but only FULL may follow FILLING"),
         ([State.FILLING, State.FULL], State.FILLING, "FULL -> FILLING"),
         ([State.FILLING, State.FULL, State.EMPTYING], State.FILLING, "EMPTYING -> FILLING on 0RETURN5, but only FREE may follow"),

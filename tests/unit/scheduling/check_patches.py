@@ -10,7 +10,6 @@ import io
 import re
 from dataclasses import fields, replace
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +24,7 @@ from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 import megatron.scheduling
-from megatron.scheduling import patches, refusals
+from megatron.scheduling import patches, upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from tests.unit.scheduling.test_docs import table
 
@@ -57,28 +56,38 @@ def another_signature_is_refused_with_nothing_replaced() -> None:
         patches.install({patches.FORWARD_STEP: lambda f: print, changed: lambda f: print, missing: lambda f: print})
     except RuntimeError as error:
         message = str(error)
-    assert f"is not the one bpipe was written against ({patches.TRIED_VERSIONS[0]})" in message
+    assert f"is not the one bpipe was written against ({upstream.TRIED_VERSIONS[0]})" in message
     assert "schedules.backward_step: new parameters output_tensor_grad and missing parameters gradient" in message
     assert "schedules.forward_leap is gone" in message
     assert functions() == before
 
 
 def said_with_version(version: str) -> str:
-    """What installing and removing twice prints where the installed megatron-core calls itself so."""
+    """What installing and removing twice prints where the megatron-core that runs calls itself so, whatever pip says of its wheel."""
     said = io.StringIO()
-    with mock.patch.object(metadata, "version", return_value=version), contextlib.redirect_stdout(said):
+    upstream.remark.cache_clear()
+    with mock.patch.object(megatron.core, "__version__", version), contextlib.redirect_stdout(said):
         for _ in range(2):
             patches.install({patches.FORWARD_STEP: lambda function: function}).remove()
     return said.getvalue()
 
 
-def a_version_never_tried_is_named_once() -> None:
-    assert said_with_version(patches.TRIED_VERSIONS[0]) == ""
-    assert said_with_version(f"{patches.TRIED_VERSIONS[0]}+a1b2c3d") == "", "a build of a version that was tried"
-    assert (
-        said_with_version("0.20.0")
-        == "bpipe: megatron-core 0.20.0 is not among the versions tried (0.19.2); the signatures of what is replaced are equal\n"
+def the_megatron_that_runs_is_named_once() -> None:
+    place = Path(megatron.core.__file__).parent
+    tried = f"bpipe: megatron-core 0.19.2 from {place}\n"
+    assert said_with_version("0.19.2") == tried
+    assert said_with_version("0.19.2+a1b2c3d") == tried.replace("0.19.2 from", "0.19.2+a1b2c3d from"), "a build of a version that was tried"
+    assert said_with_version("0.20.0+a1b2c3d") == (
+        f"bpipe: megatron-core 0.20.0+a1b2c3d from {place}\n"
+        "bpipe: megatron-core 0.20.0 is not among the versions tried (0.19.2); what is replaced has the parameters that are relied on\n"
     )
+
+
+def what_is_only_observed_may_have_other_parameters() -> None:
+    """0.18 calls the trainer's functions with fewer parameters, none of which is read."""
+    fewer = replace(patches.BACKWARD_STEP, parameters=("config",), observes=True)
+    assert patches.differences(fewer) == []
+    assert "missing parameters grad" in patches.differences(replace(fewer, parameters=("config", "grad")))[0]
 
 
 # What a flag's name has in it if it may touch the pipeline, or what a micro-batch's forward leaves for its backward.
@@ -97,6 +106,7 @@ def every_flag_near_the_pipeline_is_in_a_table() -> None:
         *(cell for row in table("What is supported") for cell in row[1:2]),
         *(row[2] for row in table("What is refused")),
         *(row[0] for row in table("What makes no difference")),
+        *(row[0] for row in table("What costs overlap")),
     ]
     known = [flag for cell in cells for flag in re.findall(r"`(--[^ `]+)", cell)]
     missing = []
@@ -111,20 +121,28 @@ def every_flag_near_the_pipeline_is_in_a_table() -> None:
     assert not gone, f"docs/megatron.md names flags that Megatron does not have: {gone}"
 
 
-def refusals_read_what_megatron_has() -> None:
+def what_may_be_missing_is_there() -> None:
     """A setting that a new Megatron calls otherwise would never be refused again."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
-    has = {action.dest for action in parser._actions} | {field.name for field in fields(TransformerConfig)}
-    read = set(re.findall(r"\b(?:s|settings)\.(\w+)", Path(refusals.__file__).read_text()))
-    assert "num_moe_experts" in read
-    assert read <= has, f"refusals.py reads what Megatron does not have: {read - has}"
+    arguments = {action.dest for action in parser._actions}
+    # Made of flags when the arguments are validated, or of the environment when they are parsed.
+    made = {"gtp_weight_remat_size", "expert_gtp_weight_remat_size", "virtual_pipeline_model_parallel_size", "data_parallel_size"}
+    arguments |= made | {"params_dtype", "rank", "world_size"}
+    configuration = {field.name for field in fields(TransformerConfig)}
+    names = set(upstream.OPTIONAL)
+    assert names - arguments == upstream._NOT_IN_ARGUMENTS
+    assert names - configuration == upstream._NOT_IN_CONFIGURATION
+    for module, required in upstream.REQUIRED.items():
+        has = configuration if module in upstream.OF_CONFIGURATION else arguments
+        assert set(required) <= has, f"{module}: Megatron does not have {set(required) - has}"
 
 
 if __name__ == "__main__":
     removing_restores_megatrons_own()
     signatures_are_those_that_were_read()
     another_signature_is_refused_with_nothing_replaced()
-    a_version_never_tried_is_named_once()
+    the_megatron_that_runs_is_named_once()
+    what_is_only_observed_may_have_other_parameters()
     every_flag_near_the_pipeline_is_in_a_table()
-    refusals_read_what_megatron_has()
+    what_may_be_missing_is_there()

@@ -14,8 +14,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from megatron.scheduling.arguments import SchedulingConfig, add_arguments
-from megatron.scheduling.patches import PATCHES, TRIED_VERSIONS
+from megatron.scheduling.patches import PATCHES
 from megatron.scheduling.refusals import REFUSALS
+from megatron.scheduling.upstream import TRIED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs/megatron.md").read_text()
@@ -42,6 +43,12 @@ def test_every_refusal_is_in_the_table_as_it_is_said() -> None:
     documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table("What is refused")}
     assert documented == {refusal.feature: (refusal.reason, refusal.remedy) for refusal in REFUSALS}
     assert len(documented) == len(REFUSALS), "two refusals have one name"
+
+
+def test_what_is_refused_only_where_something_moves_is_said_to_be() -> None:
+    (said,) = re.findall(r"^These end the run .*?\.\n\n", TEXT, re.DOTALL | re.MULTILINE)
+    (named,) = re.findall(r"`--bpipe-report`; (.*?) with `--bpipe` only", said, re.DOTALL)
+    assert named == ", ".join(refusal.feature for refusal in REFUSALS if refusal.moving)
 
 
 def names_in_gloo_tests() -> set[str]:
@@ -89,7 +96,7 @@ def test_every_replaced_function_is_in_the_table() -> None:
 
 
 def test_the_example_gives_the_configuration_all_it_needs() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    block = next(block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "SchedulingConfig" in block)
     (call,) = [
         node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call) and ast.unparse(node.func) == SchedulingConfig.__name__
     ]

@@ -1,4 +1,4 @@
-"""The patch table against the installed Megatron; see check_patches.py, which runs in a process of its own."""
+"""The patch table, and what the hooks do around a loop, against the installed Megatron; each in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_patches() -> None:
-    script = Path(__file__).with_name("check_patches.py")
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["check_patches.py", "check_beside.py"])
+def test_in_a_process_of_its_own(name: str) -> None:
+    script = Path(__file__).with_name(name)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(script.parents[3])}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,9 +11,6 @@ from megatron.scheduling.refusals import REFUSALS, reasons, refuse
 
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
-    "interleaving with another micro-batch group": [
-        {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 8}
-    ],
     "CUDA graphs": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
     "FP8 and FP4": [{"fp8": "hybrid"}, {"fp4": "e2m1"}],
     "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}, {"fine_grained_activation_offloading": True}],
@@ -24,6 +21,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
         {"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
     ],
+    "overlapped shared experts": [{"moe_shared_expert_overlap": True}],
     "variable sequence lengths": [{"variable_seq_lengths": True}],
     "packed sequences": [{"sft": True}, {"dataloader_inter_document_masking": True}, {"hybrid_context_parallel": True}],
     "distributed saved activations": [{"distribute_saved_activations": True}],
@@ -68,6 +66,14 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
 @pytest.mark.parametrize("settings", ALLOWED)
 def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
     refuse(SimpleNamespace(**settings), balance=True)
+
+
+def test_what_only_moving_must_not_meet_is_measured() -> None:
+    """Without --bpipe nothing moves, so memory of another stream's pool is nobody's concern."""
+    overlapped = SimpleNamespace(moe_shared_expert_overlap=True)
+    with pytest.raises(ValueError, match=r"--bpipe: overlapped shared experts .*; drop --moe-shared-expert-overlap"):
+        refuse(overlapped, balance=True)
+    refuse(overlapped, balance=False)
 
 
 def test_all_reasons_come_at_once_and_name_what_was_asked_for() -> None:

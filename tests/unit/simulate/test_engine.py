@@ -92,6 +92,26 @@ def test_a_blocking_exchange_keeps_the_sender() -> None:
     assert when(report, 1, "1F1").start_s == 15
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_an_eviction_holds_up_the_next_computation_and_not_the_output(blocking: bool) -> None:
+    """0EVICT1 stands beside 0F2 and lasts five times as long: stage 1 has 0F2's output at once, stage 0 its memory only then."""
+    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    report = simulate(schedule, Costs((replace(UNIT, transfer_s=5),) * 4, blocking=blocking))
+    assert when(report, 0, "0EVICT1").start_s == when(report, 0, "0F2").start_s == 2
+    assert when(report, 1, "1F2").start_s == when(report, 0, "0F2").end_s == 3
+    assert when(report, 0, "0F3").start_s == when(report, 0, "0EVICT1").end_s == 7
+    assert report.peak_bytes(0) == max(live_counts(schedule, 0))
+
+
+def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None:
+    """Stage 5 is on another node: its last gradient is on the way for longer than stage 0 takes to ask for micro-batch 10."""
+    schedule = build(ProgramConfig("1f1b", 6, 12, balance="bpipe"))
+    links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))
+    costs = Costs((StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6, links, blocking=True)
+    report = simulate(schedule, costs)
+    assert when(report, 5, "0RETURN10").start_s == when(report, 4, "4B11").start_s > when(report, 5, "5B11").end_s + 20
+
+
 def test_the_last_stages_output_layer_the_reduction_and_the_update_count() -> None:
     schedule = build(ProgramConfig("1f1b", 4, 8))
     plain = StageCost(2, 4, reduction_s=7, optimizer_s=1)

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from bpipe.runtime.streams import copying_on
+from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import About
 from bpipe.transport.lanes import Lane
 from bpipe.transport.memory import Lender, SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
 
+CPU = copying_on(torch.device("cpu"))
 Mail = dict[About, "queue.SimpleQueue[_Message]"]
 
 
@@ -23,15 +29,19 @@ class _Message:
     def __init__(self, value: Any) -> None:
         self.text = json.dumps(value)
         self.withdrawn = False
+        self.taken = threading.Event()
 
 
 class Sending:
-    """A message under way. As with gloo, one that nobody waits for and nobody keeps may never arrive."""
+    """A message under way. As with gloo, one that nobody waits for and nobody keeps may never arrive, and a wait may last until it has."""
 
-    def __init__(self, message: _Message) -> None:
+    def __init__(self, message: _Message, rendezvous_s: float | None) -> None:
         self._message: _Message | None = message
+        self._rendezvous_s = rendezvous_s
 
     def wait(self) -> None:
+        if self._rendezvous_s is not None and self._message is not None and not self._message.taken.wait(self._rendezvous_s):
+            raise TimeoutError(f"a message was not received within {self._rendezvous_s:g} s")
         self._message = None
 
     def __del__(self) -> None:
@@ -40,17 +50,19 @@ class Sending:
 
 
 class LoopbackControl:
-    """One end. Like the real one it carries JSON and keeps apart what messages are about; unlike it, sending needs no partner."""
+    """One end. Like the real one it carries JSON and keeps apart what messages are about; unlike it, sending needs no partner, unless
+    `rendezvous` says so."""
 
-    def __init__(self, outbox: Mail, inbox: Mail, timeout_s: float) -> None:
+    def __init__(self, outbox: Mail, inbox: Mail, timeout_s: float, rendezvous: bool) -> None:
         self._outbox = outbox
         self._inbox = inbox
         self._timeout_s = timeout_s
+        self._rendezvous_s = timeout_s if rendezvous else None
 
     def send(self, about: About, value: Any) -> Sending:
         message = _Message(value)
         self._outbox[about].put(message)
-        return Sending(message)
+        return Sending(message, self._rendezvous_s)
 
     def receive(self, about: About) -> Any:
         try:
@@ -59,6 +71,7 @@ class LoopbackControl:
             raise TimeoutError(f"no message about {about.name} within {self._timeout_s:g} s") from None
         if message.withdrawn:
             raise TimeoutError(f"a message about {about.name} was neither waited for nor kept")
+        message.taken.set()
         return json.loads(message.text)
 
     def exchange(self, about: About, value: Any) -> Any:
@@ -68,11 +81,11 @@ class LoopbackControl:
         return heard
 
 
-def controls(timeout_s: float = 5.0) -> tuple[LoopbackControl, LoopbackControl]:
+def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[LoopbackControl, LoopbackControl]:
     """Two ends of one pair."""
     there: Mail = defaultdict(queue.SimpleQueue)
     back: Mail = defaultdict(queue.SimpleQueue)
-    return LoopbackControl(there, back, timeout_s), LoopbackControl(back, there, timeout_s)
+    return LoopbackControl(there, back, timeout_s, rendezvous), LoopbackControl(back, there, timeout_s, rendezvous)
 
 
 def peers(out: Lane, home: Lane, lender: Callable[[], Lender] = SharedMemory, timeout_s: float = 5.0) -> tuple[Reaching, Reaching]:
@@ -83,7 +96,7 @@ def peers(out: Lane, home: Lane, lender: Callable[[], Lender] = SharedMemory, ti
 
 def alone(out: Lane, home: Lane) -> tuple[Reaching, Reaching]:
     """The same over the evictor's own memory."""
-    return Reaching(Host(pinned=False), out, home), Reaching(Host(pinned=False), NoLane(), NoLane())
+    return Reaching(Host(CPU), out, home), Reaching(Host(CPU), NoLane(), NoLane())
 
 
 class NoLane:
@@ -91,6 +104,19 @@ class NoLane:
 
     def run(self, job: Callable[[], None], after: object = ()) -> Any:
         raise AssertionError("an acceptor of a one-sided transport was asked to copy")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class AtOnce:
+    """A lane as a device's: a job is issued where it is asked for."""
+
+    def run(self, job: Callable[[], None], after: Sequence[Pending] = ()) -> Pending:
+        for pending in after:
+            pending.wait()
+        job()
+        return Done()
 
     def close(self) -> None:
         """Nothing to end."""

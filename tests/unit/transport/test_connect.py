@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from bpipe.runtime.streams import copying_on
-from bpipe.transport import AUTO, NAMES
+from bpipe.transport import AUTO, NAMES, connect
 from bpipe.transport.connect import Connection, Facts, Link, candidates, choose, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.one_sided import Host, Peer, Reaching
+from tests.unit.transport.loopback import controls
 
 HERE = Facts("boot-1", "pid:[1]", "node-a")
 
@@ -54,6 +60,24 @@ def test_peer_needs_one_machine_and_one_process_namespace(theirs: Facts, why: st
         assert obstacle(name, HERE, theirs) is None
 
 
+def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks pinned 9 GiB each, and a node ended: nobody had looked whether it had them."""
+    monkeypatch.setattr(connect, "measure", lambda transport, control, device, evictor: (1e9 if transport == "peer" else 9e9, None))
+    found: dict[int, dict[str, Any]] = {}
+
+    def end(rank: int, control: Any) -> None:
+        connection = SimpleNamespace(partner=1 - rank, control=control, transport=lambda name: name)
+        facts = replace(HERE, no_room="too little") if rank else HERE
+        found[rank] = connect._find_link(connection, ("peer", "host"), rank, None, facts)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=end, args=each) for each in enumerate(controls(rendezvous=True))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert found[0] == found[1] == {"ranks": (0, 1), "transport": "peer", "bytes_per_s": {"peer": 1e9}, "refused": {"host": "too little"}}
+
+
 def test_facts_name_this_machine() -> None:
     here = Facts.here()
     assert here == Facts.here()
@@ -89,3 +113,28 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
     assert isinstance(connection.transport("gloo"), Distributed)
     connection.close()
     assert not any(lane._thread.is_alive() for lane in lanes)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "measured", "gone"),
+    [
+        ("peer", {"nccl": 1e9, "peer": 2e9}, ["nccl"]),
+        ("nccl", {"nccl": 2e9, "peer": 1e9}, []),
+        # What has failed may never end.
+        ("peer", {"peer": 2e9}, []),
+    ],
+)
+def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
+    chosen: str, measured: dict[str, float], gone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two communicators took hundreds of megabytes of a GPU, for nothing, in the runs that are short of memory."""
+    groups = {"nccl": PairGroups(1, "nccl up", "nccl down")}  # type: ignore[arg-type]
+    destroyed: list[PairGroups] = []
+    monkeypatch.setattr(connect, "destroy_groups", destroyed.append)
+    connection = Connection(1, None, groups, copying_on(torch.device("cpu")), (None, None))  # type: ignore[arg-type]
+    connection.settle(Link((0, 1), chosen, measured))
+    assert destroyed == [groups[name] for name in gone]
+    assert isinstance(connection.transport(), Distributed if chosen == "nccl" else Reaching)
+    if gone:
+        with pytest.raises(RuntimeError, match="this pair has no groups for nccl: it was connected by peer"):
+            connection.transport("nccl")

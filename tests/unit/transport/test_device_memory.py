@@ -5,135 +5,45 @@ It shows which calls are made, with which addresses, and what becomes of their e
 
 from __future__ import annotations
 
-import ctypes
-import enum
 import json
-import sys
-from types import ModuleType
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from bpipe.transport import device_memory
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.memory import own_memory
+from tests.unit.transport.fake_cuda import TOTAL_BYTES, Error, FakeCuda
 
-
-class cudaError_t(enum.IntEnum):
-    cudaSuccess = 0
-    cudaErrorMemoryAllocation = 2
-    cudaErrorMapBufferObjectFailed = 205
-
-
-class cudaMemcpyKind(enum.IntEnum):
-    cudaMemcpyDefault = 4
-
-
-class Handle:
-    """64 bytes that CUDA fills and reads by their address."""
-
-    def __init__(self) -> None:
-        self.raw = (ctypes.c_ubyte * 64)()
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self.raw)
-
-
-class FakeRuntime(ModuleType):
-    """`cuda.bindings.runtime`: every call gives its status first."""
-
-    cudaMemcpyKind = cudaMemcpyKind
-    cudaIpcMemHandle_t = Handle
-    cudaIpcMemLazyEnablePeerAccess = 1
-
-    def __init__(self) -> None:
-        super().__init__("cuda.bindings.runtime")
-        self.allocated: dict[int, Any] = {}
-        self.opened: list[int] = []
-        self.locked: dict[int, int] = {}
-        self.streams: list[int] = []
-        self.under_way = False
-        self.failing: dict[str, cudaError_t] = {}
-
-    def _status(self, call: str) -> cudaError_t:
-        return self.failing.get(call, cudaError_t.cudaSuccess)
-
-    def cudaMalloc(self, nbytes: int) -> tuple[cudaError_t, int]:
-        memory = (ctypes.c_ubyte * nbytes)()
-        if self._status("cudaMalloc") == 0:
-            self.allocated[ctypes.addressof(memory)] = memory
-        return self._status("cudaMalloc"), ctypes.addressof(memory)
-
-    cudaHostRegisterDefault = 0
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[cudaError_t]:
-        self.locked[address] = nbytes
-        return (self._status("cudaHostRegister"),)
-
-    def cudaHostUnregister(self, address: int) -> tuple[cudaError_t]:
-        assert not self.under_way, "unlocked while a copy is under way"
-        del self.locked[address]
-        return (self._status("cudaHostUnregister"),)
-
-    def cudaFree(self, address: int) -> tuple[cudaError_t]:
-        assert address not in self.opened, "freed while another process has it open"
-        assert not self.under_way, "freed while a copy is under way"
-        del self.allocated[address]
-        return (self._status("cudaFree"),)
-
-    def cudaIpcGetMemHandle(self, address: int) -> tuple[cudaError_t, Handle]:
-        handle = Handle()
-        ctypes.memmove(handle.getPtr(), address.to_bytes(8, "little") + bytes(range(56)), 64)
-        return self._status("cudaIpcGetMemHandle"), handle
-
-    def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[cudaError_t, int]:
-        raw = bytes(handle.raw)
-        assert flags == self.cudaIpcMemLazyEnablePeerAccess
-        assert raw[8:] == bytes(range(56)), "the handle was not carried whole"
-        address = int.from_bytes(raw[:8], "little")
-        if self._status("cudaIpcOpenMemHandle") == 0:
-            self.opened.append(address)
-        return self._status("cudaIpcOpenMemHandle"), address
-
-    def cudaIpcCloseMemHandle(self, address: int) -> tuple[cudaError_t]:
-        assert not self.under_way, "closed while a copy is under way"
-        self.opened.remove(address)
-        return (self._status("cudaIpcCloseMemHandle"),)
-
-    def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> tuple[cudaError_t]:
-        assert kind == cudaMemcpyKind.cudaMemcpyDefault, "a peer's address and one's own: only CUDA can tell which is which"
-        self.streams.append(stream)
-        self.under_way = True
-        if self._status("cudaMemcpyAsync") == 0:
-            ctypes.memmove(to, source, nbytes)
-        return (self._status("cudaMemcpyAsync"),)
-
-    def cudaDeviceSynchronize(self) -> tuple[cudaError_t]:
-        self.under_way = False
-        return (self._status("cudaDeviceSynchronize"),)
+GIB = 1 << 30
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    runtime, bindings = FakeRuntime(), ModuleType("cuda.bindings")
-    bindings.runtime = runtime  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", runtime)
-    return runtime
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return installed(FakeCuda(), monkeypatch)
 
 
-def memory(stream: int = 7) -> DeviceMemory:
-    return DeviceMemory(lambda: stream)
+def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    runtime = cuda.runtime()
+    cuda.calls.clear()
+    monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
+    monkeypatch.setattr(device_memory, "_abandoned", [])
+    return cuda
+
+
+def memory(cuda: FakeCuda, index: int = 0) -> DeviceMemory:
+    return DeviceMemory(cuda.device(index))
 
 
 def numbers(length: int) -> torch.Tensor:
     return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
 
 
-def test_an_opened_handle_is_the_lenders_memory(cuda: FakeRuntime) -> None:
-    handle, lent = memory().make(4096)
-    opened = memory().open(json.loads(json.dumps(handle)))
+def test_an_opened_handle_is_the_lenders_memory(cuda: FakeCuda) -> None:
+    handle, lent = memory(cuda).make(4096)
+    opened = memory(cuda).open(json.loads(json.dumps(handle)))
     sent, back = numbers(1000), torch.zeros(1000, dtype=torch.uint8)
     opened.write(96, sent)
     lent.read(96, back)
@@ -147,8 +57,8 @@ def test_an_opened_handle_is_the_lenders_memory(cuda: FakeRuntime) -> None:
     assert cuda.allocated == {}
 
 
-def test_what_lies_beside_a_copy_is_not_touched(cuda: FakeRuntime) -> None:
-    _, lent = memory().make(3000)
+def test_what_lies_beside_a_copy_is_not_touched(cuda: FakeCuda) -> None:
+    _, lent = memory(cuda).make(3000)
     whole = torch.full((3000,), 17, dtype=torch.uint8)
     lent.write(0, whole)
     lent.write(1000, numbers(1000))
@@ -159,17 +69,17 @@ def test_what_lies_beside_a_copy_is_not_touched(cuda: FakeRuntime) -> None:
     assert (back[2000:] == 17).all()
 
 
-def test_copies_go_to_the_stream_that_is_current_then(cuda: FakeRuntime) -> None:
+def test_copies_go_to_the_stream_that_is_current_then(cuda: FakeCuda) -> None:
     current = [11]
-    _, lent = DeviceMemory(lambda: current[0]).make(100)
+    _, lent = DeviceMemory(cuda.device(stream=lambda: current[0])).make(100)
     lent.write(0, numbers(100))
     current[0] = 22
     lent.read(0, numbers(100))
     assert cuda.streams == [11, 22]
 
 
-def test_nothing_is_copied_beyond_the_end(cuda: FakeRuntime) -> None:
-    _, lent = memory().make(100)
+def test_nothing_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
+    _, lent = memory(cuda).make(100)
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
         lent.write(60, numbers(50))
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
@@ -178,9 +88,9 @@ def test_nothing_is_copied_beyond_the_end(cuda: FakeRuntime) -> None:
 
 
 @pytest.mark.parametrize(("asked", "allocated"), [(1, 2 << 20), (2 << 20, 2 << 20), ((2 << 20) + 1, 4 << 20)])
-def test_what_is_lent_fills_whole_blocks(cuda: FakeRuntime, asked: int, allocated: int) -> None:
+def test_what_is_lent_fills_whole_blocks(cuda: FakeCuda, asked: int, allocated: int) -> None:
     """A handle opens the whole block of the driver's that an allocation lies in, and with it whatever else lies there."""
-    _, lent = memory().make(asked)
+    _, lent = memory(cuda).make(asked)
     assert [len(piece) for piece in cuda.allocated.values()] == [allocated]
     with pytest.raises(AssertionError, match="of a region of"):
         lent.write(0, numbers(asked + 1))
@@ -189,19 +99,19 @@ def test_what_is_lent_fills_whole_blocks(cuda: FakeRuntime, asked: int, allocate
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        ("cudaMalloc", cudaError_t.cudaErrorMemoryAllocation),
-        ("cudaIpcGetMemHandle", cudaError_t.cudaErrorMapBufferObjectFailed),
-        ("cudaIpcOpenMemHandle", cudaError_t.cudaErrorMapBufferObjectFailed),
-        ("cudaMemcpyAsync", cudaError_t.cudaErrorMapBufferObjectFailed),
-        ("cudaDeviceSynchronize", cudaError_t.cudaErrorMapBufferObjectFailed),
-        ("cudaIpcCloseMemHandle", cudaError_t.cudaErrorMapBufferObjectFailed),
-        ("cudaFree", cudaError_t.cudaErrorMemoryAllocation),
+        ("cudaMalloc", Error.cudaErrorMemoryAllocation),
+        ("cudaIpcGetMemHandle", Error.cudaErrorMapBufferObjectFailed),
+        ("cudaIpcOpenMemHandle", Error.cudaErrorMapBufferObjectFailed),
+        ("cudaMemcpyAsync", Error.cudaErrorMapBufferObjectFailed),
+        ("cudaDeviceSynchronize", Error.cudaErrorMapBufferObjectFailed),
+        ("cudaIpcCloseMemHandle", Error.cudaErrorMapBufferObjectFailed),
+        ("cudaFree", Error.cudaErrorMemoryAllocation),
     ],
 )
-def test_an_error_of_cudas_names_the_call(cuda: FakeRuntime, call: str, error: cudaError_t) -> None:
+def test_an_error_of_cudas_names_the_call(cuda: FakeCuda, call: str, error: Error) -> None:
     def one_transfer() -> None:
-        handle, lent = memory().make(100)
-        opened = memory().open(handle)
+        handle, lent = memory(cuda).make(100)
+        opened = memory(cuda).open(handle)
         opened.write(0, numbers(100))
         opened.close()
         lent.close()
@@ -211,17 +121,17 @@ def test_an_error_of_cudas_names_the_call(cuda: FakeRuntime, call: str, error: c
         one_transfer()
 
 
-def test_memory_that_nobody_can_open_is_not_kept(cuda: FakeRuntime) -> None:
+def test_memory_that_nobody_can_open_is_not_kept(cuda: FakeCuda) -> None:
     """It used to stay allocated for as long as the process lived: no region owned it yet."""
-    cuda.failing["cudaIpcGetMemHandle"] = cudaError_t.cudaErrorMapBufferObjectFailed
+    cuda.failing["cudaIpcGetMemHandle"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
-        memory().make(100)
+        memory(cuda).make(100)
     assert cuda.allocated == {}
 
 
-def test_pinned_slots_take_what_they_need_and_no_more(cuda: FakeRuntime) -> None:
+def test_pinned_slots_take_what_they_need_and_no_more(cuda: FakeCuda) -> None:
     """torch's own pinned memory comes in powers of two: 9 GiB of slots would take 16."""
-    region = own_memory(5000, pinned=True)
+    region = own_memory(5000, cuda.device())
     assert list(cuda.locked.values()) == [5000]
     source = torch.arange(100, dtype=torch.uint8)
     back = torch.zeros_like(source)
@@ -233,7 +143,135 @@ def test_pinned_slots_take_what_they_need_and_no_more(cuda: FakeRuntime) -> None
     assert not cuda.locked
 
 
-def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeRuntime) -> None:
-    cuda.failing["cudaHostRegister"] = cudaError_t.cudaErrorMemoryAllocation
+def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeCuda) -> None:
+    cuda.failing["cudaHostRegister"] = Error.cudaErrorMemoryAllocation
     with pytest.raises(RuntimeError, match="cudaHostRegister failed: cudaErrorMemoryAllocation"):
-        own_memory(5000, pinned=True)
+        own_memory(5000, cuda.device())
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_memory_is_made_and_opened_on_this_ranks_device(cuda: FakeCuda, index: int) -> None:
+    """Whatever device the runtime thinks of: it used to be device 0 for every rank, unless something had set it before."""
+    handle, _ = memory(cuda, index).make(100)
+    cuda.current_device = 7
+    memory(cuda, index).open(handle)
+    assert cuda.devices == {"cudaMalloc": index, "cudaIpcOpenMemHandle": index}
+
+
+def test_what_torch_keeps_unused_is_given_back_before_lending_fails(cuda: FakeCuda) -> None:
+    """On a GPU that torch's cache fills, the driver has nothing left: this used to be the end of it."""
+    cuda.free_bytes, cuda.cached_bytes = 1 << 20, 16 << 20
+    _, lent = memory(cuda).make(8 << 20)
+    assert cuda.calls == ["cudaSetDevice", "cudaMalloc", "cudaGetLastError", "empty_cache", "cudaMalloc", "cudaIpcGetMemHandle"]
+    lent.close()
+
+
+def test_what_fits_at_once_empties_no_cache(cuda: FakeCuda) -> None:
+    memory(cuda).make(8 << 20)
+    assert "empty_cache" not in cuda.calls
+
+
+def test_memory_that_is_not_there_is_an_error_with_both_numbers_and_the_way_out(cuda: FakeCuda) -> None:
+    cuda.free_bytes, cuda.cached_bytes = GIB // 2, GIB // 4
+    expected = (
+        r"host buffers take 1\.5 GiB of cuda:2, which has 0\.75 GiB of 80 GiB free.*cudaMalloc failed: cudaErrorMemoryAllocation.*"
+        r"--micro-batch-size.*--bpipe-transport host"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        memory(cuda, 2).make(3 * GIB // 2)
+    assert cuda.calls.count("cudaMalloc") == 2
+    assert TOTAL_BYTES == 80 * GIB
+
+
+def test_another_failure_to_allocate_is_not_tried_twice(cuda: FakeCuda) -> None:
+    cuda.failing["cudaMalloc"] = Error.cudaErrorMapBufferObjectFailed
+    with pytest.raises(RuntimeError, match="cudaMalloc failed: cudaErrorMapBufferObjectFailed"):
+        memory(cuda).make(100)
+    assert "empty_cache" not in cuda.calls
+
+
+def test_an_error_is_taken_off_the_record(cuda: FakeCuda) -> None:
+    """torch looks there after each kernel it starts: it would raise, in the middle of the model, what a probe had already dealt with."""
+    cuda.failing["cudaIpcGetMemHandle"] = Error.cudaErrorMapBufferObjectFailed
+    with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
+        memory(cuda).make(100)
+    assert cuda.last_error == 0
+
+
+def pieces(*lengths: int) -> list[tuple[int, torch.Tensor]]:
+    return [(1000 * place, numbers(length)) for place, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "batched"),
+    [(13020, 13020, True), (13000, 13010, True), (12080, 12080, True), (12080, 12040, False), (12060, 13000, False)],
+)
+def test_a_transfer_is_one_call_where_cuda_has_one(version: int, driver: int, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """340 storages of 20 layers took 340 calls, milliseconds of the host's time. CUDA 12.8 has one call for all; 13.0 changed it."""
+    cuda = installed(FakeCuda(version, driver), monkeypatch)
+    _, lent = memory(cuda).make(4096)
+    lent.write_all(pieces(10, 1000, 7))
+    back = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]
+    lent.read_all(back)
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(back, pieces(10, 1000, 7), strict=True))
+    assert cuda.batches == ([3, 3] if batched else [])
+    assert cuda.streams == [7] * (2 if batched else 6)
+
+
+def test_the_default_stream_takes_no_batches(cuda: FakeCuda) -> None:
+    """CUDA refuses them there. Nothing in a step runs on it; the probe and a check at the start do."""
+    _, lent = DeviceMemory(cuda.device(stream=lambda: 0)).make(4096)
+    lent.write_all(pieces(10, 20))
+    assert (cuda.batches, cuda.streams) == ([], [0, 0])
+
+
+def test_a_batch_that_cuda_refuses_is_an_error(cuda: FakeCuda) -> None:
+    _, lent = memory(cuda).make(4096)
+    cuda.failing["cudaMemcpyBatchAsync"] = Error.cudaErrorMapBufferObjectFailed
+    with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync failed: cudaErrorMapBufferObjectFailed"):
+        lent.write_all(pieces(10, 20))
+
+
+def test_nothing_of_a_batch_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
+    _, lent = memory(cuda).make(1000)
+    with pytest.raises(AssertionError, match="20 bytes at 1000 of a region of 1000"):
+        lent.write_all(pieces(10, 20))
+    assert cuda.batches == []
+
+
+def test_functions_are_looked_up_once(cuda: FakeCuda) -> None:
+    looked_up: list[str] = []
+
+    class Watched:
+        def __init__(self, library: Any) -> None:
+            self._library = library
+
+        def __getattr__(self, name: str) -> Any:
+            looked_up.append(name)
+            return getattr(self._library, name)
+
+    runtime = device_memory.runtime().__class__(Watched(cuda.library))
+    before = len(looked_up)
+    for _ in range(3):
+        runtime.set_device(0)
+        runtime.memory()
+    assert len(looked_up) == before
+
+
+# What waits for the device, and what takes memory away from whoever may be copying.
+FORBIDDEN = {"cudaDeviceSynchronize", "cudaFree", "cudaIpcCloseMemHandle", "cudaHostUnregister"}
+
+
+def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: FakeCuda) -> None:
+    """A kernel that waits for a partner that is gone never ends: the error used to wait for it, unread. And the partner may be copying."""
+    handle, lent = memory(cuda).make(4096)
+    opened, pinned = memory(cuda).open(handle), own_memory(4096, cuda.device())
+    for region in (lent, opened, pinned):
+        region.write(0, numbers(100))
+    cuda.calls.clear()
+    for region in (opened, lent, pinned):
+        region.abandon()
+    assert cuda.calls == []
+    copied_to = weakref.ref(pinned._owner)  # type: ignore[attr-defined]
+    del pinned, region
+    assert copied_to() is not None, "what copies may still reach is gone"

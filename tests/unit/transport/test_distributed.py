@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +12,26 @@ import pytest
 import torch
 
 from bpipe.transport import distributed
-from bpipe.transport.distributed import MAX_BATCHED_OPERATIONS, Distributed, PairGroups, new_group, pair_groups
+from bpipe.transport.distributed import (
+    MAX_BATCHED_OPERATIONS,
+    MAX_CTAS,
+    Distributed,
+    PairGroups,
+    destroy_groups,
+    nccl_options,
+    new_group,
+    pair_groups,
+)
 
 CPU = torch.device("cpu")
+
+
+class Options:
+    """torch's, as of 2.11."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace(max_ctas=-1, min_ctas=-1)
 
 
 class Recorded:
@@ -21,15 +41,22 @@ class Recorded:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.options: list[Any] = []
+        self.destroyed: list[str] = []
+        self.ProcessGroupNCCL = SimpleNamespace(Options=Options)
         self.calls: list[tuple[Any, ...]] = []
         self.waited: list[tuple[Any, ...]] = []
 
     def get_rank(self) -> int:
         return self.rank
 
-    def new_group(self, ranks: list[int], timeout: Any, backend: str, group_desc: str) -> str:
+    def new_group(self, ranks: list[int], timeout: Any, backend: str, pg_options: Any, group_desc: str) -> str:
+        self.options.append(pg_options)
         self.calls.append(("group", tuple(ranks), backend, timeout.total_seconds(), group_desc))
         return group_desc
+
+    def destroy_process_group(self, group: str) -> None:
+        self.destroyed.append(group)
 
     def P2POp(self, operation: str, buffer: torch.Tensor, partner: int, group: str) -> tuple[Any, ...]:
         return operation, buffer.numel(), partner, group
@@ -104,3 +131,64 @@ def test_what_is_under_way_is_kept_alive_until_it_is_waited_for(dist: Recorded) 
 def test_groups_end_with_the_time_out(dist: Recorded) -> None:
     new_group([0, 1], "gloo", 2.5, "CONTROL_0_1")
     assert dist.calls == [("group", (0, 1), "gloo", 2.5, "BPIPE_CONTROL_0_1")]
+
+
+def test_nccl_carries_transfers_at_once_and_on_few_compute_units(dist: Recorded) -> None:
+    """By default its blocks queue behind a layer's, and then take up to 32 compute units from it."""
+    new_group([0, 1], "nccl", 2.5, "UP_0_1")
+    (options,) = dist.options
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == MAX_CTAS
+    assert options.config.min_ctas == -1
+    assert options._timeout.total_seconds() == 2.5
+    assert 2 <= MAX_CTAS <= 8
+    assert MAX_CTAS & (MAX_CTAS - 1) == 0, "NCCL rounds it up to a power of two"
+
+
+def test_gloo_has_no_such_options(dist: Recorded) -> None:
+    new_group([0, 1], "gloo", 2.5, "UP_0_1")
+    assert dist.options == [None]
+
+
+class WithoutPriority:
+    __slots__ = ("_timeout", "config")
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(max_ctas=-1)
+
+
+class WithoutConfig:
+    __slots__ = ("_timeout", "is_high_priority_stream")
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+
+
+@pytest.mark.parametrize(("options", "missing"), [(WithoutPriority, "is_high_priority_stream"), (WithoutConfig, r"config\.max_ctas")])
+def test_a_torch_without_a_setting_gets_the_other_and_rank_0_says_so(options: type, missing: str, dist: Recorded) -> None:
+    dist.ProcessGroupNCCL = SimpleNamespace(Options=options)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        new_group([0, 1], "nccl", 2.5, "UP_0_1")
+    assert len(warned) == (dist.rank == 0)
+    for one in warned:
+        assert re.search(rf"bpipe: the NCCL options of this torch \(.*\) have no {missing}: transfers may", str(one.message))
+    made = dist.options[0]
+    assert getattr(made, "is_high_priority_stream", True)
+    assert not hasattr(made, "config") or made.config.max_ctas == MAX_CTAS
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch was built without NCCL")
+def test_this_torch_has_all_settings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = nccl_options(timedelta(seconds=3))
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == MAX_CTAS
+
+
+def test_both_ranks_destroy_their_groups_in_one_order(dist: Recorded) -> None:
+    if dist.rank == 2:
+        return
+    destroy_groups(pair_groups(0, 1, "gloo", 7.0, CPU))  # type: ignore[arg-type]
+    assert dist.destroyed == ["BPIPE_UP_0_1", "BPIPE_DOWN_0_1"]

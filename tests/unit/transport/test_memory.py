@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bpipe.transport.memory import SharedMemory, own_memory
+from tests.unit.transport.loopback import CPU
 
 
 def descriptors() -> list[str]:
@@ -51,7 +52,7 @@ def test_what_one_writes_the_other_reads_and_the_other_way_round() -> None:
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 511, 513, 4096])
 def test_every_byte_is_copied_and_none_beside_them(length: int) -> None:
     """Whole words are copied as such, everything else byte by byte."""
-    region = own_memory(2 * length + 512, pinned=False)
+    region = own_memory(2 * length + 512, CPU)
     region.write(0, torch.full((2 * length + 512,), 17, dtype=torch.uint8))
     region.write(512, numbers(length))
     back, whole = torch.zeros(length, dtype=torch.uint8), torch.zeros(2 * length + 512, dtype=torch.uint8)
@@ -115,7 +116,7 @@ def test_a_handle_of_nobodys_is_an_os_error() -> None:
 
 
 def test_nothing_is_copied_beyond_the_end() -> None:
-    region = own_memory(100, pinned=False)
+    region = own_memory(100, CPU)
     with pytest.raises((RuntimeError, IndexError), match=r"narrow|range|exceeds"):
         region.write(60, numbers(50))
     with pytest.raises((RuntimeError, IndexError), match=r"narrow|range|exceeds"):

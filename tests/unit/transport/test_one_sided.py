@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from bpipe.transport import device_memory
 from bpipe.transport.base import Pending, Sizes
+from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import SlotLayout
 from bpipe.transport.memory import SharedMemory
-from bpipe.transport.one_sided import Reaching
-from tests.unit.transport.loopback import alone, peers
+from bpipe.transport.one_sided import Host, Peer, Reaching
+from tests.unit.transport.fake_cuda import FakeCuda
+from tests.unit.transport.loopback import AtOnce, alone, controls, peers
 
 SIZES: Sizes = {0: (1000, 24, 4096)}
 SLOTS = (frozenset({0}), frozenset({0}))
@@ -66,7 +69,7 @@ def test_a_slot_can_be_used_again_and_again(pair: tuple[Reaching, Reaching]) -> 
 def test_a_slot_that_is_taken_is_refused(pair: tuple[Reaching, Reaching]) -> None:
     evictor, _ = pair
     evictor.put(0, buffers(1)).wait()
-    with pytest.raises(RuntimeError, match="slot 0 is holding, but must be free for this transfer: the program uses it twice"):
+    with pytest.raises(RuntimeError, match="host buffer 0 is holding, but must be free for this transfer: the program uses it twice"):
         evictor.put(0, buffers(2))
     back = buffers()
     evictor.get(0, back).wait()
@@ -75,7 +78,7 @@ def test_a_slot_that_is_taken_is_refused(pair: tuple[Reaching, Reaching]) -> Non
 
 def test_a_slot_that_holds_nothing_is_refused(pair: tuple[Reaching, Reaching]) -> None:
     evictor, _ = pair
-    with pytest.raises(RuntimeError, match="slot 1 is free, but must be holding for this transfer"):
+    with pytest.raises(RuntimeError, match="host buffer 1 is free, but must be holding for this transfer"):
         evictor.get(1, buffers())
 
 
@@ -225,7 +228,7 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
     evictor.announce(SIZES, LAYOUT).wait()
     with pytest.raises(OSError, match="Cannot allocate memory"):
         acceptor.lend(lambda sizes: LAYOUT)
-    with pytest.raises(RuntimeError, match=r"the partner could not make memory for the slots: OSError: .* Cannot allocate memory"):
+    with pytest.raises(RuntimeError, match=r"the partner could not make the host buffers it lends: OSError: .* Cannot allocate memory"):
         evictor.put(0, buffers(1)).wait()
 
 
@@ -249,3 +252,71 @@ def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]
     assert same(back, buffers(7))
     for end in (evictor, acceptor):
         end.abandon()
+
+
+def on_a_device(cuda: FakeCuda, kind: str) -> tuple[Reaching, Reaching]:
+    """Both ends as on a GPU, where copies are issued at once and nobody knows when they end."""
+    here, there = controls()
+    ways = [Peer(control, DeviceMemory(cuda.device())) if kind == "peer" else Host(cuda.device()) for control in (here, there)]  # type: ignore[arg-type]
+    evictor, acceptor = (Reaching(way, AtOnce(), AtOnce()) for way in ways)
+    return evictor, acceptor
+
+
+@pytest.mark.parametrize("kind", ["peer", "host"])
+def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that waits for a partner that is gone never ends: whoever waited for the device had no traceback for minutes."""
+    cuda = FakeCuda()
+    runtime = cuda.runtime()
+    monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
+    evictor, acceptor = on_a_device(cuda, kind)
+    evictor.announce(SIZES, LAYOUT).wait()
+    acceptor.lend(lambda sizes: LAYOUT)
+    evictor.put(0, buffers(1))
+    cuda.calls.clear()
+    for end in (acceptor, evictor):
+        end.abandon()
+    assert cuda.calls == []
+    assert len(cuda.allocated) == len(cuda.opened) == (kind == "peer")
+    assert len(cuda.locked) == (kind == "host")
+
+
+@pytest.mark.parametrize("kind", ["peer", "host"])
+def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    runtime = cuda.runtime()
+    monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
+    evictor, acceptor = on_a_device(cuda, kind)
+    evictor.announce(SIZES, LAYOUT).wait()
+    acceptor.lend(lambda sizes: LAYOUT)
+    evictor.put(0, buffers(1))
+    for end in (evictor, acceptor):
+        end.release()
+    assert "cudaDeviceSynchronize" in cuda.calls
+    assert (cuda.allocated, cuda.opened, cuda.locked) == ({}, [], {})
+
+
+def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
+    """With gloo a message's wait lasts until it was received: both used to wait for the other to listen, when lending and when parting."""
+    ends = [Reaching(Peer(control, SharedMemory()), AtOnce(), AtOnce()) for control in controls(timeout_s=2.0, rendezvous=True)]  # type: ignore[arg-type]
+    errors: list[Exception] = []
+
+    def both_roles(end: Reaching, seed: int) -> None:
+        try:
+            announced = end.announce(SIZES, LAYOUT)
+            end.lend(lambda sizes: LAYOUT)
+            back = buffers()
+            end.put(0, buffers(seed)).wait()
+            end.get(0, back).wait()
+            announced.wait()
+            assert same(back, buffers(seed))
+            end.release()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=both_roles, args=(end, seed)) for seed, end in enumerate(ends)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert errors == []

@@ -1,0 +1,96 @@
+"""Let a Megatron launch say what other commands ask flags for. In: `-- FLAGS` or `--from-script FILE`. Out: options, filled in.
+
+An option that was given on the command line itself stands. Knows no flag of Megatron's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from bpipe.plan.launch_script import read_launch
+from bpipe.plan.megatron_command import Reading, read_command
+
+# What is predicted where nobody says it.
+DEFAULTS: dict[str, Any] = {
+    "tensor": 1,
+    "micro_batch": 1,
+    "recompute": "none",
+    "chunks": 1,
+    "balance": "none",
+    "attention": "flash",
+    "precision": "bf16",
+}
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("from a launch of Megatron", "what it says need not be said again; what is said here replaces it")
+    add = group.add_argument
+    add("--from-script", metavar="FILE", help="a bash script that starts the training, read without running it ('-' is standard input)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of that script; the environment is not looked at")
+    add(
+        "megatron",
+        nargs="*",
+        metavar="FLAGS",
+        help="after --: flags of pretrain_gpt.py, or a whole command: torchrun ... script.py ...",
+    )
+
+
+def reading_of(options: argparse.Namespace) -> Reading | None:
+    """What the launch says; None where none was given."""
+    if options.from_script is None:
+        if options.set:
+            raise ValueError("--set is for a script's variables: name the script with --from-script")
+        return read_command(options.megatron) if options.megatron else None
+    if options.megatron:
+        raise ValueError("--from-script and flags after -- say the same: give one of them")
+    text = sys.stdin.read() if options.from_script == "-" else Path(options.from_script).read_text(encoding="utf-8")
+    try:
+        launch = read_launch(text, dict(map(_assignment, options.set)))
+        return read_command(launch.words, launch.unknown)
+    except ValueError as error:
+        raise ValueError(f"{options.from_script}: {error}") from None
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"--set {text} is not NAME=VALUE")
+    return name, value
+
+
+def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[str, ...]) -> argparse.Namespace:
+    """The options with what the launch says where they say nothing, then with defaults. Raises ValueError for what nobody says."""
+    given = vars(options)
+    missing = [f"--{name.replace('_', '-')}" for name in needed if given[name] is None] if reading is None else []
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
+    said = dict(reading.options) if reading else {}
+    for name in ("pipeline", "chunks"):
+        if given.get(name) is not None and given[name] != said.get(name):
+            # Layers of other stages say nothing of these.
+            said.pop("layers", None)
+            said.pop("chunks", None)
+    for name, what in reading.unmodelled.items() if reading else ():
+        if given.get(name) is None:
+            raise ValueError(f"{what} is not modelled: say what to predict in its place with --{name}")
+    every = {**DEFAULTS, **said, **{name: value for name, value in given.items() if value is not None and value is not False}}
+    if reading and options.model is None and "vocabulary" not in every:
+        raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocabulary N")
+    return argparse.Namespace(**{**given, **every})
+
+
+def lines(reading: Reading) -> list[str]:
+    """What a reader must know of the translation, for a person."""
+    found = [f"from the launch: {note}" for note in reading.notes]
+    if reading.not_considered:
+        found.append(f"not considered: {' '.join(reading.not_considered)}")
+    return found
+
+
+def launch_document(reading: Reading) -> dict[str, Any]:
+    """The same for a program."""
+    return {"notes": list(reading.notes), "not_considered": list(reading.not_considered)}

@@ -1,0 +1,321 @@
+"""Read and write the form that torch's pipeline runtime loads: computations with the messages between them. In: text or a Schedule.
+
+Out: the other, or a `TextError` with the place. A row is a rank's operations in order (`format="compute_comms"` of torch's `_load_csv`):
+
+    0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,...,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD
+
+Messages follow from the computations: an output or a gradient goes to the neighbouring stage where that is another rank's. Reading holds
+the file to that (nothing missing, doubled, unneeded, too early or too late, between two ranks all in one order, and nobody waits for
+ever), then drops the messages and puts the computations on the unit grid: columns of this form say nothing. Knows no time and no
+parameters: where they are gathered, let go and reduced is only held to its order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.text import NUMBER, TextError, assemble, read_computation, read_rows, slot_of, write_computation
+from bpipe.passes.align import align
+
+_MESSAGE = re.compile(f"{NUMBER}((?:WAIT_)?SEND_[FB]|RECV_[FB]){NUMBER}")
+_PARAMETERS = re.compile(f"{NUMBER}(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
+_ANY = re.compile("[0-9](WAIT_|SEND_|RECV_|UNSHARD|RESHARD|REDUCE_GRAD)")
+
+
+def has_messages(text: str) -> bool:
+    """Whether this CSV is in the runtime's form."""
+    return _ANY.search(text) is not None
+
+
+class _Message(NamedTuple):
+    """An output ("F") or gradient ("B") of one micro-batch, named by the stage that makes it."""
+
+    direction: str
+    stage: int
+    microbatch: int
+
+    @property
+    def to_stage(self) -> int:
+        return self.stage + (1 if self.direction == "F" else -1)
+
+    @property
+    def send(self) -> str:
+        return f"{self.stage}SEND_{self.direction}{self.microbatch}"
+
+    @property
+    def receive(self) -> str:
+        return f"{self.to_stage}RECV_{self.direction}{self.microbatch}"
+
+    @property
+    def wait(self) -> str:
+        return f"{self.stage}WAIT_SEND_{self.direction}{self.microbatch}"
+
+
+class _Cell(NamedTuple):
+    """One cell: a slot of computations, or a word about a message or a stage's parameters."""
+
+    text: str
+    place: str
+    slot: Slot | None = None
+    word: str = ""
+    stage: int = 0
+    message: _Message | None = None
+
+
+def read_runtime(text: str, name: str = "csv") -> Schedule:
+    """The schedule of such a file, on the unit grid."""
+    fields, texts = read_rows(text)
+    rows = [[_read_cell(cell.strip(" "), place) for cell, place in row] for row in texts]
+    schedule = assemble([[cell.slot for cell in row if cell.slot is not None] for row in rows], fields, name)
+    # Torch's listing of a single stage's schedule names reductions between computations and no message at all.
+    passing = any(cell.message is not None for row in rows for cell in row)
+    for rank, row in enumerate(rows):
+        _Walk(schedule, rank, passing).take(row)
+    _check_order(schedule, rows)
+    _check_progress(rows)
+    try:
+        return align(schedule)
+    except ValueError as error:
+        raise TextError(f"{error}") from None
+
+
+def _read_cell(text: str, place: str) -> _Cell:
+    message, parameters = _MESSAGE.fullmatch(text), _PARAMETERS.fullmatch(text)
+    if message is not None:
+        stage, word, microbatch = int(message[1]), message[2], int(message[3])
+        direction = word[-1]
+        maker = stage if word[0] != "R" else stage - 1 if direction == "F" else stage + 1
+        return _Cell(text, place, None, word[:-2], stage, _Message(direction, maker, microbatch))
+    if parameters is not None:
+        return _Cell(text, place, None, parameters[2], int(parameters[1]))
+    try:
+        if not text:
+            raise TextError("an empty cell, but in the runtime's form every cell is an operation")
+        slot = slot_of([read_computation(text)])
+        if slot.transfers:
+            raise TextError(f"{text} is no computation, and torch's runtime moves no activations")
+        return _Cell(text, place, slot)
+    except TextError as error:
+        raise TextError(f"{place}: {error}") from None
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One rank's row, cell by cell: what has been computed, sent and received so far."""
+
+    schedule: Schedule
+    rank: int
+    # Whether the file has messages at all.
+    passing: bool
+    # What is still to be sent: the place of the computation that made it.
+    unsent: dict[_Message, _Cell] = field(default_factory=dict)
+    sent: dict[_Message, _Cell] = field(default_factory=dict)
+    received: dict[_Message, _Cell] = field(default_factory=dict)
+    waited: set[_Message] = field(default_factory=set)
+    consumed: set[_Message] = field(default_factory=set)
+    computed: set[int] = field(default_factory=set)
+    words: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def take(self, row: Sequence[_Cell]) -> None:
+        """Raises TextError at the first cell that cannot stand where it stands, and for what is missing at the end."""
+        for cell in row:
+            if cell.slot is not None:
+                self._compute(cell, cell.slot)
+            elif cell.message is not None:
+                self._pass(cell, cell.message)
+            else:
+                self._parameters(cell)
+        for message, maker in self.unsent.items():
+            raise TextError(f"{maker.place}: what {maker.text} makes never leaves: {message.send} is missing behind it")
+        for message, cell in self.received.items():
+            if message not in self.consumed:
+                raise TextError(f"{cell.place}: nothing behind it needs what {cell.text} receives")
+        for message, cell in self.sent.items():
+            if self.waited and message not in self.waited:
+                raise TextError(f"{cell.place}: nobody waits for {cell.text}: {message.wait} is missing behind it")
+        for (word, stage), place in self.words.items():
+            if word in ("UNSHARD", "REDUCE_GRAD"):
+                closing = "RESHARD" if word == "UNSHARD" else "WAIT_REDUCE_GRAD"
+                raise TextError(f"{place}: {stage}{word} has no {stage}{closing} behind it")
+
+    def _compute(self, cell: _Cell, slot: Slot) -> None:
+        for action in slot.computations:
+            needed = _needed(self.schedule, action)
+            if needed is not None and self.passing:
+                if needed not in self.received:
+                    raise TextError(f"{cell.place}: {action} needs what comes from another rank: {needed.receive} is missing before it")
+                self.consumed.add(needed)
+            if ("RESHARD", action.stage) in self.words and ("UNSHARD", action.stage) not in self.words:
+                raise TextError(f"{cell.place}: {action} computes with parameters that {action.stage}RESHARD has let go")
+            if ("WAIT_REDUCE_GRAD", action.stage) in self.words or ("REDUCE_GRAD", action.stage) in self.words:
+                raise TextError(f"{cell.place}: {action} comes behind {action.stage}REDUCE_GRAD, and what it adds is not reduced")
+        for action in slot.computations:
+            self.computed.add(action.stage)
+            made = _made(self.schedule, action)
+            if made is not None and self.passing:
+                self.unsent[made] = cell
+
+    def _pass(self, cell: _Cell, message: _Message) -> None:
+        owner = self.schedule.stage_to_rank
+        if not 0 <= cell.stage < len(owner) or owner[cell.stage] != self.rank:
+            raise TextError(f"{cell.place}: {cell.text} is of stage {cell.stage}, which rank {self.rank} does not compute")
+        ends = (message.stage, message.to_stage)
+        if not all(0 <= stage < len(owner) for stage in ends) or owner[ends[0]] == owner[ends[1]]:
+            raise TextError(f"{cell.place}: {cell.text} passes nothing: there is no other rank on that side")
+        taken = {"SEND": self.sent, "RECV": self.received, "WAIT_SEND": self.waited}[cell.word]
+        if message in taken:
+            raise TextError(f"{cell.place}: {cell.text} stands there twice")
+        if cell.word == "SEND":
+            if message not in self.unsent:
+                raise TextError(f"{cell.place}: {cell.text} comes before what it sends is computed, or nothing makes that")
+            del self.unsent[message]
+            self.sent[message] = cell
+        elif cell.word == "RECV":
+            self.received[message] = cell
+        else:
+            if message not in self.sent:
+                raise TextError(f"{cell.place}: {cell.text} waits for what is not sent before it")
+            self.waited.add(message)
+
+    def _parameters(self, cell: _Cell) -> None:
+        """UNSHARD and RESHARD in turn, REDUCE_GRAD once and then its wait."""
+        owner, stage = self.schedule.stage_to_rank, cell.stage
+        if not 0 <= stage < len(owner) or owner[stage] != self.rank:
+            raise TextError(f"{cell.place}: {cell.text} is of a stage that rank {self.rank} does not compute")
+        opening = {"RESHARD": "UNSHARD", "WAIT_REDUCE_GRAD": "REDUCE_GRAD"}.get(cell.word)
+        if (cell.word, stage) in self.words and cell.word != "RESHARD":
+            raise TextError(f"{cell.place}: {cell.text} stands there twice")
+        if cell.word == "REDUCE_GRAD" and ("WAIT_REDUCE_GRAD", stage) in self.words:
+            raise TextError(f"{cell.place}: {cell.text} stands there twice")
+        if opening is not None and self.words.pop((opening, stage), None) is None:
+            raise TextError(f"{cell.place}: {cell.text} has no {stage}{opening} before it")
+        if cell.word == "UNSHARD" and stage in self.computed and ("RESHARD", stage) not in self.words:
+            raise TextError(f"{cell.place}: {cell.text} comes behind a computation of its stage")
+        reducing = next((other for word, other in self.words if word == "REDUCE_GRAD"), None)
+        if cell.word == "REDUCE_GRAD" and reducing is not None:
+            raise TextError(
+                f"{cell.place}: {cell.text} starts while stage {reducing} is still reduced: {reducing}WAIT_REDUCE_GRAD is missing"
+            )
+        self.words[cell.word, stage] = cell.place
+
+
+def _needed(schedule: Schedule, action: Action) -> _Message | None:
+    """The message a computation waits for. None: it needs none."""
+    owner = schedule.stage_to_rank
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    direction, other = ("F", action.stage - 1) if action.kind is Kind.FORWARD else ("B", action.stage + 1)
+    if not 0 <= other < len(owner) or owner[other] == owner[action.stage]:
+        return None
+    return _Message(direction, other, action.microbatch)
+
+
+def _made(schedule: Schedule, action: Action) -> _Message | None:
+    """The message that carries what a computation made. None: nobody on another rank needs it."""
+    owner = schedule.stage_to_rank
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    message = _Message("F" if action.kind is Kind.FORWARD else "B", action.stage, action.microbatch)
+    return message if 0 <= message.to_stage < len(owner) and owner[message.to_stage] != owner[action.stage] else None
+
+
+def _check_order(schedule: Schedule, rows: Sequence[Sequence[_Cell]]) -> None:
+    """What one rank sends another is received in the order in which it was sent: the messages carry no names that could tell them apart."""
+    owner = schedule.stage_to_rank
+    sent: dict[tuple[int, int], list[_Message]] = {}
+    for row in rows:
+        for cell in row:
+            if cell.message is not None and cell.word == "SEND":
+                sent.setdefault((owner[cell.message.stage], owner[cell.message.to_stage]), []).append(cell.message)
+    for messages in sent.values():
+        messages.reverse()
+    for row in rows:
+        for cell in row:
+            if cell.message is not None and cell.word == "RECV":
+                pair = owner[cell.message.stage], owner[cell.message.to_stage]
+                queue = sent.get(pair)
+                if not queue or queue[-1] != cell.message:
+                    found = f"{queue[-1].send} is what comes next" if queue else f"{cell.message.send} is missing"
+                    raise TextError(f"{cell.place}: {cell.text} is out of order: from rank {pair[0]}, {found}")
+                queue.pop()
+    for messages in sent.values():
+        for message in messages:
+            raise TextError(f"rank {owner[message.to_stage]} never receives what {message.send} sends: {message.receive} is missing")
+
+
+def _check_progress(rows: Sequence[Sequence[_Cell]]) -> None:
+    """Every rank reaches its end where a receive waits for its send, and a wait for the receive."""
+    over: set[tuple[str, _Message]] = set()
+    positions = [0] * len(rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while positions[rank] < len(row):
+                cell = row[positions[rank]]
+                if cell.message is not None:
+                    waits_for = {"RECV": "SEND", "WAIT_SEND": "RECV"}.get(cell.word)
+                    if waits_for is not None and (waits_for, cell.message) not in over:
+                        break
+                    over.add((cell.word, cell.message))
+                positions[rank] += 1
+                moved = True
+    for row, position in zip(rows, positions, strict=True):
+        if position < len(row):
+            cell = row[position]
+            assert cell.message is not None
+            other = cell.message.send if cell.word == "RECV" else cell.message.receive
+            raise TextError(f"{cell.place}: {cell.text} waits for ever: {other} is missing, or waits for this rank in turn")
+
+
+def write_runtime(schedule: Schedule) -> str:
+    """The computations with the messages that they make necessary, as torch's runtime takes them.
+
+    A message leaves right behind its computation and is received before its receiver's next one; a forward's is waited for behind the same
+    micro-batch's backward, the others' at the end. A stage's parameters are there from before its first computation to the end.
+    """
+    moving = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
+    if moving is not None:
+        raise ValueError(f"{moving} moves activations, for which torch's runtime has no operation: write csv, or do not balance")
+    rows: list[list[str]] = [[] for _ in schedule.ranks]
+    pending: list[dict[_Message, None]] = [{} for _ in schedule.ranks]
+    left = [2 * schedule.num_microbatches] * schedule.num_stages
+    seen: set[int] = set()
+    for column in zip(*schedule.ranks, strict=True):
+        for rank, slot in enumerate(column):
+            if slot.compute is None:
+                continue
+            for action in slot.computations:
+                if action.stage not in seen:
+                    seen.add(action.stage)
+                    rows[rank].append(f"{action.stage}UNSHARD")
+            rows[rank].append(write_computation(slot))
+            for action in slot.computations:
+                message = _made(schedule, action)
+                if message is not None:
+                    rows[rank].append(message.send)
+                    pending[rank][message] = None
+                    rows[schedule.stage_to_rank[message.to_stage]].append(message.receive)
+            for action in slot.computations:
+                rows[rank] += _closed(action, pending[rank], left)
+    for rank, row in enumerate(rows):
+        row += [message.wait for message in pending[rank]]
+        row += [f"{stage}RESHARD" for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank and stage in seen]
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def _closed(action: Action, pending: dict[_Message, None], left: list[int]) -> Iterator[str]:
+    """What is over with a computation: the send of the forward of the same micro-batch, and after a stage's last one its gradients."""
+    sent = _Message("F", action.stage, action.microbatch)
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and sent in pending:
+        del pending[sent]
+        yield sent.wait
+    left[action.stage] -= action.kind is not Kind.BACKWARD_INPUT
+    if left[action.stage] == 0:
+        yield f"{action.stage}REDUCE_GRAD"
+        yield f"{action.stage}WAIT_REDUCE_GRAD"

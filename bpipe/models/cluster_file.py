@@ -1,0 +1,101 @@
+"""Read a cluster of one's own. In: a JSON or TOML file. Out: a `Cluster`. Errors name the key and the file.
+
+nodes = 16
+gpus_per_node = 8
+
+[device]
+like = "h100-80g"        # what is not said is taken from there
+name = "our-h100"
+between_gb_per_s = 25    # half the ports
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bpipe.models.cluster import DEVICES, GIB, Cluster, Device
+from bpipe.names import unknown
+from bpipe.values import load_json
+
+# Keys of `device`, the field each sets and how many of its units one of the key's is.
+NUMBERS = {
+    "peak_tflops": ("peak_flops_per_s", 1e12),
+    "memory_gib": ("memory_bytes", GIB),
+    "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
+    "inside_gb_per_s": ("inside_bytes_per_s", 1e9),
+    "between_gb_per_s": ("between_bytes_per_s", 1e9),
+}
+SUFFIXES = (".json", ".toml")
+# More than any device has: beyond, the unit was mistaken.
+LARGEST = 1e6
+
+
+def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
+    """`devices` are nodes and GPUs of one, for a file that does not say them."""
+    data = path.read_bytes()
+    try:
+        document = load_json(data) if path.suffix == ".json" else tomllib.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path}: nested deeper than any cluster") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: no {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: a cluster is an object with nodes, gpus_per_node and device")
+    _refuse_unknown(path, "", document, ("nodes", "gpus_per_node", "device"))
+    nodes, each = devices or (None, None)
+    sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", each))]
+    if "device" not in document:
+        raise ValueError(f"{path}: device is missing: one of {', '.join(DEVICES)}, or an object with its numbers")
+    return Cluster(_device(path, document["device"]), *sizes)
+
+
+def _size(path: Path, document: dict[str, Any], key: str, default: int | None) -> int:
+    size = document.get(key, default)
+    if type(size) is not int or not 1 <= size <= LARGEST:
+        raise ValueError(f"{path}: {key} is {_said(size)}, but must be a whole number from 1 to {LARGEST:.0f}")
+    return size
+
+
+def _device(path: Path, said: object) -> Device:
+    if isinstance(said, str):
+        return _known(path, "device", said)
+    if not isinstance(said, dict):
+        raise ValueError(f"{path}: device is {_said(said)}, but must be a name or an object")
+    _refuse_unknown(path, "device.", said, ("like", "name", *NUMBERS))
+    numbers: dict[str, Any] = {field: _number(path, key, said[key]) * unit for key, (field, unit) in NUMBERS.items() if key in said}
+    if "memory_bytes" in numbers:
+        numbers["memory_bytes"] = int(numbers["memory_bytes"])
+    name = said.get("name", path.stem)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{path}: device.name is {_said(name)}, but must be text")
+    if "like" in said:
+        return replace(_known(path, "device.like", said["like"]), name=name, source=str(path), **numbers)
+    missing = [f"device.{key}" for key in NUMBERS if key not in said]
+    if missing:
+        raise ValueError(f"{path}: {', '.join(missing)} missing: give all, or device.like")
+    return Device(name=name, source=str(path), **numbers)
+
+
+def _known(path: Path, key: str, name: object) -> Device:
+    if not isinstance(name, str) or name not in DEVICES:
+        raise ValueError(f"{path}: {key}: {unknown('device', str(name), DEVICES)}")
+    return DEVICES[name]
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= LARGEST:
+        raise ValueError(f"{path}: device.{key} is {_said(value)}, but must be a number above 0 and at most {LARGEST:.0f}")
+    return float(value)
+
+
+def _refuse_unknown(path: Path, before: str, said: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in said:
+        if key not in known:
+            raise ValueError(f"{path}: {unknown('key', before + key, [before + one for one in known])}")
+
+
+def _said(value: object) -> str:
+    return "missing" if value is None else repr(value)[:60]

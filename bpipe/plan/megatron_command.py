@@ -1,0 +1,307 @@
+"""Read a Megatron command line as this package's own options. In: the command's words. Out: a `Reading`: options, and what is left out.
+
+Three tables decide: what is read (`READ`); what would change the result and is not modelled, so an error (`REFUSED`); and what changes
+neither memory nor time (`WITHOUT_INFLUENCE`). Any other flag is listed as not considered. Imports no Megatron; a test holds the tables to
+the parser of the installed one. Knows no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from bpipe.plan.layer_split import Split, read_split
+from bpipe.values import LARGEST
+
+_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+_POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
+
+# Flags, and what argparse is told of them: type, default and choices are Megatron's own. `True` is a switch.
+READ: dict[str, Any] = {
+    **dict.fromkeys(("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels"), int),
+    **dict.fromkeys(("--seq-length", "--vocab-size", "--padded-vocab-size", "--micro-batch-size", "--global-batch-size"), int),
+    **dict.fromkeys(("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--recompute-num-layers"), int),
+    **dict.fromkeys(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--max-position-embeddings"), int),
+    "--num-query-groups": (int, 1, None),
+    "--tensor-model-parallel-size": (int, 1, None),
+    "--pipeline-model-parallel-size": (int, 1, None),
+    "--attention-dropout": (float, 0.1, None),
+    "--hidden-dropout": (float, 0.1, None),
+    "--pipeline-model-parallel-layout": (str, None, None),
+    "--normalization": (str, "LayerNorm", ("LayerNorm", "RMSNorm")),
+    "--position-embedding-type": (str, "learned_absolute", _POSITIONS),
+    "--attention-backend": (str, "auto", _BACKENDS),
+    "--transformer-impl": (str, "transformer_engine", ("local", "transformer_engine", "inference_optimized")),
+    "--recompute-granularity": (str, None, ("full", "selective")),
+    "--recompute-method": (str, None, ("uniform", "block")),
+    "--recompute-modules": ("+", None, None),
+    **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
+    **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
+    **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
+    **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
+}
+
+_EXPERTS, _OFFLOAD, _FSDP, _LOW = "mixtures of experts", "offloading", "sharding by FSDP", "8-bit and 4-bit training"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+# Flags that take a value are refused where it is none of these.
+_NEUTRAL = ("0", "1", "None", "none")
+REFUSED = {
+    **dict.fromkeys(("--num-experts", "--expert-model-parallel-size"), _EXPERTS),
+    **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD),
+    **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
+    **dict.fromkeys(("--fp8-format", "--fp4-format"), _LOW),
+    "--context-parallel-size": "context parallelism",
+    "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
+    "--distribute-saved-activations": "distributed saved activations",
+    "--multi-latent-attention": "latent attention",
+    "--experimental-attention-variant": "another attention",
+    "--mtp-num-layers": "multi-token prediction",
+    "--hybrid-layer-pattern": "hybrid models",
+    "--is-hybrid-model": "hybrid models",
+    "--heterogeneous-layers-config-path": "layers of different kinds",
+    "--quick-geglu": "this activation function",
+    "--use-checkpoint-args": "sizes that stand in a checkpoint",
+    "--yaml-cfg": "flags that stand in a file",
+    GROUP: "larger groups of micro-batches",
+}
+
+WITHOUT_INFLUENCE = (
+    *("--lr", "--lr-*", "--min-lr", "--decoupled-*", "--*weight-decay*", "--adam-*", "--sgd-momentum", "--clip-grad", "--seed"),
+    *("--init-method-*", "--train-iters", "--train-samples", "--eval-i*", "--exit-*", "--finetune", "--skip-train", "--norm-epsilon"),
+    *("--save", "--save-interval", "--save-retain-interval", "--load", "--no-load-*", "--no-save-*", "--ckpt-*", "--dist-ckpt-*"),
+    *("--async-*", "--auto-detect-ckpt-format", "--use-dist-ckpt", "--non-persistent-*", "--override-opt*", "--use-checkpoint-opt*"),
+    *("--data-path", "--*-data-path", "--data-args-path", "--data-cache-path", "--split", "--mock-data", "--num-workers"),
+    *("--dataloader-type", "--no-mmap-bin-files", "--num-dataset-builder-threads", "--no-create-attention-mask-in-dataloader"),
+    *("--tokenizer-*", "--vocab-file", "--merge-file", "--trust-remote-code", "--null-tokenizer-*", "--reset-*", "--eod-mask-loss"),
+    *("--log-*", "--tensorboard-*", "--wandb-*", "--timing-*", "--one-logger-*", "--no-one-logger", "--app-tag-*", "--logging-level"),
+    *("--profile*", "--use-pytorch-profiler", "--pytorch-profiler-*", "--manual-gc*", "--distributed-timeout-*", "--distributed-backend"),
+    *("--loss-scale*", "--initial-loss-scale", "--min-loss-scale", "--hysteresis", "--rotary-base", "--use-mcore-models", "--rerun-mode"),
+    *("--no-check-for-nan-in-loss-and-grad", "--disable-gloo-process-groups", "--use-cpu-initialization", "--no-initialization"),
+    *("--bpipe-report*", "--bpipe-timeout", "--bpipe-peak-tflops", "--local-rank", "--ddp-average-in-collective"),
+)
+
+# Of these, flags whose one value may even be unknown.
+ANY_VALUE = (
+    *("--save", "--load", "--save-interval", "--data-path", "--*-data-path", "--data-args-path", "--data-cache-path", "--split", "--seed"),
+    *("--tokenizer-model", "--vocab-file", "--merge-file", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
+    *("--lr", "--min-lr", "--lr-*-iters", "--lr-*-samples", "--lr-warmup-fraction", "--train-iters", "--train-samples", "--eval-i*"),
+    *("--exit-interval", "--exit-duration-in-mins", "--log-interval", "--bpipe-report", "--num-workers"),
+)
+
+# Where the flags do not say it.
+VOCABULARIES = {"GPT2BPETokenizer": 50257}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """`options` are those of `bpipe simulate`, by their names there; `unmodelled` says of an option what of its flags is not modelled.
+    `devices` are nodes and GPUs of one, where the launcher says so."""
+
+    options: dict[str, Any]
+    unmodelled: dict[str, str]
+    not_considered: tuple[str, ...]
+    notes: tuple[str, ...]
+    devices: tuple[int, int] | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"Megatron's flags: {message}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of what is read, as Megatron reads it."""
+    made = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
+    for flag, told in READ.items():
+        if told is True:
+            made.add_argument(flag, action="store_true")
+        elif told is int:
+            made.add_argument(flag, type=int)
+        else:
+            kind, default, choices = told
+            more = {"nargs": "+", "type": str} if kind == "+" else {"type": kind}
+            made.add_argument(flag, default=default, choices=choices, **more)
+    return made
+
+
+def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> Reading:
+    """Of `torchrun ... script.py FLAGS`, or of the flags alone. `unknown` says of a word why it is not known, as a script's reader may."""
+    launcher, flags = _without_launcher(words, unknown)
+    _refuse_unknown(flags, unknown)
+    found, rest = parser().parse_known_args(flags)
+    for flag, told in READ.items():
+        value = getattr(found, flag[2:].replace("-", "_"))
+        if int in (told, told[0] if isinstance(told, tuple) else None) and value is not None and not 1 <= value <= LARGEST:
+            limit = "at least 1" if value < 1 else f"at most {LARGEST}"
+            raise ValueError(f"{flag} is {str(value)[:40]}, but must be {limit}")
+    others = _others(rest)
+    for flag, value in others:
+        # Groups of as many micro-batches as there are ranks are what Megatron has anyway.
+        own_group = flag == GROUP and value == str(found.pipeline_model_parallel_size)
+        if flag in REFUSED and value not in _NEUTRAL and not own_group:
+            said = f"{flag} {value}".rstrip()
+            raise ValueError(f"{said}: {REFUSED[flag]}: not modelled; leave the flag out to predict the training without")
+    notes: list[str] = []
+    options = {**_model(found, notes), **_parallel(found), **_training(found, notes)}
+    # The vocabulary may be the tokenizer's.
+    vocabulary = next((VOCABULARIES.get(value) for flag, value in others if flag == "--tokenizer-type"), None)
+    if vocabulary is not None:
+        options.setdefault("vocabulary", vocabulary)
+    scope, unmodelled = _scope(found)
+    left = sorted({flag for flag, _ in others if flag not in REFUSED and not _is_without_influence(flag)})
+    return Reading({**options, "recompute": scope}, unmodelled, tuple(left), tuple(notes), _devices(launcher))
+
+
+def _is_without_influence(flag: str) -> bool:
+    return any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)
+
+
+def _without_launcher(words: Sequence[str], unknown: Callable[[str], str | None]) -> tuple[list[str], list[str]]:
+    """What stands before the script, and the script's own flags."""
+    for place, word in enumerate(words):
+        if word.endswith(".py") and not word.startswith("-"):
+            return list(words[:place]), [one for one in words[place + 1 :] if one != ""]
+    if words and not words[0].startswith("-") and unknown(words[0]) is None:
+        raise ValueError(f"{words[0]!r} is no flag, and no script (.py) follows: give a whole command line, or flags alone")
+    return [], list(words)
+
+
+def _refuse_unknown(flags: Sequence[str], unknown: Callable[[str], str | None]) -> None:
+    """Raise ValueError for every word that only running the script would tell, unless it is the value of a flag that does not matter."""
+    reasons = []
+    for before, word in pairwise(("", *flags)):
+        reason = unknown(word)
+        if reason is not None and not any(fnmatchcase(before, pattern) for pattern in ANY_VALUE):
+            reasons.append(reason)
+    if reasons:
+        known = "; ".join(dict.fromkeys(reasons))
+        raise ValueError(f"{known}: say what it holds with --set NAME=VALUE (--set NAME= for nothing)")
+
+
+def _others(rest: Sequence[str]) -> list[tuple[str, str]]:
+    """Flags that the parser left, each with its first value or ``."""
+    found: list[tuple[str, str]] = []
+    for word in rest:
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+            found.append((flag, value))
+        elif not found:
+            raise ValueError(f"{word!r} stands before any flag")
+        elif not found[-1][1]:
+            found[-1] = (found[-1][0], word)
+    return found
+
+
+def _devices(launcher: Sequence[str]) -> tuple[int, int] | None:
+    """Of torchrun; None where it does not say both as numbers. Without --nnodes it is one node."""
+    values = {"nnodes": "1", "nproc_per_node": ""}
+    for place, word in enumerate(launcher):
+        name, _, value = word.partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        if name in values:
+            values[name] = value or (launcher[place + 1] if place + 1 < len(launcher) else "")
+    if not all(value.isdecimal() and int(value) for value in values.values()):
+        return None
+    if any(len(value) > 5 for value in values.values()):
+        raise ValueError(f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: there are at most 99999 of each")
+    return int(values["nnodes"]), int(values["nproc_per_node"])
+
+
+def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(found, name) is None]
+    if missing:
+        raise ValueError(f"Megatron's flags lack {', '.join(missing)}")
+    hidden, heads = found.hidden_size, found.num_attention_heads
+    if found.kv_channels is None and hidden % heads:
+        raise ValueError(f"--num-attention-heads {heads} does not divide --hidden-size {hidden}: give --kv-channels")
+    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if found.swiglu else 4 * hidden
+    position = "rope" if found.use_rotary_position_embeddings else found.position_embedding_type
+    if position not in ("rope", "learned_absolute", "none"):
+        notes.append(f"--position-embedding-type {position} is predicted as rope")
+    dropouts = {found.attention_dropout > 0, found.hidden_dropout > 0}
+    if len(dropouts) > 1:
+        notes.append("one of --attention-dropout and --hidden-dropout is 0: predicted as if neither was")
+    options = {
+        "num_layers": found.num_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": found.num_query_groups if found.group_query_attention else heads,
+        "kv_channels": found.kv_channels or hidden // heads,
+        "ffn_hidden_size": found.ffn_hidden_size or ffn,
+        "sequence": found.seq_length,
+        "swiglu": found.swiglu,
+        "rms_norm": found.normalization == "RMSNorm",
+        "disable_bias_linear": found.disable_bias_linear,
+        "rotary": position != "learned_absolute",
+        "untie_embeddings_and_output_weights": found.untie_embeddings_and_output_weights,
+        "no_dropout": dropouts == {False},
+    }
+    vocabulary = found.padded_vocab_size or found.vocab_size
+    return {**options, "vocabulary": vocabulary} if vocabulary else options
+
+
+def _parallel(found: argparse.Namespace) -> dict[str, Any]:
+    pipeline = found.pipeline_model_parallel_size
+    split = Split(
+        layers_of_a_chunk=found.num_layers_per_virtual_pipeline_stage,
+        chunks=found.num_virtual_stages_per_pipeline_rank,
+        first=found.decoder_first_pipeline_num_layers,
+        last=found.decoder_last_pipeline_num_layers,
+        count_embedding=found.account_for_embedding_in_pipeline_split,
+        count_loss=found.account_for_loss_in_pipeline_split,
+        layout=found.pipeline_model_parallel_layout,
+    )
+    layers = read_split(split, found.num_layers, pipeline)
+    options = {
+        "tensor": found.tensor_model_parallel_size,
+        "pipeline": pipeline,
+        "chunks": len(layers) // pipeline,
+        "layers": layers,
+        "no_sequence_parallel": not found.sequence_parallel,
+        "balance": "bpipe" if found.bpipe else "none",
+        "micro_batch": found.micro_batch_size,
+        "global_batch": found.global_batch_size,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
+    if found.fp16 and found.bf16:
+        raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+    return {
+        "attention": _attention(found, notes),
+        "precision": "fp16" if found.fp16 else "bf16" if found.bf16 else "fp32",
+        "no_distributed_optimizer": not found.use_distributed_optimizer,
+    }
+
+
+def _attention(found: argparse.Namespace, notes: list[str]) -> str:
+    backend = found.attention_backend
+    if backend == "unfused" or (found.transformer_impl == "local" and not found.use_flash_attn):
+        return "unfused"
+    if backend in ("auto", "fused"):
+        notes.append(f"--attention-backend {backend} is predicted as flash")
+    return "unfused" if backend == "local" else "flash"
+
+
+def _scope(found: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """What is recomputed, and what of it is not modelled. Raises ValueError where flags contradict each other."""
+    granularity, modules = found.recompute_granularity, found.recompute_modules or ["core_attn"]
+    if found.recompute_activations:
+        if granularity == "full":
+            raise ValueError("--recompute-activations and --recompute-granularity full exclude each other: give one of them")
+        granularity = "selective"
+    if granularity == "selective" and set(modules) != {"core_attn"}:
+        return "selective", {"recompute": f"--recompute-modules {' '.join(modules)}"}
+    if granularity != "full":
+        return granularity or "none", {}
+    if found.recompute_method is None:
+        raise ValueError("--recompute-granularity full needs --recompute-method")
+    if found.recompute_method == "uniform" and found.recompute_num_layers in (None, 1):
+        return "full", {}
+    return "full", {"recompute": f"--recompute-method {found.recompute_method} --recompute-num-layers {found.recompute_num_layers}"}

@@ -1,0 +1,163 @@
+"""Say which configurations there are. In: a `Space`: a model, a cluster and what to choose from. Out: every Setup, and what cut the others.
+
+Predicts nothing: what needs too much memory is still among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bpipe.models.cluster import Cluster
+from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
+from bpipe.models.model import Model
+from bpipe.models.profile import Profile
+from bpipe.program import BALANCES
+
+# Below four ranks no pair has anything to share.
+MIN_BALANCED_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `uneven` admits stages of unequal layers where
+    the layers do not divide."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    sequence: int
+    attention: str = "flash"
+    recompute: tuple[str, ...] = RECOMPUTE
+    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
+    balances: tuple[str, ...] = BALANCES
+    max_micro_batch: int = 64
+    max_chunks: int = 8
+    uneven: bool = True
+    precision: str = "bf16"
+    distributed_optimizer: bool = True
+    kernels: str = "gpu"
+    profile: Profile | None = None
+    formula: str = "megatron"
+
+    def __post_init__(self) -> None:
+        for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
+            for value in values:
+                if value not in choices:
+                    raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
+        sizes = {"--global-batch": self.global_batch, "--max-micro-batch": self.max_micro_batch, "--max-chunks": self.max_chunks}
+        for flag, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{flag} is {size}, but must be at least 1")
+
+
+# What can cut candidates, in the order in which it is asked, and what it counts: the first four cut a whole grid t*p*d at once.
+CUTS = {
+    "tensor": "grids: t does not divide heads, query groups or sequence",
+    "ranks": "grids: p is more than the layers",
+    "uneven": "grids: p does not divide the layers (--even-layers)",
+    "batch": "grids: d does not divide the global batch",
+    "micro_batches": "micro-batch sizes: interleaving wants their number in multiples of p",
+    "chunks": "numbers of chunks: the layers do not go over so many stages",
+    "pairs": "choices of balancing: fewer than 4 ranks have nothing to share",
+    "profile": "configurations: the profile does not cover them",
+    "memory": "configurations: more memory than a device has",
+    "unneeded": "balanced configurations: they fit without balancing too",
+}
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising. Takes as many steps as the square root."""
+    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return low + [number // one for one in reversed(low) if one * one != number]
+
+
+def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
+    """Every configuration under the papers' constraints, each unbalanced first and then balanced. `cuts` counts what was not possible."""
+    cuts = Counter() if cuts is None else cuts
+    for tensor, pipeline, data in _grids(space, cuts):
+        per_replica = space.global_batch // data
+        for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
+            if per_replica % micro_batch:
+                continue
+            for schedule, chunks, layers in _schedules(space, pipeline, per_replica // micro_batch, cuts):
+                for recompute in _scopes(space):
+                    for balance in space.balances:
+                        if balance != "none" and pipeline < MIN_BALANCED_RANKS:
+                            cuts["pairs"] += 1
+                            continue
+                        yield Setup(
+                            model=space.model,
+                            cluster=space.cluster,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            micro_batch=micro_batch,
+                            global_batch=space.global_batch,
+                            sequence=space.sequence,
+                            layers=layers,
+                            recompute=recompute,
+                            attention=space.attention,
+                            schedule=schedule,
+                            chunks=chunks,
+                            balance=balance,
+                            precision=space.precision,
+                            distributed_optimizer=space.distributed_optimizer,
+                            kernels=space.kernels,
+                        )
+
+
+def num_grids(space: Space) -> int:
+    """The ways to write the devices as t*p*d with t inside a node."""
+    devices = space.cluster.num_devices
+    return sum(len(divisors(devices // tensor)) for tensor in divisors(space.cluster.devices_per_node))
+
+
+def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int]]:
+    devices, model = space.cluster.num_devices, space.model
+    groups = model.num_query_groups
+    for tensor in divisors(space.cluster.devices_per_node):
+        pipelines = divisors(devices // tensor)
+        if model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
+            cuts["tensor"] += len(pipelines)
+            continue
+        for pipeline in pipelines:
+            data = devices // (tensor * pipeline)
+            if pipeline > model.num_layers:
+                cuts["ranks"] += 1
+            elif not space.uneven and model.num_layers % pipeline:
+                cuts["uneven"] += 1
+            elif space.global_batch % data:
+                cuts["batch"] += 1
+            else:
+                yield tensor, pipeline, data
+
+
+def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    num_layers = space.model.num_layers
+    for schedule in space.schedules:
+        if schedule != "interleaved-1f1b":
+            layers = split_layers(num_layers, pipeline, space.uneven)
+            if layers is not None:
+                yield schedule, 1, layers
+            continue
+        if pipeline == 1 or num_microbatches % pipeline:
+            cuts["micro_batches"] += 1
+            continue
+        # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
+        uneven = space.uneven and num_layers % pipeline != 0
+        for chunks in range(2, space.max_chunks + 1):
+            layers = split_layers(num_layers, pipeline * chunks, uneven)
+            if layers is not None:
+                yield schedule, chunks, layers
+            else:
+                cuts["chunks"] += 1
+
+
+def _scopes(space: Space) -> tuple[str, ...]:
+    """Flash attention saves nothing that selective recomputation could leave out, so it is tried only where nothing else was asked for."""
+    scopes = tuple(scope for scope in space.recompute if not (scope == "selective" and space.attention == "flash"))
+    return scopes or space.recompute

@@ -1,0 +1,230 @@
+"""Say of a run that ended early what its stages held, what they would have needed, and what would have fitted. In: a `Held`. Out: text.
+
+A stage needs what it has besides activations (its optimizer's state too, which an Adam allocates only at its first step), the schedule's
+peak of micro-batches of the measured size, and what else its device had allocated at the time. Where a stage was not reached its
+micro-batches are taken to be as large as the largest that was seen, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.host_slots import num_host_slots
+from bpipe.program import ProgramConfig, build
+from bpipe.report.held import Held, Mark, RankHeld
+from bpipe.report.memory import own_peak
+from bpipe.report.units import bytes_text, counted
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeed:
+    """One stage at its fullest, in bytes; None where it is not known. `other_bytes`: what was allocated besides all that is named here."""
+
+    stage: int
+    rank: int
+    microbatch_bytes: int
+    microbatches_held: int
+    held_bytes: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    logits_bytes: int
+    other_bytes: int | None
+    peak_microbatches: int
+    need_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit_bytes is None else self.need_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way the run could have been made: the most any stage needs, and whether that fits."""
+
+    name: str
+    stage: int
+    need_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    program: ProgramConfig
+    iteration: int
+    stages: tuple[StageNeed, ...]
+    ways: tuple[Way, ...]
+    answers: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def shortage_of(held: Held) -> Shortage:
+    """Of the first pipeline in which a rank failed, or else the first. Raises ValueError where no forward was made."""
+    known = [rank for rank in held.ranks if any(mark.program is not None and mark.saved_bytes for mark in rank.marks)]
+    if not known:
+        raise ValueError(f"{held.folder}: the run ended before any stage had run a forward: {_ending(held)}")
+    failed = _failed(held)
+    pipeline = failed.pipeline if failed is not None and failed in known else min(rank.pipeline for rank in known)
+    ranks = {rank.place: rank for rank in known if rank.pipeline == pipeline}
+    last = max((mark for rank in ranks.values() for mark in rank.marks if mark.program is not None), key=lambda mark: mark.iteration)
+    assert last.program is not None
+    program = last.program
+    schedule = build(program)
+    sizes, assumed = _sizes(ranks, schedule)
+    stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()))
+    ways = _ways(program, ranks, sizes)
+    notes = [f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as the largest"] * bool(
+        assumed
+    )
+    return Shortage(program, last.iteration, stages, ways, _answers(held, failed, stages, ways), tuple(notes))
+
+
+def _failed(held: Held) -> RankHeld | None:
+    """The rank that failed first: by the ranks' own account, or else one that had no memory left."""
+    if held.failure is not None:
+        return next((rank for rank in held.ranks if rank.rank == held.failure.rank), None)
+    return next((rank for rank in held.ranks if rank.end is not None and rank.end.out_of_memory), None)
+
+
+def _sizes(ranks: Mapping[int, RankHeld], schedule: Schedule) -> tuple[dict[int, int], list[int]]:
+    """What a micro-batch of every stage saves, and the stages of which it had to be assumed."""
+    sizes: dict[int, int] = {}
+    for rank in ranks.values():
+        for mark in rank.marks:
+            for stage, size in mark.saved_bytes.items():
+                sizes[stage] = max(size, sizes.get(stage, 0))
+    missing = [stage for stage in range(schedule.num_stages) if stage not in sizes]
+    sizes |= dict.fromkeys(missing, max(sizes.values()))
+    return sizes, missing
+
+
+def _other_bytes(rank: RankHeld) -> int | None:
+    """The most the device had allocated besides what is named."""
+    found = [
+        mark.allocated_bytes - rank.weights_bytes - rank.gradients_bytes - rank.optimizer_bytes - mark.activations_bytes
+        for mark in rank.marks
+        if mark.allocated_bytes is not None and mark.iteration == rank.marks[0].iteration
+    ]
+    return max(0, *found) if found else None
+
+
+def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> tuple[int, int]:
+    """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the partner's micro-batch that goes there."""
+    owner = schedule.stage_to_rank
+    own = {stage: size for stage, size in sizes.items() if owner[stage] == rank.place}
+    ones = dict.fromkeys(own, 1)
+    partner = schedule.partners[rank.place] if schedule.partners else rank.place
+    theirs = max(size for stage, size in sizes.items() if owner[stage] == partner)
+    buffers = num_host_slots(schedule, rank.place)
+    received = max(mark.received_bytes for mark in rank.marks)
+    num_bytes = own_peak(schedule, rank.place, own, own, received) + buffers * theirs
+    return own_peak(schedule, rank.place, ones, ones, 0) + buffers, num_bytes
+
+
+def _need(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> StageNeed:
+    mark = _fullest(rank)
+    count, activations = _activations(rank, schedule, sizes)
+    other = _other_bytes(rank)
+    return StageNeed(
+        stage=rank.place,
+        rank=rank.rank,
+        microbatch_bytes=max(size for stage, size in sizes.items() if schedule.stage_to_rank[stage] == rank.place),
+        microbatches_held=len(mark.microbatches),
+        held_bytes=mark.activations_bytes,
+        weights_bytes=rank.weights_bytes,
+        gradients_bytes=rank.gradients_bytes,
+        optimizer_bytes=rank.optimizer_bytes + (rank.optimizer_to_come_bytes or 0),
+        logits_bytes=max(one.logits_bytes for one in rank.marks),
+        other_bytes=other,
+        peak_microbatches=count,
+        need_bytes=rank.besides_bytes + activations + (other or 0),
+        limit_bytes=rank.limit_bytes,
+    )
+
+
+def _fullest(rank: RankHeld) -> Mark:
+    """When memory ran out, or else when it held most."""
+    out = next((mark for mark in rank.marks if mark.out_of_memory), None)
+    return out or max(rank.marks, key=lambda mark: mark.activations_bytes)
+
+
+def _ways(program: ProgramConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int]) -> tuple[Way, ...]:
+    """As it was; balanced; with half the micro-batch; with both."""
+    ways = [_way("as it was run", program, ranks, sizes, 1)]
+    balanced = None if program.balance == "bpipe" else _balanced(program)
+    if balanced is not None:
+        ways.append(_way("with --bpipe", balanced, ranks, sizes, 1))
+    batch = next((rank.micro_batch for rank in ranks.values() if rank.micro_batch), None)
+    if batch is not None and batch % 2 == 0:
+        halved = replace(program, num_microbatches=2 * program.num_microbatches)
+        flag = f"--micro-batch-size {batch // 2}"
+        ways.append(_way(f"with {flag}", halved, ranks, sizes, 2))
+        both = _balanced(halved) if program.balance != "bpipe" else None
+        if both is not None:
+            ways.append(_way(f"with {flag} and --bpipe", both, ranks, sizes, 2))
+    return tuple(ways)
+
+
+def _balanced(program: ProgramConfig) -> ProgramConfig | None:
+    """None where balancing would move nothing."""
+    config = replace(program, balance="bpipe")
+    return config if any(slot.transfers for row in build(config).ranks for slot in row) else None
+
+
+def _way(name: str, program: ProgramConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int], parts: int) -> Way:
+    """The stage that comes nearest to its limit. Of a micro-batch in `parts`, activations and what else was allocated shrink alike."""
+    schedule = build(program)
+    smaller = {stage: size // parts for stage, size in sizes.items()}
+    needs = []
+    for rank in ranks.values():
+        need = rank.besides_bytes + _activations(rank, schedule, smaller)[1] + (_other_bytes(rank) or 0) // parts
+        needs.append((need - (rank.limit_bytes or 0), need, rank))
+    _, need, rank = max(needs, key=lambda one: one[:2])
+    return Way(name, rank.place, need, None if rank.limit_bytes is None else need <= rank.limit_bytes)
+
+
+def _ending(held: Held) -> str:
+    """Who failed first and of what, as far as anybody wrote it down."""
+    failed = _failed(held)
+    place = "" if failed is None else f" (stage {failed.place} of pipeline {failed.pipeline}, {failed.host})"
+    if held.failure is not None:
+        return f"rank {held.failure.rank}{place} failed first: {held.failure.cause}"
+    if failed is not None and failed.end is not None:
+        return f"rank {failed.rank}{place} had no memory left: {failed.end.error}"
+    without = [str(rank.rank) for rank in held.ranks if rank.end is None]
+    with_error = next((rank for rank in held.ranks if rank.end is not None), None)
+    if with_error is not None and with_error.end is not None:
+        silent = f"; of ranks {', '.join(without[:8])} no error is written down: were they killed?" if without else ""
+        return f"rank {with_error.rank} ended with {with_error.end.error}{silent}"
+    return "no error is written down: the run goes on, or it was killed"
+
+
+def _answers(held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...], ways: tuple[Way, ...]) -> tuple[str, ...]:
+    end = _ending(held)
+    answers = [f"{end[0].upper()}{end[1:]}".rstrip(".") + "."]
+    stage = next((one for one in stages if failed is not None and one.rank == failed.rank), None)
+    if stage is not None:
+        mark = _fullest(next(rank for rank in held.ranks if rank.rank == stage.rank))
+        when = "outside of the loop" if mark.action is None else f"{'after' if mark.error is None else 'in'} {mark.action}"
+        there = counted(stage.microbatches_held, "micro-batch", "es")
+        text = (
+            f"Stage {stage.stage} held {bytes_text(stage.held_bytes)} of activations ({there} of "
+            f"{bytes_text(stage.microbatch_bytes)} each) {when}, iteration {mark.iteration}, and would have come to "
+            f"{stage.peak_microbatches}; beside "
+            f"{bytes_text(stage.weights_bytes)} of weights, {bytes_text(stage.gradients_bytes)} of gradients and "
+            f"{bytes_text(stage.optimizer_bytes)} of optimizer state"
+        )
+        if stage.logits_bytes:
+            text += f"; {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
+        answers.append(f"{text}.")
+    fitting = [way.name for way in ways if way.fits]
+    if any(way.fits is None for way in ways):
+        answers.append("Which way fits is not known, for no device's limit is.")
+    elif fitting:
+        answers.append(f"What fits: {'; '.join(fitting)}.")
+    else:
+        answers.append("None of these fits: recompute more, or split the model further. `bpipe plan` compares such ways.")
+    return tuple(answers)

@@ -1,0 +1,82 @@
+"""Write down what the stages of a run that ended early held. In: a `Held`. Out: text of at most 120 columns, or plain JSON values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from bpipe.report.held import Held
+from bpipe.report.shortage import Shortage, StageNeed, shortage_of
+from bpipe.report.table import aligned, wrapped
+from bpipe.report.units import bytes_text, counted
+
+VERSION = 1
+
+
+def text(held: Held) -> str:
+    found = shortage_of(held)
+    program = found.program
+    lines = wrapped(
+        f"{program.schedule}, {counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
+        f"{program.balance}; what was held until iteration {found.iteration}",
+        "",
+    )
+    lines += ["", *_table(found.stages), "", "needed at the fullest, by the schedule's peak of such micro-batches:"]
+    lines += [f"  {line}" for line in _ways(found)]
+    lines.append("")
+    for answer in found.answers:
+        lines += wrapped(answer, "")
+    for note in found.notes:
+        lines += wrapped(f"note: {note}", "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _table(stages: tuple[StageNeed, ...]) -> list[str]:
+    titles = [
+        ["", "", "held", "activa-", "one micro-", "of it", "", "", "", "", "device's", ""],
+        ["stage", "rank", "micro-b.", "tions", "batch", "logits", "weights", "gradients", "optimizer", "other", "limit", "needs"],
+    ]
+    rows = [
+        [
+            str(row.stage),
+            str(row.rank),
+            f"{row.microbatches_held} of {row.peak_microbatches}",
+            bytes_text(row.held_bytes),
+            bytes_text(row.microbatch_bytes),
+            bytes_text(row.logits_bytes) if row.logits_bytes else "-",
+            bytes_text(row.weights_bytes),
+            bytes_text(row.gradients_bytes),
+            bytes_text(row.optimizer_bytes),
+            "-" if row.other_bytes is None else bytes_text(row.other_bytes),
+            "-" if row.limit_bytes is None else bytes_text(row.limit_bytes),
+            bytes_text(row.need_bytes),
+        ]
+        for row in stages
+    ]
+    return aligned([*titles, *rows])
+
+
+def _ways(found: Shortage) -> list[str]:
+    says = {True: "fits", False: "does not fit", None: "limit not known"}
+    return [f"{way.name}: {bytes_text(way.need_bytes)} on stage {way.stage}, {says[way.fits]}" for way in found.ways]
+
+
+def document(held: Held) -> dict[str, Any]:
+    found = shortage_of(held)
+    return {
+        "format": "bpipe-memory-report",
+        "version": VERSION,
+        "program": {
+            "schedule": found.program.schedule,
+            "num_stages": found.program.num_stages,
+            "num_microbatches": found.program.num_microbatches,
+            "num_chunks": found.program.num_chunks,
+            "balance": found.program.balance,
+        },
+        "iteration": found.iteration,
+        "failure": None if held.failure is None else asdict(held.failure),
+        "stages": [{**asdict(row), "fits": row.fits} for row in found.stages],
+        "ways": [asdict(way) for way in found.ways],
+        "answers": list(found.answers),
+        "notes": list(found.notes),
+    }

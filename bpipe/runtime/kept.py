@@ -1,0 +1,123 @@
+"""Say how much of what a forward keeps for its backward leaves with its micro-batch, and who holds the rest.
+
+In: a counter of the device's allocator, or none; the tensors of every forward; and what the walk found of one micro-batch that left. Out:
+a `Share` a stage. Knows no schedule; whoever asks says when the first iteration is over.
+
+What a forward keeps is counted in one of two ways. On a device by its allocator: what is allocated after the forward and was not before,
+the stage's output left out, which the loop frees, and what the stage received added, which was there before. On a CPU, where nobody counts,
+by the storages that the graph shows and no other micro-batch saved too: what no node shows is missing there.
+A stage's first forward does not count: caches and workspaces are made in it, and what all micro-batches share is taken for its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+import torch
+
+from bpipe.runtime.capture import Found, only_holder
+
+# Below this share it is worth knowing what stays: the peak is planned as if all of it left.
+ENOUGH = 0.9
+ALLOCATOR, STORAGES = "allocator", "storages"
+
+Counted = Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one micro-batch of a stage: the bytes that leave and those that its forward keeps, and who counted the latter.
+
+    `staying` are the bytes that the graph shows and that stay, by what holds them; `hiding` the nodes that do not show what they saved.
+    """
+
+    stage: int
+    moved_bytes: int
+    kept_bytes: int
+    counted_by: str
+    staying: Mapping[str, int]
+    hiding: Mapping[str, int]
+
+    @property
+    def fraction(self) -> float:
+        return min(1.0, self.moved_bytes / self.kept_bytes) if self.kept_bytes else 1.0
+
+    @property
+    def enough(self) -> bool:
+        return self.fraction >= ENOUGH
+
+    @property
+    def sentence(self) -> str:
+        """What was measured, and if it is not enough, who is likely to hold the rest."""
+        who = "by the device's allocator" if self.counted_by == ALLOCATOR else "of the storages that its graph shows"
+        text = (
+            f"stage {self.stage} moves {self.fraction:.2f} of what a forward keeps for its backward "
+            f"({self.moved_bytes / 1e6:.4g} of {self.kept_bytes / 1e6:.4g} MB, {who})"
+        )
+        if self.enough:
+            return text
+        holders = [f"{nbytes / 1e6:.4g} MB {holder}" for holder, nbytes in Counter(self.staying).most_common(3)]
+        unseen = self.kept_bytes - self.moved_bytes - sum(self.staying.values())
+        if unseen > 0.01 * self.kept_bytes:
+            hidden = ", ".join(f"{kind} ({number})" for kind, number in self.hiding.items())
+            holders.append(
+                f"{unseen / 1e6:.4g} MB not shown by the graph" + (f", which hides what was saved by {hidden}" if hidden else "")
+            )
+        return f"{text}: little memory is freed. What stays: {'; '.join(holders) or 'not known'}"
+
+
+class Kept:
+    """Collects over the forwards of one iteration."""
+
+    def __init__(self, minimum_bytes: int, allocated: Counted | None) -> None:
+        """`allocated` says how many bytes of the device are allocated now; None where nobody counts."""
+        self._minimum_bytes = minimum_bytes
+        self._allocated = allocated
+        self._open = True
+        self._before = 0
+        self._first: dict[int, int] = {}
+        self._kept: dict[int, list[int]] = {}
+        self._seen: dict[int, tuple[int, Mapping[str, int], Mapping[str, int]]] = {}
+
+    def starts(self) -> None:
+        """A forward is about to run."""
+        if self._open and self._allocated is not None:
+            self._before = self._allocated()
+
+    def ran(self, stage: int, microbatch: int, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
+        """It has run, and nothing was freed or made since."""
+        if not self._open or self._first.setdefault(stage, microbatch) == microbatch or self._allocated is None:
+            return
+        kept = self._allocated() - self._before
+        kept -= sum(output.untyped_storage().nbytes() for output in outputs if output is not None and only_holder(output))
+        kept += sum(received.untyped_storage().nbytes() for received in inputs if received is not None)
+        self._kept.setdefault(stage, []).append(kept)
+
+    def asks(self, stage: int, microbatch: int) -> bool:
+        """Whether what the walk finds of this micro-batch would say something new."""
+        return self._open and stage not in self._seen and self._first.get(stage, microbatch) != microbatch
+
+    def saw(self, stage: int, own: Sequence[Found], hiding: Mapping[str, int]) -> None:
+        """The walk found these storages, which no other micro-batch saved; those that may leave do."""
+        staying: Counter[str] = Counter()
+        for found in own:
+            if not found.alone:
+                staying[f"saved by {found.kind} and held elsewhere too"] += found.nbytes
+            elif found.nbytes < self._minimum_bytes:
+                staying["in storages below --bpipe-min-bytes"] += found.nbytes
+        self._seen[stage] = sum(found.nbytes for found in own), staying, hiding
+
+    def shares(self, moved_bytes: Mapping[int, int]) -> dict[int, Share]:
+        """By stage, of which one micro-batch's `moved_bytes` leave; without what was never seen. Nothing is collected any more."""
+        self._open = False
+        shares = {}
+        for stage, moved in moved_bytes.items():
+            seen, staying, hiding = self._seen.get(stage, (0, {}, {}))
+            counted = self._kept.get(stage)
+            kept = median_low(counted) if counted else seen
+            if kept > 0:
+                shares[stage] = Share(stage, moved, kept, ALLOCATOR if counted else STORAGES, staying, hiding)
+        return shares

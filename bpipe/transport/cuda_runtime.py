@@ -1,0 +1,215 @@
+"""Call CUDA's runtime: the very one that torch has loaded.
+
+In: numbers and addresses. Out: numbers and addresses, or a `CudaError` that names the call. Knows no tensors, no slots and no schedule.
+
+One process may hold several runtimes, and each has a current device and a last error of its own. So the functions are looked up through
+torch's own extension module, in whatever it was linked with: no package of bindings is needed, and none can be of another CUDA than torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Where from, where to, and how many bytes.
+Copy = tuple[int, int, int]
+
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+_COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: a partner's address or one's own, only CUDA can tell
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_SOURCE_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_BESIDE_COMPUTE = 1  # cudaMemcpyFlagPreferOverlapWithCompute
+# cudaMemcpyBatchAsync came with CUDA 12.8; in 13.0 it lost the argument that told which copy failed.
+_BATCHES_SINCE = 12080
+_NO_FAILED_INDEX_SINCE = 13000
+
+
+class CudaError(RuntimeError):
+    """A call failed. `status` is CUDA's number for why."""
+
+    def __init__(self, call: str, status: int, name: str) -> None:
+        super().__init__(f"{call} failed: {name}")
+        self.status = status
+
+
+class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("raw", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    """cudaMemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes. The two places are hints for managed memory only and stay empty."""
+
+    _fields_ = (("source_order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
+
+
+_ADDRESS, _SIZE, _POINTER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cudaRuntimeGetVersion": (_POINTER,),
+    "cudaDriverGetVersion": (_POINTER,),
+    "cudaGetLastError": (),
+    "cudaSetDevice": (ctypes.c_int,),
+    "cudaDeviceSynchronize": (),
+    "cudaMemGetInfo": (_POINTER, _POINTER),
+    "cudaMalloc": (_POINTER, _SIZE),
+    "cudaFree": (_ADDRESS,),
+    "cudaIpcGetMemHandle": (_POINTER, _ADDRESS),
+    "cudaIpcOpenMemHandle": (_POINTER, _Handle, ctypes.c_uint),
+    "cudaIpcCloseMemHandle": (_ADDRESS,),
+    "cudaHostRegister": (_ADDRESS, _SIZE, ctypes.c_uint),
+    "cudaHostUnregister": (_ADDRESS,),
+    "cudaMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, ctypes.c_int, _ADDRESS),
+}
+_BATCH = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
+
+
+class CudaRuntime:
+    """The calls that are needed, each looked up once. Every error is raised, and taken off CUDA's record.
+
+    Torch reads that record after each kernel it starts: an error left there would be raised in the middle of the model, as torch's own.
+    """
+
+    def __init__(self, library: Any) -> None:
+        """`library` has the functions as attributes, as `ctypes.CDLL` does. Raises RuntimeError where it has not."""
+        self._library = library
+        try:
+            self._functions = {name: self._bound(name, types) for name, types in SIGNATURES.items()}
+            self._name_of = library.cudaGetErrorName
+        except AttributeError as error:
+            raise RuntimeError(f"this torch ({torch.__version__}) brings no CUDA runtime: {error}") from error
+        self._name_of.argtypes, self._name_of.restype = (ctypes.c_int,), ctypes.c_char_p
+        self._batch = self._batch_call()
+
+    def _bound(self, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = types, ctypes.c_int
+        return function  # type: ignore[no-any-return]
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = self._functions[name](*arguments)
+        if status:
+            self._fail(name, status)
+
+    def _fail(self, name: str, status: int) -> None:
+        self._functions["cudaGetLastError"]()
+        raise CudaError(name, status, self._name_of(status).decode())
+
+    def _number(self, name: str) -> int:
+        found = ctypes.c_int()
+        self._call(name, ctypes.byref(found))
+        return found.value
+
+    def _address(self, name: str, *arguments: Any) -> int:
+        found = ctypes.c_void_p()
+        self._call(name, ctypes.byref(found), *arguments)
+        return found.value or 0
+
+    @functools.cached_property
+    def version(self) -> int:
+        """1000 times the major version of CUDA and 10 times the minor one, of this library."""
+        return self._number("cudaRuntimeGetVersion")
+
+    @functools.cached_property
+    def driver_version(self) -> int:
+        """The same of the newest CUDA that the driver knows; 0 where there is no driver."""
+        return self._number("cudaDriverGetVersion")
+
+    def set_device(self, index: int) -> None:
+        """What this thread allocates and opens from now on belongs to that device."""
+        self._call("cudaSetDevice", index)
+
+    def synchronize(self) -> None:
+        """Wait until the current device has done all it was given: for ever where a kernel on it never ends."""
+        self._call("cudaDeviceSynchronize")
+
+    def memory(self) -> tuple[int, int]:
+        """Of the current device: bytes that are free, and all."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def allocate(self, nbytes: int) -> int:
+        return self._address("cudaMalloc", nbytes)
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", address)
+
+    def handle_of(self, address: int) -> bytes:
+        """By which another process opens what was allocated here."""
+        handle = _Handle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle.raw)
+
+    def open_handle(self, handle: bytes) -> int:
+        return self._address("cudaIpcOpenMemHandle", _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+
+    def close_handle(self, address: int) -> None:
+        self._call("cudaIpcCloseMemHandle", address)
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Keep the host's pages where they are, so that a device copies to and from them by itself."""
+        self._call("cudaHostRegister", address, nbytes, 0)
+
+    def unlock(self, address: int) -> None:
+        self._call("cudaHostUnregister", address)
+
+    def copy(self, copies: Sequence[Copy], stream: int) -> None:
+        """Start these copies on a stream, in any order among themselves: by one call where CUDA has one for it."""
+        # The default stream takes no batches. Nothing in a step runs there.
+        if self._batch is not None and stream and len(copies) > 1:
+            self._batch(copies, stream)
+            return
+        one = self._functions["cudaMemcpyAsync"]
+        for source, target, nbytes in copies:
+            status = one(target, source, nbytes, _COPY_BY_ADDRESS, stream)
+            if status:
+                self._fail("cudaMemcpyAsync", status)
+
+    def _batch_call(self) -> Callable[[Sequence[Copy], int], None] | None:
+        """Many copies at once; None where this CUDA, or the driver under it, cannot.
+
+        340 calls of a fraction of the host's time each would take as long as a layer's forward.
+        """
+        if min(self.version, self.driver_version) < _BATCHES_SINCE:
+            return None
+        failed = () if self.version >= _NO_FAILED_INDEX_SINCE else (ctypes.byref(ctypes.c_size_t()),)
+        function = self._bound("cudaMemcpyBatchAsync", (*_BATCH, *(_POINTER for _ in failed), _ADDRESS))
+        attributes, first = _Attributes(source_order=_SOURCE_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE), ctypes.c_size_t(0)
+
+        def batch(copies: Sequence[Copy], stream: int) -> None:
+            number = len(copies)
+            sources, targets, lengths = zip(*copies, strict=True)
+            status = function(
+                (ctypes.c_void_p * number)(*targets),
+                (ctypes.c_void_p * number)(*sources),
+                (ctypes.c_size_t * number)(*lengths),
+                number,
+                ctypes.byref(attributes),
+                ctypes.byref(first),
+                1,
+                *failed,
+                stream,
+            )
+            if status:
+                self._fail("cudaMemcpyBatchAsync", status)
+
+        return batch
+
+
+@functools.cache
+def runtime() -> CudaRuntime:
+    """Torch's own. Raises RuntimeError where torch was built without CUDA."""
+    # A look-up through a library that is open goes on into everything it was linked with.
+    return CudaRuntime(ctypes.CDLL(torch._C.__file__))

@@ -1,0 +1,25 @@
+"""What transports ask of a rank's device. Made by `bpipe.runtime.streams.copying_on`; the transports themselves name no `torch.cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bpipe.transport.lanes import Lane
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, and how to make lanes, to wait for it, to name its current stream, and to give back what torch's allocator keeps unused."""
+
+    device: torch.device
+    lanes: Callable[[torch.device, float], tuple[Lane, Lane]]
+    synchronize: Callable[[torch.device], None]
+    current_stream: Callable[[], int]
+    empty_cache: Callable[[], None]
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"

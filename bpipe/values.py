@@ -1,0 +1,110 @@
+"""Read JSON of unknown origin, and single values of it, strictly. In: text or parsed values. Out: Python's, or a ValueError in one line.
+
+What a file may hold is said where it is read; here is only what no file may: numbers that are none, keys twice, nesting without end, a
+value of another type or beyond its range. Knows no file and no format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+# Beyond any count, duration or unix time, and any size in bytes, that a file of ours could truly hold.
+LARGEST = 10**12
+LARGEST_BYTES = 2**60
+
+
+def load_json(text: str | bytes) -> object:
+    """The value of a whole text. A ValueError says where it stops being JSON."""
+    try:
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is no UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("nested deeper than anything that is meant") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)[:40]!r} stands there twice")
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number that can be meant")
+
+
+def an_object(value: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _error(name, value, "must be an object")
+    return value
+
+
+def a_list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _error(name, value, "must be a list")
+    return value
+
+
+def a_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise _error(name, value, "must be text")
+    return value
+
+
+def a_whole(value: object, name: str, least: int = 0, most: int = LARGEST) -> int:
+    """A whole number from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise _error(name, value, f"must be a whole number from {least} to {most}")
+    return value
+
+
+def a_number(value: object, name: str, least: float = 0, most: float = LARGEST) -> float:
+    """A finite number from `least` to `most`."""
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        raise _error(name, value, f"must be a number from {least:g} to {most:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+class Fields:
+    """An object's values by key, each of the type that is asked for. What is absent or null is None, or refused as `needed`."""
+
+    def __init__(self, found: object, name: str) -> None:
+        self._found = an_object(found, name)
+
+    def needed(self, key: str) -> object:
+        if self._found.get(key) is None:
+            raise ValueError(f"{key!r} is missing")
+        return self._found[key]
+
+    def known(self, key: str, default: object) -> object:
+        value = self._found.get(key)
+        return default if value is None else value
+
+    def whole(self, key: str, least: int = 0, most: int = LARGEST_BYTES) -> int | None:
+        value = self._found.get(key)
+        return None if value is None else a_whole(value, key, least, most)
+
+    def number(self, key: str, least: float, most: float) -> float | None:
+        value = self._found.get(key)
+        return None if value is None else a_number(value, key, least, most)
+
+    def text(self, key: str) -> str | None:
+        value = self._found.get(key)
+        return None if value is None else a_text(value, key)
+
+    def flag(self, key: str) -> bool:
+        value = self._found.get(key)
+        if value is not None and type(value) is not bool:
+            raise _error(key, value, "must be true or false")
+        return bool(value)
+
+
+def _error(name: str, value: object, wanted: str) -> ValueError:
+    return ValueError(f"{name} is {repr(value)[:40]}, but {wanted}")

@@ -1,0 +1,44 @@
+"""Judge a schedule by how this very run waits for its transfers, before its first iteration.
+
+In: a schedule, the hooks' configuration, the device, and every pair's link. Out: nothing, or a ValueError that names what waits and the
+way out. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from bpipe.ir.check import ScheduleError, check_waits
+from bpipe.ir.deadlock import Waits
+from bpipe.ir.schedule import Schedule
+from bpipe.report.record import ONE_SIDED
+from bpipe.transport.connect import Link
+from megatron.scheduling.arguments import SchedulingConfig
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def waits_of(config: SchedulingConfig, device: torch.device) -> tuple[Waits, str]:
+    """How strictly a rank waits for transfers that need their partner, and which setting makes it so."""
+    if config.synchronous:
+        return Waits.AT_ISSUE, "--bpipe-sync-transfers"
+    if device.type == "cuda" and config.timers_interval is not None:
+        # Megatron's timers around messages and computations: the device is synchronised between any two of them.
+        return Waits.AT_ISSUE, "--timing-log-level 2"
+    if device.type == "cuda" and os.environ.get(CONNECTIONS) == "1":
+        return Waits.ONE_QUEUE, f"{CONNECTIONS}=1"
+    return Waits.IN_EVERY_OPERATION, ""
+
+
+def refuse_standstill(schedule: Schedule, config: SchedulingConfig, device: torch.device, links: Iterable[Link]) -> None:
+    """Raises ValueError where ranks would wait for each other. One-sided transfers wait for no partner."""
+    waits, setting = waits_of(config, device)
+    if not setting or all(link.transport in ONE_SIDED for link in links):
+        return
+    try:
+        check_waits(schedule, waits)
+    except ScheduleError as error:
+        raise ValueError(f"with {setting} the ranks would wait for each other: drop it, or take --bpipe-transport peer. {error}") from None

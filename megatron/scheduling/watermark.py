@@ -1,0 +1,174 @@
+"""Write down what this rank holds, from its first forward on, so that an out-of-memory in the first iteration leaves more than a traceback.
+
+In: the meter, and what the model and its optimizer hold. Out: one small file a rank, appended to: a killed run leaves whole lines.
+
+    DIR/memory_00003.jsonl    a header with what is held besides activations; a line whenever more was held than ever before, which is once
+                              a forward of the first warm-up and hardly ever after; and a line for the error that ended the training
+
+docs/report.md has the keys. Looks at the device's own counters and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from bpipe.ir.action import Action
+from bpipe.program import ProgramConfig
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.failures import cause_of
+from bpipe.runtime.meter import Meter
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.guard import Guard
+
+VERSION = 1
+
+# An Adam keeps two moments of each parameter, in 32 bit; SGD one if it has a momentum.
+_MOMENTS = {"Adam": 2, "AdamW": 2, "FusedAdam": 2, "CPUAdam": 2}
+_MOMENT_BYTES = 4
+# The loss keeps logits in 32 bit, or in the 16 bit they came in.
+_LOGIT_BYTES = (4, 2)
+
+
+@dataclass(frozen=True)
+class Besides:
+    """Bytes besides activations. `optimizer_to_come_bytes`: what the optimizer allocates at its first step; None where nobody knows."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    optimizer_to_come_bytes: int | None
+
+    @property
+    def now_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def held(model: Iterable[torch.nn.Module], optimizer: Any) -> Besides:
+    """Weights and buffers, gradients, optimizer state of this rank, each storage once."""
+    weights: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    state: dict[int, int] = {}
+
+    def count(storages: dict[int, int], tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+
+    for chunk in model:
+        for parameter in chunk.parameters():
+            count(weights, parameter)
+            count(gradients, parameter.grad)
+            count(gradients, getattr(parameter, "main_grad", None))
+        for _, buffer in chunk.named_buffers():
+            count(weights, buffer)
+    to_come: int | None = 0
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        inner = getattr(part, "optimizer", part)
+        for group in getattr(inner, "param_groups", ()):
+            for parameter in group["params"]:
+                count(state, parameter)
+                moments = 0 if inner.state.get(parameter) else _moments(inner, group)
+                to_come = None if moments is None or to_come is None else to_come + moments * _MOMENT_BYTES * parameter.numel()
+        for values in getattr(inner, "state", {}).values():
+            for value in values.values():
+                count(state, value)
+    for key in weights:
+        gradients.pop(key, None)
+        state.pop(key, None)
+    for key in gradients:
+        state.pop(key, None)
+    return Besides(sum(weights.values()), sum(gradients.values()), sum(state.values()), to_come)
+
+
+def _moments(inner: Any, group: Mapping[str, Any]) -> int | None:
+    if "momentum" in group:
+        return int(bool(group["momentum"]))
+    return _MOMENTS.get(type(inner).__name__)
+
+
+class Watermark:
+    """This rank's file. Each line is written at once."""
+
+    def __init__(self, folder: Path, config: SchedulingConfig, guard: Guard) -> None:
+        self._folder = folder
+        self._path = folder
+        self._config = config
+        self._guard = guard
+        self._most = -1
+        self.iteration = 0
+
+    def begin(self, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:
+        """Before the first iteration; whatever another run left goes."""
+        self._path = self._folder / f"memory_{dist.get_rank():05d}.jsonl"
+        header = {
+            "format": "bpipe-memory",
+            "version": VERSION,
+            "rank": dist.get_rank(),
+            "pipeline": pipeline,
+            "place": int(parallel_state.get_pipeline_model_parallel_rank()),
+            "host": socket.gethostname(),
+            "device": device,
+            "limit_bytes": limit_bytes,
+            "micro_batch": self._config.micro_batch_size,
+            **asdict(besides),
+        }
+        self._guard.run(lambda: _start(self._path, header), self._path)
+
+    def saw(self, action: Action, meter: Meter, engine: Engine, program: ProgramConfig) -> None:
+        """A forward has run. Costs a comparison, unless more was held than ever before."""
+        if meter.peak_bytes > self._most:
+            self._most = meter.peak_bytes
+            self._append({"action": str(action)}, meter, engine, program)
+
+    def failed(self, error: BaseException, at: Action | None, meter: Meter, engine: Engine | None, program: ProgramConfig | None) -> None:
+        """The training ends here. `at` was running, or None outside of the pipelined loop."""
+        line = {
+            "action": None if at is None else str(at),
+            "error": cause_of(error),
+            "out_of_memory": isinstance(error, torch.OutOfMemoryError),
+        }
+        self._append(line, meter, engine, program)
+
+    def _append(self, line: Mapping[str, Any], meter: Meter, engine: Engine | None, program: ProgramConfig | None) -> None:
+        sizes = meter.held()
+        whole = {
+            "iteration": self.iteration,
+            **line,
+            "program": None if program is None else {name: value for name, value in asdict(program).items() if value is not None},
+            "microbatches": [[stage, microbatch, num_bytes] for (stage, microbatch), num_bytes in sorted(sizes.items())],
+            "saved_bytes": meter.saved_bytes,
+            "moved_bytes": {} if engine is None else engine.moved_bytes,
+            "received_bytes": meter.received_bytes,
+            "host_bytes": 0 if engine is None else engine.host_bytes,
+            "logits_bytes": self._logits_bytes(meter),
+            # The CPU's stand-in has no counters and says 0.
+            "allocated_bytes": torch.cuda.memory_allocated() or None,
+            "reserved_bytes": torch.cuda.memory_reserved() or None,
+        }
+        self._guard.run(lambda: _write(self._path, whole), self._path)
+
+    def _logits_bytes(self, meter: Meter) -> int:
+        """Of one micro-batch, on the last stage; known by their size."""
+        count = self._config.logits_per_microbatch
+        if count is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return 0
+        return next((count * each for each in _LOGIT_BYTES if meter.has_of_size(count * each)), 0)
+
+
+def _start(path: Path, header: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(header) + "\n")
+
+
+def _write(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line, separators=(",", ":")) + "\n")

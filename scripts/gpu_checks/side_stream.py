@@ -1,0 +1,157 @@
+"""What refusing protects from: activations that a forward allocated on a stream beside compute's, moved away and brought back.
+
+In: a device. Out: how many micro-batches compute something wrong, without an engine and with one. A storage that was brought back belongs
+to the compute stream's memory, whoever allocated it first. Once the node that reads it has been issued, autograd frees it; a computation
+of the compute stream may take the memory at once, while the other stream is still reading. Megatron's shared expert overlap is of this
+kind. That it goes wrong here is expected: what can be right or wrong is only the run without an engine.
+
+    forward   side: scaled = received * 1.5      compute: busy      side: hidden = sin(scaled), saved
+    backward  side: late, then reads hidden      compute: busy takes memory and fills it      side: scaled's
+
+Autograd makes compute wait for the side stream only when a gradient crosses over, and that is after `busy`: both ends of the side's half
+are on the side stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bpipe.program import ProgramConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.streams import lanes, synchronize
+from bpipe.simulate.memory import num_transfers
+from bpipe.transport.one_sided import Reaching
+from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats
+from gpu_checks.one_stage import Loop
+
+TIMEOUT_S = 60.0
+TAKEN = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`late_s`: how long the side stream's backward is held back before it reads what was saved."""
+
+    length: int
+    iterations: int
+    late_s: float
+    stages: int = 8
+    microbatches: int = 16
+
+
+SIZES = {FULL: Sizes(4 << 20, 20, 5e-3), MODERATE: Sizes(4 << 20, 4, 5e-3), REHEARSAL: Sizes(1 << 10, 2, 1e-4)}
+
+
+class _Aside(torch.autograd.Function):
+    """Runs on the side stream, in the backward too: autograd remembers the stream of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stage: Stage) -> torch.Tensor:
+        hidden = torch.sin(x)
+        ctx.save_for_backward(hidden)
+        ctx.stage = stage
+        return hidden.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (hidden,) = ctx.saved_tensors
+        hold_back(ctx.stage.device, ctx.stage.late_s)
+        ctx.stage.seen.append(hidden.sum())
+        return gradient * hidden, None
+
+
+class _Busy(torch.autograd.Function):
+    """Runs on the compute stream: its backward takes memory of that size, fills it with what no sum survives, and lets it go."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        # Several: whichever free block of this size the allocator gives first.
+        [torch.full(ctx.shape, torch.nan, device=gradient.device) for _ in range(TAKEN)]
+        return gradient.expand(ctx.shape)
+
+
+class Stage:
+    """Half of it beside the compute stream. `seen`: what each backward of that half read, in the order of the backwards."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self.device = device
+        self.late_s = sizes.late_s
+        self.seen: list[torch.Tensor] = []
+        self._length = sizes.length
+        self._side = torch.cuda.Stream(device) if on_cuda(device) else None
+
+    def __call__(self, received: torch.Tensor) -> torch.Tensor:
+        with self._beside():
+            scaled = received * 1.5
+        busy = _Busy.apply(received)
+        # Made last, so its backward is issued first; then that of `busy`, and that of `scaled` at the end.
+        with self._beside():
+            aside = _Aside.apply(scaled, self)
+        del scaled
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        return busy + aside
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        if self._side is None:
+            return contextlib.nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def received(self, microbatch: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(1000 + microbatch)
+        return torch.randn(self._length, generator=generator, device=self.device).requires_grad_()
+
+
+def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+    result = Result()
+    plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+    both = lanes(device, TIMEOUT_S)
+    stage = Stage(device, sizes)
+    loop = Loop(plan, 0, stage, stage.received)
+    engine = Engine(plan, 0, Reaching(in_host_memory(device), *both), EngineConfig("stage 0", device, 1, TIMEOUT_S))
+    seen = _seen_of(device, loop, stage)
+    stage.late_s = 0.0
+    expected = seen(None)
+    stage.late_s = sizes.late_s
+    alone = sum(_wrong(seen(None), expected) for _ in range(2))
+    result.check("without an engine", alone == 0, f"{alone} of {2 * len(expected)} micro-batches read something else")
+    wrong = count = 0
+    for _ in repeats(sizes.iterations, until, least=2):
+        wrong += _wrong(seen(engine), expected)
+        count += 1
+    moved = count * num_transfers(plan, 0).evictions
+    verdict = "REPRODUCED: this must stay refused" if wrong else "not reproduced: nothing follows from that"
+    if engine.moved_bytes.get(0, 0) < 4 * sizes.length:
+        verdict = "what the side stream saved was not moved: nothing was tried"
+    result.row("moved and brought back", f"{wrong} of {moved} moved micro-batches read something else; {verdict}")
+    result.facts = {"alone": alone, "wrong": wrong, "moved": moved, "moved_bytes": engine.moved_bytes.get(0, 0)}
+    engine.release()
+    for lane in both:
+        lane.close()
+    return result
+
+
+def _seen_of(device: torch.device, loop: Loop, stage: Stage) -> Callable[[Engine | None], list[float]]:
+    def seen(engine: Engine | None) -> list[float]:
+        stage.seen.clear()
+        loop.iteration(engine)
+        synchronize(device)
+        return [float(value) for value in stage.seen]
+
+    return seen
+
+
+def _wrong(seen: list[float], expected: list[float]) -> int:
+    return sum(one != other for one, other in zip(seen, expected, strict=True))

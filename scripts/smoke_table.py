@@ -1,0 +1,68 @@
+"""Print what examples/smoke_8gpu.sh found, as one table. In: its folder. Out: a row a run; the exit status is 0 only if all are identical.
+
+verdicts.tsv has a line a run (layout, run, verdict); where a run was compared, its folder also has its record and compare_runs.py's
+summary, from which the transport that carried it, what its fullest stage held and its losses are read. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+IDENTICAL = "identical"
+HEAD = ("layout", "run", "carried by", "fullest stage, MiB: stock", "with --bpipe", "loss, first to last", "beside stock")
+
+
+def rows(folder: Path) -> list[tuple[str, ...]]:
+    """Raises OSError or ValueError where the folder is not what the script leaves."""
+    found = []
+    for line in (folder / "verdicts.tsv").read_text().splitlines():
+        layout, run, verdict = line.split("\t")
+        found.append((layout, run, *_measured(folder / layout / run), verdict))
+    return found
+
+
+def _measured(folder: Path) -> tuple[str, str, str, str]:
+    try:
+        summary, run = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
+    except FileNotFoundError:
+        return ("-",) * 4
+    carried = sorted({link["transport"] for link in run["links"]})
+    loss = f"{summary['first_loss']:.4f} to {summary['last_loss']:.4f}"
+    return ", ".join(carried), _fullest(summary, "plain"), _fullest(summary, "balanced"), loss
+
+
+def _fullest(summary: dict[str, Any], kind: str) -> str:
+    return f"{max(stage[kind]['peak_bytes'] for stage in summary['stages']) / MIB:.2f}"
+
+
+def table(cells: list[tuple[str, ...]]) -> str:
+    lines = [HEAD, *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: smoke_table.py FOLDER", file=sys.stderr)
+        return 2
+    try:
+        found = rows(Path(sys.argv[1]))
+    except (OSError, ValueError, KeyError) as error:
+        print(f"smoke_table.py: {sys.argv[1]}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(table(found))
+    wrong = [cells for cells in found if cells[-1] != IDENTICAL]
+    if wrong or not found:
+        named = ", ".join(f"{layout} {run}" for layout, run, *_ in wrong) or "no run at all"
+        print(f"NOT as stock Megatron: {named}")
+        return 1
+    print(f"all {len(found)} runs train as stock Megatron does, to the last bit")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""examples/smoke_8gpu.sh with trainings that are made up: each is compared, what fails or hangs is told and the others go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In place of Python: a training leaves the report of a run that went as $GOES says (run=how, run=how); anything else is Python's.
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+
+arguments = sys.argv[1:]
+if "torch.distributed.run" not in arguments:
+    os.execv(sys.executable, [sys.executable, *arguments])
+folder = Path(arguments[arguments.index("--bpipe-report") + 1])
+goes = dict(one.split("=") for one in os.environ["GOES"].split()).get(folder.name, "well")
+if goes == "hangs":
+    time.sleep(60)
+if goes == "fails":
+    sys.exit("CUDA error: nobody knows")
+stages = int(arguments[arguments.index("--pipeline-model-parallel-size") + 1])
+transport = arguments[arguments.index("--bpipe-transport") + 1] if "--bpipe" in arguments else None
+for stage in range(stages):
+    held = 5 if transport else stages - stage
+    report = {"stage": stage, "balanced": "--bpipe" in arguments, "evictions": 0, "loads": 0}
+    for name in ("peak", "predicted"):
+        report |= {f"{name}_microbatches": held, f"{name}_bytes": held << 20}
+    (folder / f"rank_{stage:05d}.json").write_text(json.dumps(report))
+(folder / "run.json").write_text(json.dumps({"links": [{"transport": transport}]}))
+with (folder / "iterations.jsonl").open("w") as stream:
+    for iteration in range(1, 6):
+        loss = 7.0 / iteration + (2**-50 if goes == "differs" and iteration == 3 else 0)
+        stream.write(json.dumps({"iteration": iteration, "lm loss": loss.hex(), "grad_norm": (0.3).hex(), "skipped": 0}) + "\\n")
+"""
+
+
+def smoke(tmp_path: Path, goes: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "fake.py").write_text(FAKE)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/fake.py "$@"\n')
+    python.chmod(0o755)
+    given = {"ON_CPU": "1", "LAYOUTS": "pipeline", "PYTHON": str(python), "RUNS": str(tmp_path / "runs"), "GOES": goes, **environment}
+    script = ["bash", str(ROOT / "examples/smoke_8gpu.sh")]
+    return subprocess.run(script, env={**os.environ, **given}, capture_output=True, text=True, timeout=55, check=False)
+
+
+def table(ended: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """By run, its row."""
+    return {" ".join(line.split()[:2]): line for line in ended.stdout.splitlines()[1:-1]}
+
+
+def test_every_run_is_compared_and_one_table_has_them_all(tmp_path: Path) -> None:
+    ended = smoke(tmp_path, LAYOUTS="pipeline interleaved")
+    assert ended.returncode == 0, ended.stderr
+    rows = table(ended)
+    assert list(rows) == [f"{layout} {run}" for layout in ("pipeline", "interleaved") for run in ("gloo", "peer", "host", "timers")]
+    assert rows["pipeline peer"].split() == ["pipeline", "peer", "peer", "8.00", "5.00", "7.0000", "to", "1.4000", "identical"]
+    assert rows["pipeline timers"].split()[2] == "gloo"
+    assert ended.stdout.splitlines()[-1] == "all 8 runs train as stock Megatron does, to the last bit"
+
+
+def test_one_bit_is_enough_to_fail_and_the_others_are_tried(tmp_path: Path) -> None:
+    ended = smoke(tmp_path, "peer=differs gloo=fails")
+    assert ended.returncode == 1
+    rows = table(ended)
+    assert rows["pipeline peer"].endswith("  DIFFERS")
+    assert rows["pipeline gloo"].endswith("  failed with 1")
+    assert rows["pipeline host"].endswith("  identical")
+    assert ended.stdout.splitlines()[-1] == "NOT as stock Megatron: pipeline gloo, pipeline peer"
+    assert "CUDA error: nobody knows" in ended.stderr, "the end of its log"
+    assert "iteration 3" in ended.stderr
+
+
+def test_what_hangs_is_ended(tmp_path: Path) -> None:
+    ended = smoke(tmp_path, "gloo=hangs", LIMIT="3", RUNS_WITH="gloo host")
+    assert ended.returncode == 1
+    assert table(ended)["pipeline gloo"].endswith("  ended at 3 s")
+    assert table(ended)["pipeline host"].endswith("  identical")
+
+
+def test_without_stock_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+    ended = smoke(tmp_path, "stock=fails", LAYOUTS="pipeline tensor")
+    assert ended.returncode == 1
+    assert list(table(ended)) == ["pipeline stock", "tensor stock"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("LAYOUTS", "diagonal"), ("RUNS_WITH", "pigeon")])
+def test_a_name_that_is_none_is_refused_before_anything_runs(tmp_path: Path, name: str, value: str) -> None:
+    ended = smoke(tmp_path, **{name: value})
+    assert ended.returncode == 2
+    assert f"{name} names {value}. Remedy: " in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "scripts/smoke_table.py")]
+    assert subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False).returncode == 2
+    (tmp_path / "verdicts.tsv").write_text("")
+    ended = subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 1
+    assert "no run at all" in ended.stdout

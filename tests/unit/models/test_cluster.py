@@ -1,0 +1,97 @@
+"""Clusters, by name and from files: every number arrives in its unit, and what is wrong is named with its key and file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.models.cluster import DEVICES, GIB, parse_cluster
+from bpipe.models.cluster_file import read_cluster
+
+OWN = """
+nodes = 16
+gpus_per_node = 4
+
+[device]
+name = "own"
+peak_tflops = 500
+memory_gib = 60.5
+memory_gb_per_s = 2000
+inside_gb_per_s = 200
+between_gb_per_s = 12.5
+"""
+
+
+def test_a_file_says_everything_in_its_units(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(OWN)
+    cluster = read_cluster(path)
+    device = cluster.device
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.num_devices) == (16, 4, 64)
+    assert (device.name, device.peak_flops_per_s, device.memory_bytes) == ("own", 500e12, int(60.5 * GIB))
+    assert (device.memory_bytes_per_s, device.inside_bytes_per_s, device.between_bytes_per_s) == (2e12, 200e9, 12.5e9)
+    assert device.source == str(path)
+
+
+def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
+    path = tmp_path / "half-the-ports.json"
+    path.write_text(json.dumps({"nodes": 2, "gpus_per_node": 8, "device": {"like": "h100-80g", "between_gb_per_s": 25}}))
+    device = read_cluster(path).device
+    assert device.between_bytes_per_s == 25e9
+    assert device.peak_flops_per_s == DEVICES["h100-80g"].peak_flops_per_s
+    assert device.name == "half-the-ports"
+    path.write_text(json.dumps({"device": "mi300x-192g"}))
+    assert read_cluster(path, (3, 8)).num_devices == 24
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes = ", "no TOML"),
+        ("nodes = 2", "gpus_per_node is missing"),
+        ("nodes = 0\ngpus_per_node = 8", "nodes is 0, but must be a whole number"),
+        ("nodes = 1\ngpus_per_node = 8", "device is missing: one of a100-40g"),
+        ("nodes = 1\ngpus_per_node = 8\ndevice = 3", "device is 3, but must be a name or an object"),
+        ('nodes = 1\ngpus_per_node = 8\ndevice = "h100"', "device: unknown device 'h100'"),
+        ("nodes = 1\ngpu_per_node = 8", "unknown key 'gpu_per_node', did you mean 'gpus_per_node'"),
+        (OWN.replace("peak_tflops = 500", 'peak_tflops = "500"'), "device.peak_tflops is '500', but must be a number above 0"),
+        (OWN.replace("60.5", "-1"), "device.memory_gib is -1"),
+        (OWN.replace("60.5", "nan"), "device.memory_gib is nan"),
+        (OWN.replace("60.5", "64e9"), "device.memory_gib is 64000000000.0, but must be a number above 0 and at most"),
+        (OWN.replace("peak_tflops = 500\n", ""), "device.peak_tflops missing: give all, or device.like"),
+        (OWN.replace("peak_tflops", "peak_flops"), "unknown key 'device.peak_flops', did you mean 'device.peak_tflops'"),
+        (OWN.replace('name = "own"', "name = 3"), "device.name is 3"),
+    ],
+)
+def test_errors_name_the_key_and_the_file(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    assert main(["simulate", "--model", "gpt3-13b", "--cluster", str(path), "--pipeline", "8", "--global-batch", "32"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert str(path) in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt3-13b", "--cluster", "nowhere.toml", "--global-batch", "32"]) == 2
+    assert "nowhere.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gb200-186g", "h20-96g", "mi300x-192g", "a800-80g"])
+def test_newer_devices_are_known_with_their_source(name: str) -> None:
+    device = parse_cluster(f"{name}:2x8").device
+    assert device.source
+    # What the label says in GB, less some.
+    label = int(name.rpartition("-")[2].removesuffix("g"))
+    assert 0.95 * label < device.memory_bytes / GIB <= label
+
+
+def test_a_name_alone_takes_its_size_from_elsewhere() -> None:
+    assert parse_cluster("h100-80g", (4, 8)).num_devices == 32
+    assert parse_cluster("h100-80g:2", (4, 8)).num_devices == 2
+    with pytest.raises(ValueError, match="is not DEVICE:NODESxDEVICES"):
+        parse_cluster("h100-80g")

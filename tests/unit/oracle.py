@@ -1,0 +1,111 @@
+"""Judge a schedule slowly and obviously: walk its grid slot by slot and do what each says. In: a Schedule. Out: whether that could be done.
+
+Shares no code with `bpipe.ir.check`, and judges all of its rules but deadlocks. Knows nothing that the grid does not say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bpipe.ir.action import OTHER_END, TRANSFER, Action, Kind
+from bpipe.ir.schedule import Schedule, Slot
+
+Key = tuple[int, int]
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+@dataclass
+class State:
+    """What has happened to every stage and micro-batch. `backwarded`: its gradient is passed on; `over`: its activations are let go."""
+
+    forwarded: set[Key] = field(default_factory=set)
+    backwarded: set[Key] = field(default_factory=set)
+    over: set[Key] = field(default_factory=set)
+    present: set[Key] = field(default_factory=set)
+    away: set[Key] = field(default_factory=set)
+
+    def copy(self) -> State:
+        return State(*(set(held) for held in (self.forwarded, self.backwarded, self.over, self.present, self.away)))
+
+
+def is_sound(schedule: Schedule) -> bool:
+    """All ranks in step; anything that cannot be done, or is left undone, makes the schedule unsound."""
+    now = State()
+    # What cannot be done in so few slots need not be tried.
+    if schedule.num_stages * schedule.num_microbatches > sum(map(len, schedule.ranks)):
+        return False
+    every = {(stage, microbatch) for stage in range(schedule.num_stages) for microbatch in range(schedule.num_microbatches)}
+    for column in zip(*schedule.ranks, strict=True):
+        began = now.copy()
+        holding = [sum(schedule.stage_to_rank[stage] == rank for stage, _ in now.present) for rank in range(schedule.num_ranks)]
+        for stage, _ in now.away:
+            holding[schedule.partners[schedule.stage_to_rank[stage]] if schedule.partners else 0] += 1
+        for rank, cell in enumerate(column):
+            if cell.overlapped is not None and (cell.compute is None or not overlaps(cell.compute, cell.overlapped)):
+                return False
+            for one in (cell.compute, cell.overlapped):
+                if one is not None and not computes(schedule, rank, one, every, began, now, holding):
+                    return False
+            for moved in cell.transfers:
+                if not moves(schedule, rank, moved, column, began, now, holding):
+                    return False
+        # What is evicted, returned or computed backward is still held during this slot.
+        if schedule.bounds is not None and any(held > bound for held, bound in zip(holding, schedule.bounds, strict=True)):
+            return False
+    return now.forwarded == now.backwarded == now.over == every
+
+
+def overlaps(first: Action, second: Action) -> bool:
+    return first.kind is Kind.FORWARD and second.kind in BACKWARDS
+
+
+def computes(schedule: Schedule, rank: int, one: Action, every: set[Key], began: State, now: State, holding: list[int]) -> bool:
+    """Compute, if what is needed was there when the slot began."""
+    key = (one.stage, one.microbatch)
+    if key not in every or schedule.stage_to_rank[one.stage] != rank:
+        return False
+    if one.kind is Kind.FORWARD:
+        if key in now.forwarded or (one.stage and (one.stage - 1, one.microbatch) not in began.forwarded):
+            return False
+        now.forwarded.add(key)
+        now.present.add(key)
+        holding[rank] += 1
+        return True
+    if one.kind in BACKWARDS:
+        after = (one.stage + 1, one.microbatch)
+        if key in now.backwarded or key not in began.present or (after in every and after not in began.backwarded):
+            return False
+        now.backwarded.add(key)
+    elif one.kind is not Kind.BACKWARD_WEIGHT or key not in began.backwarded or key in now.over:
+        return False
+    if one.kind is not Kind.BACKWARD_INPUT:
+        now.over.add(key)
+        now.present.discard(key)
+    return True
+
+
+def moves(schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...], began: State, now: State, holding: list[int]) -> bool:
+    """Move one micro-batch, if it can be moved in this slot, and its other end is there."""
+    if schedule.partners is None or schedule.partners[rank] == rank or moved.kind not in TRANSFER:
+        return False
+    partner, key = schedule.partners[rank], (moved.stage, moved.microbatch)
+    if Action(moved.stage, OTHER_END[moved.kind], moved.microbatch) not in column[partner].transfers:
+        return False
+    evictor = rank if moved.kind in (Kind.EVICT, Kind.LOAD) else partner
+    if moved.stage not in range(schedule.num_stages) or schedule.stage_to_rank[moved.stage] != evictor:
+        return False
+    if key in [(one.stage, one.microbatch) for one in (column[evictor].compute, column[evictor].overlapped) if one is not None]:
+        return False
+    if moved.kind is Kind.EVICT:
+        if key not in began.present or key not in now.present or key in began.backwarded:
+            return False
+        now.present.discard(key)
+        now.away.add(key)
+        holding[partner] += 1
+    elif moved.kind is Kind.LOAD:
+        if key not in began.away or key not in now.away:
+            return False
+        now.away.discard(key)
+        now.present.add(key)
+        holding[rank] += 1
+    return True

@@ -1,0 +1,264 @@
+"""Megatron's command line, read as our options: there and back for every setup, contradictions refused, and the tables held to Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.cli import main
+from bpipe.commands.launch import filled
+from bpipe.commands.simulate import setup_of
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import Setup, split_layers
+from bpipe.models.model import PRESETS, Model
+from bpipe.plan.megatron_command import ANY_VALUE, READ, REFUSED, WITHOUT_INFLUENCE, Reading, parser, read_command
+from bpipe.plan.megatron_flags import megatron_flags
+
+SMALL = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--vocab-size", "1000"]
+
+
+def read(*flags: str) -> Reading:
+    return read_command([*SMALL, *flags])
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    """Any that Megatron's flags can say: without selective recomputation of flash attention's module, everything can."""
+    pipeline, chunks, tensor = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    chunks = chunks if pipeline > 1 else 1
+    heads, groups = 8, draw(st.sampled_from([2, 8]))
+    gated, rotary, dropout = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    layers = draw(st.lists(st.integers(1, 3), min_size=pipeline * chunks, max_size=pipeline * chunks))
+    sizes = (sum(layers), 512, heads, groups, draw(st.sampled_from([32, 64])), draw(st.sampled_from([1024, 2048])), 1000, 256)
+    switches = (gated, draw(st.booleans()), draw(st.booleans()), not rotary, draw(st.booleans()), dropout)
+    return Setup(
+        model=Model("custom", *sizes, *switches),
+        cluster=parse_cluster("a100-80g:1x8"),
+        tensor=tensor,
+        pipeline=pipeline,
+        micro_batch=draw(st.sampled_from([1, 2])),
+        global_batch=64,
+        sequence=256,
+        layers=tuple(layers),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        attention=draw(st.sampled_from(["flash", "unfused"])),
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+        chunks=chunks,
+        balance=draw(st.sampled_from(["none", "bpipe"])),
+        precision=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
+        distributed_optimizer=draw(st.booleans()),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+    )
+
+
+OPTIONS = argparse.Namespace(cluster="a100-80g:1x8", model=None, schedule=None, kernels="gpu", flops_formula="megatron", profile=None)
+NOT_GIVEN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "sequence", "vocabulary"),
+    *("swiglu", "rms_norm", "disable_bias_linear", "rotary", "untie_embeddings_and_output_weights", "no_dropout", "layers", "chunks"),
+    *("tensor", "pipeline", "micro_batch", "global_batch", "recompute", "balance", "attention", "precision"),
+    *("no_distributed_optimizer", "no_sequence_parallel"),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(setups())
+def test_what_we_write_we_read(setup: Setup) -> None:
+    """The flags of a setup, read again, are the same setup."""
+    words = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *megatron_flags(setup), "--vocab-size", "1000"]
+    reading = read_command(words)
+    assert (reading.not_considered, reading.devices) == ((), (1, 8))
+    assert setup_of(filled(argparse.Namespace(**{**dict.fromkeys(NOT_GIVEN), **vars(OPTIONS)}), reading, ())) == setup
+
+
+def test_the_rows_of_the_presets_come_back() -> None:
+    model = PRESETS["llama3-405b"]
+    layers = split_layers(126, 64, allow_uneven=True)
+    assert layers is not None
+    setup = Setup(model, parse_cluster("h100-80g:16x8"), 8, 16, 1, 64, 8192, layers, "full", schedule="interleaved-1f1b", chunks=4)
+    options = read_command([*megatron_flags(setup), "--vocab-size", "128256"]).options
+    assert options["layers"] == layers
+    assert (options["chunks"], options["num_query_groups"], options["ffn_hidden_size"]) == (4, 8, 53248)
+
+
+def test_megatrons_defaults() -> None:
+    options = read().options
+    assert (options["ffn_hidden_size"], options["kv_channels"], options["num_query_groups"]) == (256, 16, 4)
+    assert (options["precision"], options["attention"], options["recompute"]) == ("fp32", "flash", "none")
+    assert (options["rotary"], options["no_dropout"], options["no_distributed_optimizer"]) == (False, False, True)
+    assert "global_batch" not in options
+    assert read("--group-query-attention").options["num_query_groups"] == 1
+    assert read("--transformer-impl", "local").options["attention"] == "unfused"
+    assert read("--use-rotary-position-embeddings").options["rotary"] is True
+    assert read("--recompute-activations").options["recompute"] == "selective"
+    assert read_command([*SMALL[:-2], "--tokenizer-type", "GPT2BPETokenizer"]).options["vocabulary"] == 50257
+
+
+def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> None:
+    reading = read("--overlap-grad-reduce", "--lr", "1e-4", "--log-interval", "10", "--my-own-flag", "3", "--save", "x", "--mock-data")
+    assert reading.not_considered == ("--my-own-flag", "--overlap-grad-reduce")
+    assert read("--attention-backend", "auto").notes == ("--attention-backend auto is predicted as flash",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
+        ("--recompute-activations --recompute-granularity full", "--recompute-activations and --recompute-granularity full"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--num-experts 8", "--num-experts 8: mixtures of experts: not modelled"),
+        ("--fp8-format hybrid", "--fp8-format hybrid: 8-bit"),
+        ("--context-parallel-size 2", "--context-parallel-size 2: context parallelism"),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp: sharding by FSDP"),
+        ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2", "exclude each other"),
+        ("--pipeline-model-parallel-size 3", "--num-layers 8 does not go over --pipeline-model-parallel-size 3"),
+        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size is 0"),
+        ("--hidden-size x", "argument --hidden-size: invalid int value: 'x'"),
+        ("--normalization Batch", "argument --normalization"),
+        ("--num-attention-heads 5", "--num-attention-heads 5 does not divide --hidden-size 64"),
+        ("--num-layers 0", "--num-layers is 0"),
+        ("--micro-batch-size -1", "--micro-batch-size is -1, but must be at least 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size is 0"),
+    ],
+)
+def test_contradictions_and_what_is_not_modelled_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(*flags.split())
+
+
+def test_neutral_values_of_refused_flags_are_none() -> None:
+    assert read("--context-parallel-size", "1", "--expert-model-parallel-size=1", "--cpu-offloading-num-layers", "0").not_considered == ()
+    pipeline = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "2")
+    assert read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "2").options["chunks"] == 2
+    with pytest.raises(ValueError, match="larger groups of micro-batches"):
+        read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "4")
+
+
+def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = ["--", "torchrun", "--nproc-per-node=8", "train.py", *SMALL, "--pipeline-model-parallel-size", "4"]
+    launch += ["--micro-batch-size", "2", "--global-batch-size", "32", "--recompute-granularity", "full"]
+    uniform = ["--recompute-method", "uniform", "--recompute-num-layers", "2"]
+    assert main(["simulate", "--cluster", "a100-80g", *launch, *uniform]) == 2
+    error = capsys.readouterr().err
+    assert "--recompute-method uniform --recompute-num-layers 2 is not modelled: say what to predict in its place with --recompute" in error
+    said = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
+    assert main([*said, *launch, *uniform, "--overlap-grad-reduce"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {"recompute": "none", "micro_batch": 2, "pipeline": 4, "data": 2, "layers": [2, 2, 2, 2], "precision": "fp32"}
+    assert wanted.items() <= found["configuration"].items()
+    assert found["launch"] == {"notes": ["--attention-backend auto is predicted as flash"], "not_considered": ["--overlap-grad-reduce"]}
+    assert main([*said, "--pipeline", "8", *launch, *uniform]) == 0
+    assert json.loads(capsys.readouterr().out)["configuration"]["layers"] == [1] * 8, "layers of 4 stages say nothing of 8"
+
+
+def test_what_nobody_says_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["simulate", "--cluster", "a100-80g:8", "--model", "gpt3-13b"], "--pipeline, --global-batch missing"),
+        (["plan", "--cluster", "a100-80g:8", "--model", "gpt3-13b"], "--global-batch missing"),
+        (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[:-2]], "give --vocabulary N"),
+        (["simulate", "--cluster", "a100-80g", "--", *SMALL], "is not DEVICE:NODESxDEVICES"),
+        (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[2:]], "Megatron's flags lack --num-layers"),
+        (["simulate", "--cluster", "a100-80g:8", "--", "bash", "run.sh"], "'bash' is no flag, and no script"),
+        (["simulate", "--cluster", "a100-80g:8", "--set", "A=1"], "--set is for a script's variables"),
+        (["simulate", "--cluster", "a100-80g:8", "--from-script", "run.sh", "--", *SMALL], "say the same"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 --fp16 --sequence-parallel"
+    launch += " --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128"
+    launch += " --attention-backend unfused --use-distributed-optimizer --recompute-activations"
+    arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "1"]
+    assert main([*arguments, "--", *launch.split()]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit: rank 0 needs 81.7" in text
+    assert "t=4 p=8 d=1 b=2 recompute selective 1f1b balanced" in text
+    assert main([*arguments, "--format", "json", "--", *launch.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["launch"]["as_it_stands"]["fits"] is False
+    assert found["rows"][0]["fits"] is True
+    assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--", *launch.split()]) in (0, 3)
+    assert "the launch as it stands: t*p = 4*8 = 32 does not divide the 24 devices" in capsys.readouterr().out
+
+
+# Every flag of the installed Megatron's parser, ours among them.
+FLAGS = """
+import argparse, contextlib, io, json
+with contextlib.redirect_stdout(io.StringIO()):
+    from megatron.scheduling import launch
+    launch.prepare()
+    from megatron.scheduling.arguments import add_arguments
+    from megatron.training.arguments import add_megatron_arguments
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+def plain(value):
+    return getattr(value, "name", value)
+print("FLAGS", json.dumps({
+    flag: {
+        "nargs": action.nargs,
+        "type": getattr(action.type, "__name__", None),
+        "default": plain(action.default),
+        "choices": action.choices and sorted(str(plain(choice)) for choice in action.choices),
+        "switch": type(action).__name__,
+    }
+    for action in parser._actions for flag in action.option_strings
+}, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def megatrons() -> dict[str, dict[str, Any]]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run([sys.executable, "-c", FLAGS], capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    line = next(line for line in ended.stdout.splitlines() if line.startswith("FLAGS "))
+    found: dict[str, dict[str, Any]] = json.loads(line.removeprefix("FLAGS "))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, dict[str, Any]]) -> None:
+    ours = {flag: action for action in parser()._actions for flag in action.option_strings}
+    assert set(ours) == set(READ)
+    for flag, action in ours.items():
+        theirs = megatrons[flag]
+        assert action.nargs == theirs["nargs"], flag
+        if theirs["nargs"] == 0:
+            # A switch that Megatron turns off by giving it is on by default there.
+            assert theirs["default"] is (theirs["switch"] == "_StoreFalseAction"), flag
+            continue
+        assert action.default == theirs["default"], flag
+        assert (action.choices and sorted(action.choices)) == theirs["choices"], flag
+        assert getattr(action.type, "__name__", None) in (theirs["type"], "str"), flag
+
+
+@pytest.mark.timeout(120)
+def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, Any]]) -> None:
+    assert set(REFUSED) <= set(megatrons)
+    for pattern in (*WITHOUT_INFLUENCE, *ANY_VALUE):
+        assert any(fnmatchcase(flag, pattern) for flag in megatrons), pattern
+    without = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)}
+    assert not without & (set(READ) | set(REFUSED))
+    words = ("recompute", "offload", "fp8", "fp4", "moe", "expert", "fsdp", "shard", "dtype", "fusion", "overlap", "cuda-graph", "mtp")
+    assert [flag for flag in without if any(word in flag for word in words) and "ckpt" not in flag] == []
+    valued = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in ANY_VALUE)}
+    assert valued <= without
+    assert [flag for flag in valued if megatrons[flag]["nargs"] == 0] == []
+
+
+def test_absurd_numbers_are_refused() -> None:
+    """Ranks were listed one by one: 10^30 nodes never came to an end."""
+    sizes = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
+    with pytest.raises(ValueError, match="nodes of 8 processes: there are at most 99999 of each"):
+        read_command(["torchrun", "--nproc_per_node", "8", "--nnodes", "1" * 30, "pretrain_gpt.py", *sizes])
+    with pytest.raises(ValueError, match=r"--num-layers is 1+, but must be at most 1000000000000"):
+        read_command([*sizes, "--num-layers", "1" * 30])

@@ -1,0 +1,137 @@
+"""What a run that ran out of memory left says which stage, how much of what, and what would have fitted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.report.held import read_held
+from bpipe.report.shortage import shortage_of
+from bpipe.report.shortage_text import text
+
+GIB = 2**30
+PROGRAM = {"schedule": "1f1b", "num_stages": 8, "num_microbatches": 16, "num_chunks": 1, "balance": "none"}
+
+
+def mark(place: int, microbatches: int, **more: Any) -> dict[str, Any]:
+    return {
+        "iteration": 1,
+        "action": f"{place}F{microbatches - 1}",
+        "program": PROGRAM,
+        "microbatches": [[place, number, 6 * GIB] for number in range(microbatches)],
+        "saved_bytes": {str(place): 6 * GIB},
+        "logits_bytes": GIB if place == 7 else 0,
+        "allocated_bytes": (22 + 6 * microbatches) * GIB,
+        **more,
+    }
+
+
+def header(place: int, limit_gib: int | None = 80) -> dict[str, Any]:
+    limit = None if limit_gib is None else limit_gib * GIB
+    return {
+        "format": "bpipe-memory",
+        "version": 1,
+        "rank": place,
+        "pipeline": 0,
+        "place": place,
+        "host": "node1",
+        "limit_bytes": limit,
+        "micro_batch": 2,
+        "weights_bytes": 8 * GIB,
+        "gradients_bytes": 8 * GIB,
+        "optimizer_bytes": 4 * GIB,
+        "optimizer_to_come_bytes": 8 * GIB,
+    }
+
+
+def write(folder: Path, limit_gib: int | None = 80, **first: Any) -> Path:
+    """Stage 0 ran out of memory in its eighth forward; stages 6 and 7 had not begun."""
+    folder.mkdir()
+    for place in range(6):
+        lines = [header(place, limit_gib), *(mark(place, number) for number in range(1, 8 - place))]
+        if place == 0:
+            error = {"action": "0F7", "error": "OutOfMemoryError: CUDA out of memory (rank 0)", "out_of_memory": True}
+            lines.append(mark(0, 7, **error) | first)
+        (folder / f"memory_{place:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
+    """28 GiB beside activations with the moments to come, 2 of something else, 6 a micro-batch: 8 are 78, 5 balanced are 60."""
+    found = shortage_of(held(write(tmp_path / "run", 70)))
+    assert found.stages[0].need_bytes == (8 + 8 + 12 + 2 + 8 * 6) * GIB
+    assert found.stages[0].other_bytes == 2 * GIB
+    ways = {way.name: (way.need_bytes // GIB, way.fits) for way in found.ways}
+    assert ways == {
+        "as it was run": (78, False),
+        "with --bpipe": (60, True),
+        "with --micro-batch-size 1": (28 + 1 + 8 * 3, True),
+        "with --micro-batch-size 1 and --bpipe": (28 + 1 + 5 * 3, True),
+    }
+    said = text(held(tmp_path / "run"))
+    assert "Rank 0 (stage 0 of pipeline 0, node1) had no memory left: OutOfMemoryError: CUDA out of memory (rank 0)." in said
+    assert "7 of 8 42.0 GiB" in " ".join(said.split())
+    assert "What fits: with --bpipe; with --micro-batch-size 1; with --micro-batch-size 1 and --bpipe." in said
+    assert "note: stage 6, 7 ran no forward" in said
+    assert all(len(line) <= 120 for line in said.splitlines())
+
+
+def test_where_nothing_fits_it_says_so(tmp_path: Path) -> None:
+    assert shortage_of(held(write(tmp_path / "run", 40))).answers[-1].startswith("None of these fits: recompute more,")
+
+
+def test_without_a_limit_it_promises_nothing(tmp_path: Path) -> None:
+    assert shortage_of(held(write(tmp_path / "run", None))).answers[-1] == "Which way fits is not known, for no device's limit is."
+
+
+def held(folder: Path) -> Any:
+    found = read_held(folder)
+    assert found is not None
+    return found
+
+
+def test_a_killed_rank_leaves_a_torn_line(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    with (folder / "memory_00003.jsonl").open("a") as file:
+        file.write('{"iteration": 1, "act')
+    assert len(held(folder).ranks[3].marks) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"iteration": None}, "line 9: iteration is 'None', which is no number of at least 0"),
+        ({"saved_bytes": [1]}, "line 9: "),
+        ({"microbatches": [[0, 0]]}, "line 9: "),
+        ({"microbatches": 7}, "line 9: "),
+        ({"program": {"schedule": "1f1b", "num_stages": 1e300, "num_microbatches": 8}}, "line 9: num_stages is '1e+300'"),
+        ({"program": "1f1b"}, "line 9: "),
+        ({"saved_bytes": {"0": -5}}, "line 9: bytes of stage 0 is '-5'"),
+        ({"allocated_bytes": float("inf")}, "line 9: allocated_bytes is 'inf'"),
+    ],
+)
+def test_what_no_run_writes_is_refused_in_one_line(
+    tmp_path: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "run", **change)
+    assert main(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert f"memory_00000.jsonl, {message}" in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_failed_later_tells_it_below_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.unit.report.recorded import write_run
+
+    folder = write_run(tmp_path / "recorded")
+    for path in write(tmp_path / "run").iterdir():
+        path.rename(folder / path.name)
+    (folder / "failure.json").write_text(json.dumps({"rank": 0, "cause": "OutOfMemoryError: CUDA out of memory"}))
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "is the memory bottleneck" in said
+    assert "Rank 0 (stage 0 of pipeline 0, node1) failed first: OutOfMemoryError: CUDA out of memory." in said

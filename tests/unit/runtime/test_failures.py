@@ -1,0 +1,123 @@
+"""Every rank learns which one failed first; those that are stuck are ended. Ranks are threads, and their store is in this process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bpipe.runtime import failures
+from bpipe.runtime.errors import TransferError
+from bpipe.runtime.failures import Failure, Watch, cause_of, is_secondary
+
+
+class Ranks:
+    """Some ranks of a world on one store. `left` are those whose process was ended."""
+
+    def __init__(self, world: int, alive: list[int]) -> None:
+        store = dist.HashStore()
+        self.left: dict[int, int] = {}
+        self.watches: dict[int, Watch] = {}
+        for rank in alive:
+            watch = self.watches[rank] = Watch(lambda status, rank=rank: self.left.update({rank: status}))  # type: ignore[misc]
+            watch._board, watch._rank, watch._world = store, rank, world
+            watch.begin()
+
+    def until_left(self, number: int) -> None:
+        deadline = time.monotonic() + 20
+        while len(self.left) < number:
+            assert time.monotonic() < deadline, self.left
+            time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(failures, "_LOOK_S", 0.25)
+    monkeypatch.setattr(failures, "_OWN_END_S", 0.2)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "bpipe-watch":
+            thread.join(timeout=5)
+
+
+def test_who_is_stuck_is_ended_with_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(3, [0, 1, 2])
+    error = torch.OutOfMemoryError("CUDA out of memory.\nMuch more")
+    error.add_note("bpipe: rank 1, stage 1, after 1F1, at 1F2")
+    told = ranks.watches[1].failed(error)
+    ranks.watches[1].end()
+    assert told == Failure(1, "OutOfMemoryError: CUDA out of memory. (rank 1, stage 1, after 1F1, at 1F2)")
+    ranks.until_left(2)
+    assert ranks.left == {0: 1, 2: 1}
+    said = capfd.readouterr().err
+    assert said.count(f"bpipe: {told}\n") == 2
+    assert "is ended where it waits" in said
+    assert "test_who_is_stuck_is_ended_with_the_cause" in said, "it does not show where the process waits"
+
+
+def test_a_closed_connection_waits_for_the_word_of_who_closed_it() -> None:
+    """The error of the neighbour comes first, as it may: its connection closes before the cause is told."""
+    ranks = Ranks(2, [0, 1])
+    found: list[Failure | None] = []
+    neighbour = threading.Thread(target=lambda: found.append(ranks.watches[0].failed(RuntimeError("Connection closed by peer [::1]:4"))))
+    neighbour.start()
+    time.sleep(0.05)
+    told = ranks.watches[1].failed(ValueError("no such token"))
+    neighbour.join()
+    assert told == Failure(1, "ValueError: no such token")
+    assert found == [None]
+    assert ranks.watches[0]._first == told
+
+
+def test_who_does_not_answer_the_roll_is_named() -> None:
+    ranks = Ranks(4, [0, 1, 2])
+    told = ranks.watches[0].failed(TransferError("rank 0, stage 0: 0EVICT2 with stage 3 did not end"))
+    assert told is not None
+    assert told.rank == 3
+    assert "rank 0 noticed: TransferError: rank 0, stage 0: 0EVICT2 with stage 3 did not end" in told.cause
+
+
+def test_where_all_answer_the_one_that_noticed_is_the_first() -> None:
+    """Nobody is gone: a message really did not come."""
+    ranks = Ranks(2, [0, 1])
+    assert ranks.watches[1].failed(RuntimeError("timed out")) == Failure(1, "RuntimeError: timed out")
+
+
+def test_the_last_line_comes_after_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.excepthook = lambda *error: print("Traceback", file=sys.stderr)
+    ranks = Ranks(1, [0])
+    error = ValueError("no such token")
+    ranks.watches[0].failed(error)
+    ranks.watches[0].end()
+    sys.excepthook(ValueError, error, None)
+    assert capsys.readouterr().err == "Traceback\nbpipe: rank 0 failed first: ValueError: no such token\n"
+
+
+def test_a_training_that_ends_well_ends_nobody() -> None:
+    ranks = Ranks(2, [0, 1])
+    ranks.watches[0].end()
+    ranks.watches[1].failed(ValueError("afterwards"))
+    time.sleep(0.4)
+    assert ranks.left == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "secondary"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/...] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Timed out waiting 300000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error in: ... remote process exited or there was a network error"), True),
+        (TransferError("rank 0, stage 0: 0EVICT2 with stage 3 did not end"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (ValueError("a timeout of -1"), False),
+    ],
+)
+def test_which_errors_only_say_that_another_is_gone(error: Exception, secondary: bool) -> None:
+    assert is_secondary(error) == secondary
+    assert cause_of(error).startswith(type(error).__name__)

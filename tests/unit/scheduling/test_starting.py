@@ -1,0 +1,66 @@
+"""A program that cannot start says so once, and ends with the same status on every rank."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron.scheduling import starting
+from megatron.scheduling.arguments import add_arguments
+
+
+def parser() -> argparse.ArgumentParser:
+    made = add_arguments(argparse.ArgumentParser(prog="pretrain.py", allow_abbrev=False))
+    made.add_argument("--num-layers", type=int)
+    starting.refuse_once(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--bpip"], "pretrain.py: error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n"),
+        (
+            ["--bpipe-reprot=x", "--num-layer", "4"],
+            "  instead of --bpipe-reprot, did you mean --bpipe-report?\n  instead of --num-layer, did you mean --num-layers?\n",
+        ),
+        (["--qqq"], "pretrain.py: error: unrecognized arguments: --qqq\n"),
+        (["--num-layers", "many"], "pretrain.py: error: argument --num-layers: invalid int value: 'many'\n"),
+    ],
+)
+def test_a_flag_that_is_not_known_is_refused_once(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as ended:
+            parser().parse_args(flags)
+        assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.endswith(said)
+    assert error.count("usage: ") == 1
+    assert error.count("error: ") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named_once_a_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two processes. On a real file system: a file stands where the folder should be."""
+    (tmp_path / "file").write_text("")
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        monkeypatch.setenv("GROUP_RANK", str(rank // 2))
+        with pytest.raises(SystemExit) as ended:
+            starting.need_folder(str(tmp_path / "file/report"))
+        assert ended.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"bpipe: error: --bpipe-report {tmp_path}/file/report: Not a directory"
+    assert second.startswith(f"{first} on ")
+
+
+def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    starting.need_folder(str(tmp_path / "runs/mine"))
+    assert list((tmp_path / "runs/mine").iterdir()) == []

@@ -1,0 +1,174 @@
+"""What is read of Megatron's arguments and configuration is what the tables in `upstream` say, and what is missing is named in one line.
+
+Megatron is not imported: that 0.19.2 has these names is looked at in check_patches.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.scheduling import placement, upstream
+from megatron.scheduling.arguments import add_arguments, config_from_args
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = [*sorted((ROOT / "megatron/scheduling").glob("*.py")), ROOT / "pretrain_gpt.py"]
+OURS = ("bpipe", "profile_")
+# Mends one class of Megatron's, having tried that class with a configuration of its own; a model's was never read before.
+NOT_HELD = {"repairs"}
+
+
+def untyped_configs(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes of a parameter `config: Any`: Megatron's; ours are typed."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and any(
+            argument.arg == "config" and argument.annotation is not None and ast.unparse(argument.annotation) == "Any"
+            for argument in function.args.args
+        ):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "config":
+                    yield node
+
+
+def read_of_megatron(path: Path) -> tuple[set[str], set[str]]:
+    """Names that a module reads as attributes, and names that it reads through Settings."""
+    tree = ast.parse(path.read_text())
+    required, optional = set(), set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        whose = ast.unparse(node.value)
+        if whose in ("s", "settings") or whose.startswith("Settings("):
+            optional.add(node.attr)
+        elif whose in ("args", "get_args()") or whose.startswith("get_model_config("):
+            required.add(node.attr)
+    if path.stem not in NOT_HELD:
+        required.update(node.attr for node in untyped_configs(tree))
+    return {name for name in required if not name.startswith(OURS)}, optional
+
+
+def test_what_must_be_there_is_what_the_code_reads() -> None:
+    read = {path.stem: names for path in SOURCES if (names := read_of_megatron(path)[0])}
+    assert {name: set(names) for name, names in upstream.REQUIRED.items()} == read, "bring upstream.REQUIRED up to the code"
+    assert "barrier_with_L1_time" in read["beside"]
+    assert "world_size" in read["placement"]
+
+
+def test_what_may_be_missing_is_what_the_code_reads() -> None:
+    read = set().union(*(read_of_megatron(path)[1] for path in SOURCES))
+    assert set(upstream.OPTIONAL) == read, "bring upstream.OPTIONAL up to the code"
+    assert set(upstream.OPTIONAL) >= upstream._NOT_IN_ARGUMENTS | upstream._NOT_IN_CONFIGURATION
+
+
+def test_settings_give_none_for_what_is_missing() -> None:
+    """No other module goes around the tables with getattr and a default on Megatron's arguments."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                whose, name = (ast.unparse(argument) for argument in node.args[:2])
+                assert whose not in ("args", "get_args()") or name.strip("'").startswith(OURS), f"{path.name} reads {name} past the tables"
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A Megatron that is not there: a version and a folder. Said lines are forgotten."""
+    core = ModuleType("megatron.core")
+    core.__file__ = "/checkout/megatron/core/__init__.py"
+    vars(core)["__version__"] = "0.20.0rc0+1a2b3c4"
+    monkeypatch.setitem(sys.modules, "megatron.core", core)
+    monkeypatch.setattr(sys.modules["megatron"], "core", core, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    upstream.remark.cache_clear()
+    return SimpleNamespace(set_version=lambda version: vars(core).update(__version__=version))
+
+
+def parsed(**more: Any) -> SimpleNamespace:
+    """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on one node."""
+    names = {**dict.fromkeys(upstream.OPTIONAL), **dict.fromkeys(upstream.REQUIRED["arguments"])}
+    for name in upstream._NOT_IN_ARGUMENTS:
+        del names[name]
+    return SimpleNamespace(
+        **{
+            **names,
+            "bpipe": True,
+            "bpipe_placement": "adjacent",
+            "rank": 1,
+            "world_size": 4,
+            "use_tp_pp_dp_mapping": False,
+            "tensor_model_parallel_size": 1,
+            "context_parallel_size": 1,
+            "pipeline_model_parallel_size": 4,
+            **more,
+        }
+    )
+
+
+def test_the_development_branch_is_placed_without_its_shards(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signatures equal 0.19.2's, and its arguments have no tensor_parallel_num_weight_shards: that was a bare AttributeError."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    args = parsed()
+    del args.tensor_parallel_num_weight_shards
+    placement.apply(args)
+    assert args.rank == 3, "the partner of stage 0 is its neighbour"
+
+
+def test_absent_settings_of_an_untried_version_are_said_once(megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parsed()
+    del args.tensor_parallel_num_weight_shards, args.yaml_cfg
+    for _ in range(2):
+        upstream.say_absent(args, configuration=False)
+    assert capsys.readouterr().out == (
+        "bpipe: megatron-core 0.20.0rc0 lacks in its arguments, and bpipe takes for: "
+        "tensor_parallel_num_weight_shards (weights sharded by tensor parallelism alone); yaml_cfg (no YAML configuration)\n"
+    )
+    megatron.set_version("0.19.2+a1b2c3d")
+    upstream.remark.cache_clear()
+    upstream.say_absent(args, configuration=False)
+    assert capsys.readouterr().out == "", "0.19.2 was read: what it lacks is known"
+
+
+def test_a_model_is_not_asked_for_what_only_arguments_have(megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    names = set(upstream.OPTIONAL) - upstream._NOT_IN_CONFIGURATION
+    upstream.say_absent(SimpleNamespace(**dict.fromkeys(names)), configuration=True)
+    assert capsys.readouterr().out == ""
+    upstream.say_absent(SimpleNamespace(**dict.fromkeys(names - {"fp8"})), configuration=True)
+    assert "model's configuration, and bpipe takes for: fp8 (no FP8)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", upstream.REQUIRED["placement"])
+def test_what_placement_needs_is_asked_for_by_name(megatron: SimpleNamespace, name: str) -> None:
+    args = parsed()
+    delattr(args, name)
+    with pytest.raises(upstream.Unfit) as refused:
+        placement.apply(args)
+    assert str(refused.value) == (
+        f"megatron-core 0.20.0rc0+1a2b3c4 at /checkout/megatron/core cannot be used by bpipe's placement: its arguments have no {name}. "
+        "Install megatron-core==0.19.2, or train without bpipe"
+    )
+
+
+@pytest.mark.parametrize("name", upstream.REQUIRED["arguments"])
+def test_what_the_configuration_needs_is_asked_for_by_name(megatron: SimpleNamespace, name: str) -> None:
+    import argparse
+
+    ours = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    args = parsed(**ours)
+    delattr(args, name)
+    with pytest.raises(upstream.Unfit, match=f"its arguments have no {name}. Install"):
+        config_from_args(args)
+
+
+def test_versions_are_compared_without_what_a_checkout_appends() -> None:
+    place = Path("/somewhere/megatron/core")
+    assert upstream.Running("0.19.2+1a2b3c4", place).tried
+    assert upstream.Running("0.19.2", place).tried
+    assert not upstream.Running("0.19.2rc0", place).tried
+    assert not upstream.Running("core_main_1a2b3c4", place).tried, "what is no version was never tried"
+    assert upstream.Running("core_main_1a2b3c4", place).release == "core_main_1a2b3c4"

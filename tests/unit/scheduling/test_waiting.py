@@ -1,0 +1,54 @@
+"""Before its first iteration a run asks whether it could stand still, given all that it really waits for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bpipe.ir.deadlock import Waits, blocked_ranks
+from bpipe.program import ProgramConfig, build
+from bpipe.transport.connect import Link
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.waiting import refuse_standstill, waits_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PLAIN = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2)
+SYNCHRONOUS = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
+TIMED = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, timers_interval=100)
+# One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still all the same.
+STILL = build(ProgramConfig("interleaved-1f1b", 10, 21, 2, "bpipe"))
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "connections", "waits"),
+    [
+        (PLAIN, CPU, None, Waits.IN_EVERY_OPERATION),
+        (PLAIN, CPU, "1", Waits.IN_EVERY_OPERATION),
+        (TIMED, CPU, None, Waits.IN_EVERY_OPERATION),
+        (SYNCHRONOUS, CPU, None, Waits.AT_ISSUE),
+        (PLAIN, CUDA, None, Waits.IN_EVERY_OPERATION),
+        (PLAIN, CUDA, "8", Waits.IN_EVERY_OPERATION),
+        (PLAIN, CUDA, "1", Waits.ONE_QUEUE),
+        (TIMED, CUDA, "1", Waits.AT_ISSUE),
+        (SYNCHRONOUS, CUDA, None, Waits.AT_ISSUE),
+    ],
+)
+def test_what_makes_a_run_wait(
+    config: SchedulingConfig, device: torch.device, connections: str | None, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    assert waits_of(config, device)[0] is waits
+
+
+def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert not blocked_ranks(STILL, Waits.IN_EVERY_OPERATION)
+    over_nccl, by_copies = [Link((0, 9), "nccl", {}), Link((1, 8), "peer", {})], [Link((0, 9), "peer", {}), Link((1, 8), "host", {})]
+    message = "with CUDA_DEVICE_MAX_CONNECTIONS=1 the ranks would wait for each other: drop it, or take --bpipe-transport peer. no deadlock"
+    with pytest.raises(ValueError, match=message):
+        refuse_standstill(STILL, PLAIN, CUDA, over_nccl)
+    refuse_standstill(STILL, PLAIN, CUDA, by_copies)
+    refuse_standstill(STILL, PLAIN, CPU, over_nccl)
+    refuse_standstill(build(ProgramConfig("interleaved-1f1b", 10, 20, 2, "bpipe")), PLAIN, CUDA, over_nccl)

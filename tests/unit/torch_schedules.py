@@ -1,0 +1,79 @@
+"""Build torch's own pipeline schedules without processes. In: a class's name and sizes. Out: torch's schedule, its rows as CSV, its peaks.
+
+Only what a schedule asks a stage when it is made is there; no module, no group. Imports torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+
+# Class, and stages a rank; those with 2 in V shape have the first and the last stage on rank 0.
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+MULTIPLE = (*LOOPED, *V_SHAPED)
+
+
+def torch_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, **settings: Any) -> Any:
+    """The schedule that torch makes, as rank 0 has it: all ranks' orders are in it."""
+    num_stages = num_ranks * num_chunks
+    mine = (0, num_stages - 1) if name in V_SHAPED else range(0, num_stages, num_ranks)
+    stages = [_stage(index, num_ranks, num_stages) for index in mine]
+    return getattr(schedules, name)(stages[0] if name in SINGLE else stages, num_microbatches, **settings)
+
+
+def _stage(index: int, num_ranks: int, num_stages: int) -> Any:
+    return SimpleNamespace(
+        stage_index=index,
+        group_size=num_ranks,
+        group_rank=0,
+        num_stages=num_stages,
+        submod=None,
+        has_backward=True,
+        is_first=index == 0,
+        is_last=index == num_stages - 1,
+        stage_index_to_group_rank={},
+    )
+
+
+def rows(schedule: Any, with_messages: bool = False) -> dict[int, list[Any]]:
+    """Every rank's order, as torch holds it."""
+    if with_messages:
+        found: dict[int, list[Any]] = schedule.pipeline_order_with_comms
+    elif isinstance(schedule, schedules.PipelineScheduleMulti):
+        found = schedule.pipeline_order
+    else:
+        found = schedule._get_pipeline_order()
+        if isinstance(schedule, schedules.Schedule1F1B):
+            # Torch 2.15 counts the last rank's forwards from 1 and so names one micro-batch too many; its loop, which runs, does not.
+            last = max(found)
+            found[last] = [
+                one._replace(microbatch_index=one.microbatch_index - 1) if one.computation_type.name == "FORWARD" else one
+                for one in found[last]
+            ]
+    return found
+
+
+def as_csv(schedule: Any, with_messages: bool = False) -> str:
+    """What torch's own `_dump_csv` writes."""
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows(rows(schedule, with_messages).values())
+    return file.getvalue()
+
+
+def parsed(text: str) -> dict[int, list[Any]]:
+    """What torch's own `_load_csv` reads."""
+    return {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(io.StringIO(text)))}
+
+
+def peak(schedule: Any, rank: int, stages: list[int]) -> int:
+    """The most (stage, micro-batch) pairs whose activations the rank holds at once, as torch counts them."""
+    if not isinstance(schedule, schedules.PipelineScheduleMulti):
+        schedule = SimpleNamespace(pipeline_order=rows(schedule), _n_microbatches=schedule._n_microbatches)
+    found = schedules.analyze_pipeline_activation_liveness(schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch")
+    return found.num_slots

@@ -1,0 +1,215 @@
+"""A CUDA runtime made of this process's own memory, behind C functions, as `ctypes` finds them in a library.
+
+In: calls. Out: what they would do to memory, a list of them, and refusals of what no error path and no order may do. Signatures are those
+of CUDA's header, written down here a second time. It shows nothing of CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bpipe.transport.cuda_runtime import CudaRuntime
+from bpipe.transport.device import Device
+
+ADDRESS, SIZE, INT, UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
+TOTAL_BYTES = 80 << 30
+
+
+class Error(enum.IntEnum):
+    cudaErrorMemoryAllocation = 2
+    cudaErrorMapBufferObjectFailed = 205
+
+
+# As a library's, they are there for good.
+NAMES = {error.value: ctypes.create_string_buffer(error.name.encode()) for error in Error}
+
+
+class Handle(ctypes.Structure):
+    _fields_ = (("raw", ctypes.c_ubyte * 64),)
+
+
+class Attributes(ctypes.Structure):
+    """Six numbers: the order of the source, two places of a type and a number, flags."""
+
+    _fields_ = tuple((name, INT) for name in ("order", "source_type", "source_id", "target_type", "target_id", "flags"))
+
+
+def c_function(*types: Any) -> Callable[[Any], Any]:
+    def mark(method: Any) -> Any:
+        method.types = types
+        return method
+
+    return mark
+
+
+def _write(pointer: int, kind: Any, value: int) -> None:
+    ctypes.cast(pointer, ctypes.POINTER(kind))[0] = value
+
+
+def _read(pointer: int, kind: Any, number: int) -> list[int]:
+    return list(ctypes.cast(pointer, ctypes.POINTER(kind))[:number])
+
+
+class FakeCuda:
+    """What the calls do. `library` offers them as C functions."""
+
+    def __init__(self, version: int = 13000, driver: int = 13000) -> None:
+        self.version = version
+        self.driver = driver
+        self.calls: list[str] = []
+        self.allocated: dict[int, Any] = {}
+        self.opened: list[int] = []
+        self.locked: dict[int, int] = {}
+        self.streams: list[int] = []
+        self.batches: list[int] = []
+        self.devices: dict[str, int] = {}
+        self.current_device = 0
+        self.last_error = 0
+        self.under_way = False
+        self.cached_bytes = 0
+        self.free_bytes = TOTAL_BYTES
+        self.failing: dict[str, int] = {}
+
+    @property
+    def library(self) -> Any:
+        functions = {}
+        for name in dir(type(self)):
+            types = getattr(getattr(self, name), "types", None) if name.startswith("cuda") else None
+            if types is not None:
+                functions[name] = ctypes.CFUNCTYPE(INT, *types)(self._noted(name))
+        if min(self.version, 12080) == 12080:
+            batch = (ADDRESS, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE)
+            failed = (ADDRESS,) if self.version < 13000 else ()
+            functions["cudaMemcpyBatchAsync"] = ctypes.CFUNCTYPE(INT, *batch, *failed, ADDRESS)(self._batch)
+        functions["cudaGetErrorName"] = ctypes.CFUNCTYPE(ADDRESS, INT)(lambda status: ctypes.addressof(NAMES[status]))
+        return type("Library", (), functions)
+
+    def _noted(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            status = self.failing.get(name, 0)
+            status = status or getattr(self, name)(*arguments) or 0
+            if name != "cudaGetLastError" and status:
+                self.last_error = status
+            return status
+
+        return call
+
+    # -- the calls -------------------------------------------------------------------------------------------------------------------
+
+    @c_function(ADDRESS)
+    def cudaRuntimeGetVersion(self, found: int) -> None:
+        _write(found, INT, self.version)
+
+    @c_function(ADDRESS)
+    def cudaDriverGetVersion(self, found: int) -> None:
+        _write(found, INT, self.driver)
+
+    @c_function()
+    def cudaGetLastError(self) -> int:
+        status, self.last_error = self.last_error, 0
+        return status
+
+    @c_function(INT)
+    def cudaSetDevice(self, index: int) -> None:
+        self.current_device = index
+
+    @c_function()
+    def cudaDeviceSynchronize(self) -> None:
+        self.under_way = False
+
+    @c_function(ADDRESS, ADDRESS)
+    def cudaMemGetInfo(self, free: int, total: int) -> None:
+        _write(free, SIZE, self.free_bytes)
+        _write(total, SIZE, TOTAL_BYTES)
+
+    @c_function(ADDRESS, SIZE)
+    def cudaMalloc(self, found: int, nbytes: int) -> int:
+        if nbytes > self.free_bytes:
+            return Error.cudaErrorMemoryAllocation
+        memory = (ctypes.c_ubyte * nbytes)()
+        self.allocated[ctypes.addressof(memory)] = memory
+        self.devices["cudaMalloc"] = self.current_device
+        _write(found, SIZE, ctypes.addressof(memory))
+        return 0
+
+    @c_function(ADDRESS)
+    def cudaFree(self, address: int) -> None:
+        assert address not in self.opened, "freed while another process has it open"
+        assert not self.under_way, "freed while a copy is under way"
+        del self.allocated[address]
+
+    @c_function(ADDRESS, ADDRESS)
+    def cudaIpcGetMemHandle(self, handle: int, address: int) -> None:
+        ctypes.memmove(handle, address.to_bytes(8, "little") + bytes(range(56)), 64)
+
+    @c_function(ADDRESS, Handle, UINT)
+    def cudaIpcOpenMemHandle(self, found: int, handle: Handle, flags: int) -> None:
+        raw = bytes(handle.raw)
+        assert flags == 1, "access to a peer is enabled with the first copy"
+        assert raw[8:] == bytes(range(56)), "the handle was not carried whole"
+        self.opened.append(int.from_bytes(raw[:8], "little"))
+        self.devices["cudaIpcOpenMemHandle"] = self.current_device
+        _write(found, SIZE, self.opened[-1])
+
+    @c_function(ADDRESS)
+    def cudaIpcCloseMemHandle(self, address: int) -> None:
+        assert not self.under_way, "closed while a copy is under way"
+        self.opened.remove(address)
+
+    @c_function(ADDRESS, SIZE, UINT)
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> None:
+        assert flags == 0
+        self.locked[address] = nbytes
+
+    @c_function(ADDRESS)
+    def cudaHostUnregister(self, address: int) -> None:
+        assert not self.under_way, "unlocked while a copy is under way"
+        del self.locked[address]
+
+    @c_function(ADDRESS, ADDRESS, SIZE, INT, ADDRESS)
+    def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: int, stream: int | None) -> None:
+        assert kind == 4, "a peer's address and one's own: only CUDA can tell which is which"
+        self.streams.append(stream or 0)
+        self.under_way = True
+        ctypes.memmove(to, source, nbytes)
+
+    def _batch(self, targets: int, sources: int, sizes: int, number: int, attributes: int, first: int, kinds: int, *rest: int) -> int:
+        self.calls.append("cudaMemcpyBatchAsync")
+        *failed, stream = rest
+        assert stream, "the default stream takes no batches"
+        assert len(failed) == (self.version < 13000), "where CUDA 12 says which copy failed, CUDA 13 takes the stream"
+        assert (kinds, _read(first, SIZE, 1)) == (1, [0]), "one kind of copy, from the first on"
+        one = ctypes.cast(attributes, ctypes.POINTER(Attributes))[0]
+        assert (one.order, one.flags) == (1, 1), "sources are read in the stream's order, beside what computes"
+        self.under_way = True
+        if not self.failing.get("cudaMemcpyBatchAsync"):
+            for to, source, nbytes in zip(
+                _read(targets, SIZE, number), _read(sources, SIZE, number), _read(sizes, SIZE, number), strict=True
+            ):
+                ctypes.memmove(to, source, nbytes)
+        self.batches.append(number)
+        self.streams.append(stream)
+        return self.failing.get("cudaMemcpyBatchAsync", 0)
+
+    # -- what stands on it -----------------------------------------------------------------------------------------------------------
+
+    def runtime(self) -> CudaRuntime:
+        return CudaRuntime(self.library)
+
+    def empty_cache(self) -> None:
+        """torch's allocator gives back what it holds and does not use."""
+        self.calls.append("empty_cache")
+        self.free_bytes += self.cached_bytes
+        self.cached_bytes = 0
+
+    def device(self, index: int = 0, stream: Callable[[], int] = lambda: 7) -> Device:
+        def unused(*arguments: Any) -> Any:
+            raise AssertionError("memory asks nothing of the kind")
+
+        return Device(torch.device("cuda", index), unused, unused, stream, self.empty_cache)
