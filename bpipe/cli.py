@@ -21,12 +21,12 @@ from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.messages import has_messages, read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
 from bpipe.program import BALANCES, ProgramConfig, adopt, build
-from bpipe.simulate.memory import num_transfers, peak_counts
 
 SUFFIXES = ("grid", "csv", "json", "svg", "png")
 # The last is CSV, too, so a file's name does not tell.

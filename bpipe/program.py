@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bpipe.check.rules import check
 from bpipe.generate.registry import GENERATORS, Generator
-from bpipe.ir.check import check
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
 from bpipe.passes.balance import balance, smallest_bounds

@@ -16,13 +16,13 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import copying_on
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport.connect import connect
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 3

@@ -93,8 +93,8 @@ def exponent(points: list[tuple[int, float]]) -> float:
 
 
 def ours(name: str, p: int, v: int, m: int) -> dict[str, float]:
+    from bpipe.check.rules import check
     from bpipe.generate.registry import GENERATORS
-    from bpipe.ir.check import check
     from bpipe.passes.balance import balance
 
     generator = GENERATORS[name]

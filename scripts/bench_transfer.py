@@ -34,16 +34,16 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import Streams, copying_on
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 
 CPU = torch.device("cpu")
 TRANSPORTS = ("gloo", "peer", "host")
@@ -127,7 +127,7 @@ def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
 def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
     """One size over all transports, in an order that turns from round to round."""
     lengths = tuple(nbytes // storages for _ in range(storages))
-    layout = SlotLayout.of(SLOT, {0: lengths})
+    layout = BufferLayout.of(SLOT, {0: lengths})
     ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
     acceptors: dict[str, Acceptor] = {}
     announced = []

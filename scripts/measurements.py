@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bpipe.ir.host_buffers import num_host_buffers  # noqa: E402
 from bpipe.models.cluster import parse_cluster  # noqa: E402
 from bpipe.models.compute import links, update_seconds  # noqa: E402
 from bpipe.models.flops import mfu, training_flops  # noqa: E402
@@ -22,7 +23,6 @@ from bpipe.models.layout import Setup, split_layers  # noqa: E402
 from bpipe.models.memory import predict_memory  # noqa: E402
 from bpipe.models.model import PRESETS, Model, gpt  # noqa: E402
 from bpipe.models.saved import moved_bytes, saves_input, sent_bytes, stage_bytes  # noqa: E402
-from bpipe.passes.host_slots import num_host_slots  # noqa: E402
 from bpipe.plan.predict import predict, report_of  # noqa: E402
 from bpipe.program import ProgramConfig, build  # noqa: E402
 from bpipe.report.memory import RankSizes, rank_peaks  # noqa: E402
@@ -235,7 +235,7 @@ def predicted_peaks(setup: Setup) -> tuple[int, ...]:
     peaks = []
     for rank in range(setup.pipeline):
         received = sent_bytes(setup) if rank and saves_input(setup) else 0
-        slots = num_host_slots(schedule, rank) * moved[setup.pipeline - 1 - rank]
+        slots = num_host_buffers(schedule, rank) * moved[setup.pipeline - 1 - rank]
         peak = rank_peaks(schedule, rank, RankSizes({rank: saved[rank]}, {rank: moved[rank]}, received, slots)).num_bytes
         assert peak is not None
         peaks.append(peak)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import live_counts
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.simulate.memory import live_counts
 
 SLOT_WIDTH = 30
 BOX_HEIGHT = 24

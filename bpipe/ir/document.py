@@ -14,9 +14,9 @@ import json
 from collections.abc import Sequence
 
 from bpipe.ir.action import Action
+from bpipe.ir.memory import live_counts, num_transfers
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NAME, TextError, describe, read_computation, slot_of, write_computation
-from bpipe.simulate.memory import live_counts, num_transfers
 from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpipe.ir.pairing import default_partners
 from bpipe.models.layout import Setup
 from bpipe.models.memory import rank_parameters
 from bpipe.models.saved import element_bytes, num_tokens, sent_bytes, stage_bytes
-from bpipe.passes.pairing import default_partners
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 
 # What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.

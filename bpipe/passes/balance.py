@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.ir.action import OTHER_END, Action
+from bpipe.ir.memory import live_bytes, peak_counts
+from bpipe.ir.pairing import pairing
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
-from bpipe.passes.pairing import pairing
-from bpipe.simulate.memory import live_bytes, peak_counts
 
 
 @dataclass(frozen=True, slots=True)

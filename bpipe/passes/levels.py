@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bpipe.ir.memory import live_bytes
+from bpipe.ir.pairing import pairing
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import Sizes, share
-from bpipe.passes.pairing import pairing
-from bpipe.simulate.memory import live_bytes
 
 
 @dataclass(frozen=True, slots=True)

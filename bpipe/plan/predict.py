@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.compute import predict_costs
 from bpipe.models.flops import mfu, training_flops
@@ -19,7 +20,6 @@ from bpipe.program import ProgramConfig, build
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.memory import num_transfers
 from bpipe.simulate.report import Report
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
+from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.report.record import Iteration, RankRecord, Row, Run
 
@@ -301,7 +301,7 @@ def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
         held += change
         most = max(most, held)
     # Where the partner keeps its activations itself, or moves none, no slot was made here.
-    return most + (num_host_slots(schedule, place) if lane.source.host_bytes else 0)
+    return most + (num_host_buffers(schedule, place) if lane.source.host_bytes else 0)
 
 
 def ended_transfers(measured: Measured, timelines: Sequence[Timeline], place: int, stage: int | None = None) -> list[Row]:

@@ -1,6 +1,6 @@
 """Say what a run will hold, as the run itself counts it. In: a Schedule, measured sizes of a micro-batch. Out: peaks and bounds in bytes.
 
-Beside `simulate.memory` this knows two things of the run: slots for a partner are preallocated, so they are held throughout; and Megatron's
+Beside `ir.memory` this knows two things of the run: slots for a partner are preallocated, so they are held throughout; and Megatron's
 loop keeps the last backward's input until the next forward has returned. Knows no clock.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bpipe.ir.action import Kind
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import live_bytes, peak_bytes
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import num_host_slots
-from bpipe.simulate.memory import live_bytes, peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
     """
     ones = {stage: 1 for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
     # Where partners use their own host memory, no slot was made here.
-    slots = 0 if sizes is not None and not sizes.host_bytes else num_host_slots(schedule, rank)
+    slots = 0 if sizes is not None and not sizes.host_bytes else num_host_buffers(schedule, rank)
     # What moves nothing of itself does not leave.
     leave = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in ones}
     count = own_peak(schedule, rank, ones, leave, 0) + slots

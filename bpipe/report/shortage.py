@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.report.held import Held, Mark, RankHeld
 from bpipe.report.memory import own_peak
@@ -118,7 +118,7 @@ def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -
     ones = dict.fromkeys(own, 1)
     partner = schedule.partners[rank.place] if schedule.partners else rank.place
     theirs = max(size for stage, size in sizes.items() if owner[stage] == partner)
-    buffers = num_host_slots(schedule, rank.place)
+    buffers = num_host_buffers(schedule, rank.place)
     received = max(mark.received_bytes for mark in rank.marks)
     num_bytes = own_peak(schedule, rank.place, own, own, received) + buffers * theirs
     return own_peak(schedule, rank.place, ones, ones, 0) + buffers, num_bytes

@@ -14,7 +14,7 @@ from bpipe.report.facts import facts, hosts, run_name
 from bpipe.report.measured import Lane, Measured, Timeline
 from bpipe.report.replay import Prediction
 from bpipe.report.report import Report
-from bpipe.simulate.slots import with_slots
+from bpipe.simulate.host_buffers import with_host_buffers
 
 _KEYS = (
     "stage",
@@ -97,7 +97,7 @@ def _simulated(prediction: Prediction, place: int) -> dict[str, Any]:
     for timed in report.computations[place]:
         size = stages[timed.action.stage].saved_bytes if timed.action.kind is Kind.FORWARD else None
         rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, None])
-    for timed, slot in with_slots(report, place):
+    for timed, slot in with_host_buffers(report, place):
         size = stages[timed.action.stage].moved_bytes
         rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, slot])
     return {

@@ -16,21 +16,21 @@ import torch
 
 from bpipe.ir.action import Action
 from bpipe.runtime.errors import TransferError
-from bpipe.runtime.slots import HostSlot, HostSlots, State
+from bpipe.runtime.host_buffers import HostBuffer, HostBuffers, State
 from bpipe.runtime.streams import Streams
 from bpipe.transport.base import Done, OneSided, Pending, TwoSided
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 
 
 class Acceptor(Protocol):
     """The acceptor's half of every transfer of one rank."""
 
     @property
-    def num_slots(self) -> int:
+    def num_host_buffers(self) -> int:
         """Slots allocated on this rank, used or not."""
 
     @property
-    def slot_bytes(self) -> int:
+    def host_buffer_bytes(self) -> int:
         """Bytes of memory the slots hold, used or not."""
 
     @property
@@ -56,20 +56,20 @@ class Acceptor(Protocol):
 class LendingAcceptor:
     """Lends memory, once, to an evictor that does the rest by itself."""
 
-    def __init__(self, stages_in_slots: Sequence[frozenset[int]], transport: OneSided) -> None:
-        self._stages_in_slots = stages_in_slots
+    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
+        self._stages_in_slots = stages_in_buffers
         self._transport = transport
         self._lent = False
-        self.slot_bytes = 0
+        self.host_buffer_bytes = 0
         self.moved_bytes: Mapping[int, int] = {}
 
     @property
-    def num_slots(self) -> int:
-        return len(self._stages_in_slots) if self.slot_bytes else 0
+    def num_host_buffers(self) -> int:
+        return len(self._stages_in_slots) if self.host_buffer_bytes else 0
 
     def host(self, action: Action, index: int) -> None:
         if not self._lent:
-            self.slot_bytes = self._transport.lend(lambda sizes: SlotLayout.of(self._stages_in_slots, sizes))
+            self.host_buffer_bytes = self._transport.lend(lambda sizes: BufferLayout.of(self._stages_in_slots, sizes))
             self._lent = True
 
     def give_back(self, action: Action, index: int) -> None:
@@ -80,7 +80,7 @@ class LendingAcceptor:
 
     def release(self) -> None:
         self._lent = False
-        self.slot_bytes = 0
+        self.host_buffer_bytes = 0
 
     def abandon(self) -> None:
         """Nothing is held."""
@@ -91,33 +91,33 @@ class ReceivingAcceptor:
 
     def __init__(
         self,
-        stages_in_slots: Sequence[frozenset[int]],
+        stages_in_buffers: Sequence[frozenset[int]],
         transport: TwoSided,
         streams: Streams,
         device: torch.device,
         wait: Callable[[Pending, Action, str], None],
     ) -> None:
-        self._stages_in_slots = stages_in_slots
+        self._stages_in_slots = stages_in_buffers
         self._transport = transport
         self._streams = streams
         self._device = device
         self._wait = wait
-        self._slots: HostSlots | None = None
+        self._slots: HostBuffers | None = None
         self._pending: dict[int, Pending] = {}
         self.moved_bytes: Mapping[int, int] = {}
 
     @property
-    def num_slots(self) -> int:
+    def num_host_buffers(self) -> int:
         return len(self._slots.slots) if self._slots and self._slots.nbytes else 0
 
     @property
-    def slot_bytes(self) -> int:
+    def host_buffer_bytes(self) -> int:
         return self._slots.nbytes if self._slots else 0
 
-    def _slot(self, index: int, action: Action) -> HostSlot:
+    def _slot(self, index: int, action: Action) -> HostBuffer:
         if self._slots is None:
             sizes = self._transport.learn()
-            self._slots = HostSlots(self._stages_in_slots, sizes, self._device)
+            self._slots = HostBuffers(self._stages_in_slots, sizes, self._device)
             self.moved_bytes = {stage: sum(lengths) for stage, lengths in sizes.items()}
         return self._slots.slots[index]
 
@@ -135,7 +135,7 @@ class ReceivingAcceptor:
             slot.move(State.EMPTYING, action)
             self._pending[index] = self._transport.give_back(index, buffers) if (buffers := slot.buffers(action.stage)) else Done()
 
-    def _settle(self, slot: HostSlot) -> None:
+    def _settle(self, slot: HostBuffer) -> None:
         """Wait for the slot's transfer under way, if there is one."""
         pending = self._pending.pop(slot.index, None)
         if pending is not None and slot.holds is not None:

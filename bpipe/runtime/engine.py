@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from bpipe.ir.action import TRANSFER, Action, Kind
+from bpipe.ir.host_buffers import Hosting, host_buffers, stages_in_buffers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import Hosting, host_slots, stages_in_slots
-from bpipe.passes.steps import Step, steps
+from bpipe.ir.steps import Step, steps
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import find
 from bpipe.runtime.errors import RuntimeFault, TransferError
@@ -68,7 +68,7 @@ class Engine:
         self._position = 0
         self._stays: Counter[tuple[int, int]] = Counter()
         self._partner = schedule.partners[rank] if schedule.partners else rank
-        hosted_here, hosted_there = host_slots(schedule, rank), host_slots(schedule, self._partner)
+        hosted_here, hosted_there = host_buffers(schedule, rank), host_buffers(schedule, self._partner)
         self._slot_of = {**hosted_here, **hosted_there}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
@@ -82,7 +82,7 @@ class Engine:
         self._streams: Streams | None = None
         if transport is not None:
             streams = self._streams = Streams(config.device)
-            slots_there, slots_here = stages_in_slots(hosted_there), stages_in_slots(hosted_here)
+            slots_there, slots_here = stages_in_buffers(hosted_there), stages_in_buffers(hosted_here)
             self._evictor = Evictor(
                 slots_there, transport, streams, config.device, config.minimum_bytes, config.poison, self._wait, self._kept
             )
@@ -121,14 +121,14 @@ class Engine:
         return self._acceptor.moved_bytes if self._acceptor else {}
 
     @property
-    def num_slots(self) -> int:
+    def num_host_buffers(self) -> int:
         """Slots preallocated here for the partner."""
-        return self._acceptor.num_slots if self._acceptor else 0
+        return self._acceptor.num_host_buffers if self._acceptor else 0
 
     @property
     def host_bytes(self) -> int:
         """Bytes preallocated for the partner."""
-        return self._acceptor.slot_bytes if self._acceptor else 0
+        return self._acceptor.host_buffer_bytes if self._acceptor else 0
 
     # -- the calls -----------------------------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Engine:
     def _sample(self) -> int | None:
         if self._meter is None:
             return None
-        return self._meter.sample(self.num_slots, self.host_bytes)
+        return self._meter.sample(self.num_host_buffers, self.host_bytes)
 
     def _wait(self, pending: Pending, action: Action, state: str) -> None:
         since = self.recorder.mark() if self.recorder else None

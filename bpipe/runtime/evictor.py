@@ -32,7 +32,7 @@ from bpipe.runtime.kept import Kept
 from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams
 from bpipe.transport.base import Done, Evicting, Pending
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 
 Wait = Callable[[Pending, Action, str], None]
 Key = tuple[int, int]
@@ -78,7 +78,7 @@ class Evictor:
 
     def __init__(
         self,
-        stages_in_slots: Sequence[frozenset[int]],
+        stages_in_buffers: Sequence[frozenset[int]],
         transport: Evicting,
         streams: Streams,
         device: torch.device,
@@ -87,9 +87,9 @@ class Evictor:
         wait: Wait,
         kept: Kept,
     ) -> None:
-        """`stages_in_slots` are the partner's slots: which of this rank's stages each of them holds."""
-        self._stages_in_slots = stages_in_slots
-        self._stages: frozenset[int] = frozenset().union(*stages_in_slots)
+        """`stages_in_buffers` are the partner's slots: which of this rank's stages each of them holds."""
+        self._stages_in_slots = stages_in_buffers
+        self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._transport = transport
         self._streams = streams
         self._device = device
@@ -132,7 +132,7 @@ class Evictor:
         self._measured_kinds[forward.stage] = _by_kind(movable)
         self.sizes[forward.stage] = tuple(found.nbytes for found in movable)
         if self._stages <= self.sizes.keys():
-            self._announcement = self._transport.announce(self.sizes, SlotLayout.of(self._stages_in_slots, self.sizes))
+            self._announcement = self._transport.announce(self.sizes, BufferLayout.of(self._stages_in_slots, self.sizes))
 
     def _own(self, activations: Activations) -> tuple[Found, ...]:
         """What this micro-batch saved and no other did."""

@@ -121,8 +121,8 @@ class Meter:
         """Whether a micro-batch saved a storage of this size."""
         return any(storage.nbytes == nbytes for storage in self._storages.values())
 
-    def sample(self, host_slots: int, host_bytes: int) -> int:
-        """Look at what is held now, in bytes: own storages, and `host_slots` slots of `host_bytes` in all for the partner."""
+    def sample(self, host_buffers: int, host_bytes: int) -> int:
+        """Look at what is held now, in bytes: own storages, and `host_buffers` slots of `host_bytes` in all for the partner."""
         for owner, held in tuple(self._held.items()):
             if held.looks or held.over:
                 self._look(held)
@@ -131,7 +131,7 @@ class Meter:
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. And whoever holds bytes
         # of one whose backward has run holds bytes, not a micro-batch.
         here = sum(1 for held in self._held.values() if not held.over and 2 * held.bytes_now > held.saved_bytes)
-        self.peak_microbatches = max(self.peak_microbatches, here + host_slots)
+        self.peak_microbatches = max(self.peak_microbatches, here + host_buffers)
         in_all = sum(held.bytes_now for held in self._held.values()) + host_bytes
         self.peak_bytes = max(self.peak_bytes, in_all)
         return in_all

@@ -13,7 +13,7 @@ Every rank keeps its own order and waits as the runtime does; the numbers are th
       beside computation
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
 ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
-Knows no tensors and no device; refuses nothing that `ir.check` lets pass.
+Knows no tensors and no device; refuses nothing that `check` lets pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.simulate.cost import Costs, Number, StageCost, check_fits
 from bpipe.simulate.report import Report, Timed
 
@@ -156,7 +156,7 @@ class _Run:
                 runnable += waiting.pop(event)
         if waiting:
             stuck = ", ".join(sorted(self._where(event) for event in waiting))
-            raise ValueError(f"schedule {self.schedule.name}: the ranks wait for each other: {stuck}. Does it pass bpipe.ir.check?")
+            raise ValueError(f"schedule {self.schedule.name}: the ranks wait for each other: {stuck}. Does it pass bpipe.check.rules?")
 
     def _pass(self, at: Number, event: int, port_out: int, port_in: int, seconds: Number) -> None:
         """A message takes its ports for as long as it lasts."""

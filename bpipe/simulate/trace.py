@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bpipe.ir.action import COMPUTE, Action, Kind
+from bpipe.simulate.host_buffers import with_host_buffers
 from bpipe.simulate.report import Report
-from bpipe.simulate.slots import with_slots
 
 # As Megatron's timers of the same spans; it has none for halves of a backward and for transfers.
 NAMES = {Kind.FORWARD: "forward-compute", Kind.BACKWARD: "backward-compute"}
@@ -66,7 +66,7 @@ def write_trace(report: Report) -> str:
     tracks = []
     for rank in range(report.schedule.num_ranks):
         slices = [Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in report.computations[rank]]
-        slices += [Slice(timed.action, float(timed.start_s), float(timed.end_s), slot) for timed, slot in with_slots(report, rank)]
+        slices += [Slice(timed.action, float(timed.start_s), float(timed.end_s), slot) for timed, slot in with_host_buffers(report, rank)]
         levels = [(float(level.start_s), level.held_bytes) for level in report.levels(rank)]
         tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda one: one.start_s), levels=levels))
     return write_tracks(tracks)

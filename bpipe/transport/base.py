@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 
 # By stage, how long the storages are that one of its micro-batches moves, in bytes.
 Sizes = Mapping[int, Sequence[int]]
@@ -41,7 +41,7 @@ class Evicting(Protocol):
     Neither end asks for a transfer of a stage whose list of sizes is empty.
     """
 
-    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         """Once before the first put: how long the buffers of a micro-batch of each stage are, and the slots that follow from that."""
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
@@ -82,7 +82,7 @@ class OneSided(Evicting, Protocol):
 
     one_sided: Literal[True]
 
-    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
         """Acceptor, once: make the memory the partner will reach into, as large as its sizes ask; returns bytes, 0 if none is needed.
 
         Blocks until the partner has announced its sizes.

@@ -19,17 +19,17 @@ def aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLayout:
+class BufferLayout:
     """Where each slot starts, and `nbytes` of all of them. Each is as large as the largest of the stages it hosts."""
 
     starts: tuple[int, ...]
     nbytes: int
 
     @staticmethod
-    def of(stages_in_slots: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]]) -> SlotLayout:
-        lengths = [max(sum(map(aligned, sizes[stage])) for stage in stages) for stages in stages_in_slots]
+    def of(stages_in_buffers: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]]) -> BufferLayout:
+        lengths = [max(sum(map(aligned, sizes[stage])) for stage in stages) for stages in stages_in_buffers]
         *starts, nbytes = itertools.accumulate(lengths, initial=0)
-        return SlotLayout(tuple(starts), nbytes)
+        return BufferLayout(tuple(starts), nbytes)
 
     def offsets(self, slot: int, lengths: Iterable[int]) -> list[int]:
         """Where each of a micro-batch's storages, of these lengths, lies in the slot."""

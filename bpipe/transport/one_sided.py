@@ -21,7 +21,7 @@ from bpipe.transport.device import Device
 from bpipe.transport.device_memory import Piece
 from bpipe.transport.host_memory import Budget
 from bpipe.transport.lanes import Lane
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Lender, Region, own_memory
 
 Copy = Callable[[Iterable[Piece]], None]
@@ -30,10 +30,10 @@ Copy = Callable[[Iterable[Piece]], None]
 class Way(Protocol):
     """How the evictor comes to the slots' memory."""
 
-    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         """Evictor: the slots are about to be used."""
 
-    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
         """Acceptor: make the memory, if it is the acceptor's."""
 
     def region(self) -> Region:
@@ -60,12 +60,12 @@ class Peer:
         self._announced = False
         self._told: Sent | None = None
 
-    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         # Where nothing travels no memory is made, and none is waited for.
         self._announced = layout.nbytes > 0
         return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
-    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
         sizes = {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
         layout = layout_of(sizes)
         if not layout.nbytes:
@@ -127,7 +127,7 @@ class Host:
         self._budget = budget
         self._region: Region | None = None
 
-    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         lacking = self._budget.of(layout.nbytes) if self._budget is not None else None
         if lacking is not None:
             raise RuntimeError(
@@ -138,7 +138,7 @@ class Host:
             self._region = own_memory(layout.nbytes, self._device)
         return Done()
 
-    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
         return 0
 
     def region(self) -> Region:
@@ -172,15 +172,15 @@ class Reaching:
         self._way = way
         self._outward = outward
         self._homeward = homeward
-        self._layout = SlotLayout((), 0)
+        self._layout = BufferLayout((), 0)
         self._states: dict[int, _Slot] = {}
         self._last: dict[int, Pending] = {}
 
-    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         self._layout = layout
         return self._way.announce(sizes, layout)
 
-    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
         return self._way.lend(layout_of)
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:

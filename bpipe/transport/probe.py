@@ -13,7 +13,7 @@ import torch
 from bpipe.transport.base import Transport
 from bpipe.transport.control import About, Control
 from bpipe.transport.device import Device
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 
 # Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.
 PROBE_BYTES = 16 << 20
@@ -60,7 +60,7 @@ def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
 
 def _open(transport: Transport, evictor: bool) -> None:
     """One slot of one buffer."""
-    layout = SlotLayout.of([(0,)], {0: (PROBE_BYTES,)})
+    layout = BufferLayout.of([(0,)], {0: (PROBE_BYTES,)})
     if evictor:
         transport.announce({0: (PROBE_BYTES,)}, layout).wait()
     elif transport.one_sided:

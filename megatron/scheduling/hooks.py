@@ -20,14 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, allocated_on
-from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, Link
 from bpipe.transport.table import sufficiency
@@ -306,7 +306,7 @@ class Hooks:
             saved_bytes=peaks[-1][2],
             moved_bytes=engine.moved_bytes,
             received_bytes=self._meter.received_bytes,
-            num_slots=engine.num_slots,
+            num_host_buffers=engine.num_host_buffers,
             host_bytes=engine.host_bytes,
             shares=engine.shares,
             balanced=self._config.balance,
@@ -357,7 +357,7 @@ def describe(schedule: Schedule) -> str:
     evictors = [s for s in range(p) if num_transfers(schedule, s).evictions]
     pairs = ", ".join(
         f"{s} -> {schedule.partners[s] if schedule.partners else '?'} ({num_transfers(schedule, s).evictions} of {m}, "
-        f"{num_host_slots(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
+        f"{num_host_buffers(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
         for s in evictors
     )
     return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import num_host_slots
 from bpipe.runtime.streams import copying_on, total_bytes
-from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.transport.connect import Connection, Link, connect
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
@@ -38,7 +38,7 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
     if not num_transfers(schedule, rank).evictions:
         return Buffers(0)
     partner = schedule.partners[rank] if schedule.partners else rank
-    return Buffers(num_host_slots(schedule, partner), device_bytes // peak_counts(schedule)[rank])
+    return Buffers(num_host_buffers(schedule, partner), device_bytes // peak_counts(schedule)[rank])
 
 
 def stages_of_pairs(schedule: Schedule) -> dict[Pair, Pair]:

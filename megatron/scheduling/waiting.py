@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
-from bpipe.ir.check import ScheduleError, check_waits
-from bpipe.ir.deadlock import Waits
+from bpipe.check.deadlock import Waits
+from bpipe.check.rules import ScheduleError, check_waits
 from bpipe.ir.schedule import Schedule
 from bpipe.report.record import ONE_SIDED
 from bpipe.transport.connect import Link

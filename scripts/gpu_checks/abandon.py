@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bpipe.ir.action import Action, Kind
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize

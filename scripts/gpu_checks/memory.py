@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import live_bytes, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import lanes
-from bpipe.simulate.memory import live_bytes, num_transfers
 from bpipe.transport.base import Pending, Sizes, Transport
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Region
 from bpipe.transport.one_sided import Reaching
 from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, say, tidy
@@ -126,7 +126,7 @@ class Lent:
         self._lender.make(BLOCK_BYTES)[1].close()
         self.taken_bytes = 0
 
-    def lend(self, layout_of: Callable[[Sizes], SlotLayout]) -> int:
+    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
         layout = layout_of(self._sizes)
         before = self._free()
         _, self._region = self._lender.make(layout.nbytes)
@@ -136,7 +136,7 @@ class Lent:
     def _free(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if on_cuda(self._device) else 0
 
-    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         raise AssertionError("an acceptor has nothing to announce")
 
     def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:

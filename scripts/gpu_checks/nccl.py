@@ -61,7 +61,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
         evictor, lender = (json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER))
     result.check("transport of the pair, probed with 16 MiB", evictor["transport"] == backend, evictor["transport"])
     judge_engines(evictor["engine"], lender["engine"], sizes, result)
-    result.check("host buffers on the acceptor", lender["engine"]["slot_bytes"] > 0, f"{lender['engine']['slot_bytes']} B")
+    result.check("host buffers on the acceptor", lender["engine"]["host_buffer_bytes"] > 0, f"{lender['engine']['host_buffer_bytes']} B")
     result.facts = {"evictor": evictor, "lender": lender}
     return result
 

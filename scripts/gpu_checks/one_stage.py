@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from gpu_checks.common import hold_back
 
 Held = dict[int, tuple[torch.Tensor, torch.Tensor]]

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from bpipe.passes.host_slots import num_host_slots
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import num_transfers
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.recorder import COLUMNS, Recorder
 from bpipe.runtime.streams import Clock, lanes
 from bpipe.simulate.bandwidth import required_bytes_per_s
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport.one_sided import Reaching
 from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, Spread, in_host_memory, moved_bytes, ratios, repeats, seconds, tidy
 from gpu_checks.limits import copy_rates
@@ -131,7 +131,7 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
         title,
         f"{wants.moved / 2**20:.4g} MiB a transfer, forward {wants.forward_s * 1e3:.4g} ms: needs {wants.bytes_per_s / 1e9:.4g} GB/s of "
         f"{link / 1e9:.4g}; {transfers.evictions} evictions and {transfers.loads} loads an iteration, "
-        f"{num_host_slots(plan, plan.partners[0] if plan.partners else 0)} host buffers",
+        f"{num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} host buffers",
     )
     found = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
     result.row(f"{title}: iteration without", f"s {Spread.of(taken['without']).text()}")

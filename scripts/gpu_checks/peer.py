@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import Streams, copying_on, synchronize
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import Peer, Reaching
 from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, on_cuda, repeats
@@ -145,7 +145,7 @@ def _rounds(rank: int, device: torch.device, connection: Connection, sizes: Size
     lanes = late_lanes(device, TIMEOUT_S, delays)
     transport = Reaching(Peer(connection.control, lender), *lanes)
     lengths = dict(enumerate(sizes.kinds))
-    layout = SlotLayout.of([range(len(sizes.kinds))] * sizes.slots, lengths)
+    layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.slots, lengths)
     found: dict[str, Any] = {}
     if rank == EVICTOR:
         transport.announce(lengths, layout).wait()
@@ -272,7 +272,7 @@ def engine_of(
         count += 1
     slots = engine.host_bytes
     engine.release()
-    return {"count": count, "wrong": wrong, "reference": reference, "slot_bytes": slots, "evictions": _evictions(plan, place)}
+    return {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": slots, "evictions": _evictions(plan, place)}
 
 
 def _gradient_of(device: torch.device, loop: Loop, stage: SmallStage) -> Callable[[Engine | None], torch.Tensor]:

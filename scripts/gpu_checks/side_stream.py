@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from bpipe.ir.memory import num_transfers
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport.one_sided import Reaching
 from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats
 from gpu_checks.one_stage import Loop

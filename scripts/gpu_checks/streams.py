@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 import torch
 
+from bpipe.ir.memory import num_transfers
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.evictor import Activations, Evictor, State
 from bpipe.runtime.streams import Streams, lanes, synchronize
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import Job, Lane
 from bpipe.transport.one_sided import Reaching

@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 from bpipe.ir.action import COMPUTE, Action
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.memory import num_transfers, peak_counts
 from bpipe.simulate.report import Report, Timed
 
 SAVED = 11_000_000

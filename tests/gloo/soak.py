@@ -26,12 +26,12 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import copying_on
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.memory import TensorRegion

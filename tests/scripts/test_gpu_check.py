@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from bpipe.ir.action import Kind
+from bpipe.ir.memory import peak_bytes
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.evictor import Evictor
-from bpipe.simulate.memory import peak_bytes
 from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_peer(check: ModuleType) -> None:
     result = rehearse(check, "peer")
     assert result.ok is True
     assert result.facts["evictor"]["rounds"] == {"count": 12, "wrong": 0}
-    assert result.facts["lender"]["engine"]["slot_bytes"] > 0
+    assert result.facts["lender"]["engine"]["host_buffer_bytes"] > 0
     assert not any("/s" in value or " ms" in value for value in values(result).values()), "two processes on one GPU are not timed"
 
 
@@ -233,7 +233,7 @@ def test_nccl_over_gloo(check: ModuleType) -> None:
     result = rehearse(check, "nccl")
     assert result.ok is True
     assert result.facts["evictor"]["engine"]["count"] == result.facts["lender"]["engine"]["count"] == 4
-    assert result.facts["lender"]["engine"]["slot_bytes"] > 0
+    assert result.facts["lender"]["engine"]["host_buffer_bytes"] > 0
     assert not any("/s" in value or " ms" in value for value in values(result).values()), "two processes on one GPU are not timed"
 
 

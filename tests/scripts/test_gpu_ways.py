@@ -177,7 +177,7 @@ def test_nccl(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
 
     def started(function: Any, args: tuple[Any, ...], **named: Any) -> None:
         asked.append(args[1:3])
-        engine = {"count": 4, "wrong": 0, "reference": True, "slot_bytes": 512, "evictions": 3}
+        engine = {"count": 4, "wrong": 0, "reference": True, "host_buffer_bytes": 512, "evictions": 3}
         for rank in (0, 1):
             Path(args[0], f"{rank}.json").write_text(json.dumps({"transport": "nccl", "engine": engine | {"wrong": rank}}))
 

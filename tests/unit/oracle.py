@@ -1,6 +1,6 @@
 """Judge a schedule slowly and obviously: walk its grid slot by slot and do what each says. In: a Schedule. Out: whether that could be done.
 
-Shares no code with `bpipe.ir.check`, and judges all of its rules but deadlocks. Knows nothing that the grid does not say.
+Shares no code with `bpipe.check.rules`, and judges all of its rules but deadlocks. Knows nothing that the grid does not say.
 """
 
 from __future__ import annotations

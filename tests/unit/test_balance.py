@@ -7,17 +7,17 @@ from itertools import combinations
 
 import pytest
 
+from bpipe.check.rules import check
 from bpipe.generate.place import place
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.check import check
+from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
+from bpipe.ir.memory import live_bytes, live_counts, num_transfers, peak_bytes, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance, balance_bytes, smallest_bounds
 from bpipe.passes.evict import OverBound, plan_evictions
-from bpipe.passes.host_slots import Hosting, host_slots, num_host_slots
 from bpipe.passes.levels import level_bytes
 from bpipe.program import ProgramConfig, build
-from bpipe.simulate.memory import live_bytes, live_counts, num_transfers, peak_bytes, peak_counts
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -279,18 +279,18 @@ def test_moved_bytes_cannot_exceed_saved_bytes() -> None:
         balance_bytes(generate("1f1b", 2, 2), [99, 99], [10, 10], [10, 11])
 
 
-def test_host_slots_are_reused_only_in_the_next_slot() -> None:
+def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
     balanced = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
-    assert host_slots(balanced, 3) == {Hosting(0, 1, 0): 0, Hosting(0, 3, 0): 1, Hosting(0, 5, 0): 0}
-    assert host_slots(balanced, 0) == {}
-    assert (num_host_slots(balanced, 3), num_host_slots(balanced, 0)) == (2, 0)
+    assert host_buffers(balanced, 3) == {Hosting(0, 1, 0): 0, Hosting(0, 3, 0): 1, Hosting(0, 5, 0): 0}
+    assert host_buffers(balanced, 0) == {}
+    assert (num_host_buffers(balanced, 3), num_host_buffers(balanced, 0)) == (2, 0)
 
 
 @pytest.mark.parametrize(("p", "v"), [(8, 1), (16, 1), (8, 2), (6, 3)])
-def test_host_slots_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
+def test_host_buffers_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
     balanced = build(ProgramConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, v, "bpipe"))
     for rank in range(p):
         own = live_counts(GENERATORS[balanced.name].generate(p, 4 * p, v), rank)
         hosted = [all_held - one for all_held, one in zip(live_counts(balanced, rank), own, strict=True)]
         if num_transfers(balanced, rank).hosts:
-            assert num_host_slots(balanced, rank) == max(hosted)
+            assert num_host_buffers(balanced, rank) == max(hosted)

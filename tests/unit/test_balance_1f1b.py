@@ -6,11 +6,11 @@ import pytest
 
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import live_counts, num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance
-from bpipe.passes.host_slots import num_host_slots
 from bpipe.program import ProgramConfig, build
-from bpipe.simulate.memory import live_counts, num_transfers, peak_counts
 
 SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
 LARGE = [pytest.param(p, m, marks=pytest.mark.slow) for p in range(17, 33) for m in (p - 1, p, p + 1, 3 * p, 6 * p)]
@@ -61,7 +61,7 @@ def test_the_worked_example() -> None:
     assert schedule.bounds == (3, 3, 3, 3)
     assert schedule.partners == (3, 2, 1, 0)
     assert live_counts(schedule, 0) == (1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 2, 1, 1)
-    assert num_host_slots(schedule, 3) == 2
+    assert num_host_buffers(schedule, 3) == 2
 
 
 @pytest.mark.parametrize(("p", "m"), [*SIZES, *LARGE])
@@ -80,7 +80,7 @@ def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
         assert made == algorithm_1(plain, stage)
         assert all(len(actions) == 1 for actions in made.values()), "at most one transfer decision falls in a slot"
         acceptor = p - 1 - stage
-        assert num_host_slots(balanced, acceptor) <= max(0, p - stage - mu_opt(p) + 1)
+        assert num_host_buffers(balanced, acceptor) <= max(0, p - stage - mu_opt(p) + 1)
 
 
 # Exhaustive search under the same bound finds no fewer evictions: (p, m) -> one number an evictor.

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.check.rules import RULES, Case, ScheduleError, check, check_host_buffers, check_no_deadlock
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.check import RULES, Case, ScheduleError, check, check_host_slots, check_no_deadlock
+from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import read_action
-from bpipe.passes.host_slots import Hosting, host_slots
 from bpipe.program import ProgramConfig, build
 
 #      slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21
@@ -175,12 +175,12 @@ def test_a_split_backward_needs_its_input_half_first() -> None:
     assert (error.rule, error.slot, str(error.action)) == ("forward before backward", 1, "0W0")
 
 
-def test_a_host_slot_given_twice_is_refused() -> None:
-    assigned = {rank: dict(host_slots(BALANCED, rank)) for rank in range(4)}
-    check_host_slots(Case(BALANCED), assigned)
+def test_a_host_buffer_given_twice_is_refused() -> None:
+    assigned = {rank: dict(host_buffers(BALANCED, rank)) for rank in range(4)}
+    check_host_buffers(Case(BALANCED), assigned)
     assigned[3][Hosting(0, 3, 0)] = assigned[3][Hosting(0, 1, 0)]
     with pytest.raises(ScheduleError, match="host buffers: rank 3, slot 7, 0HOST3: host buffer 0 still holds 0HOST1"):
-        check_host_slots(Case(BALANCED), assigned)
+        check_host_buffers(Case(BALANCED), assigned)
 
 
 def test_opposite_orders_on_a_pair_are_refused() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.check.rules import RULES, Case, ScheduleError, check_no_deadlock
 from bpipe.ir.action import OTHER_END, Action, Kind
-from bpipe.ir.check import RULES, Case, ScheduleError, check_no_deadlock
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.program import ProgramConfig, build
 from tests.unit.oracle import is_sound

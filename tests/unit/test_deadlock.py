@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 import pytest
 
+from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir import deadlock
-from bpipe.ir.deadlock import Waits, blocked_ranks
+from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.schedule import Schedule
+from bpipe.ir.steps import Step, steps
 from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance, smallest_bounds
-from bpipe.passes.host_slots import Hosting, host_slots
-from bpipe.passes.steps import Step, steps
 from bpipe.program import ProgramConfig, build
 
 
@@ -91,7 +91,7 @@ REFILLED = """\
 
 
 def slots_for_all(schedule: Schedule, rank: int) -> dict[Hosting, int]:
-    return {stay: slot for slot, stay in enumerate(host_slots(schedule, rank))}
+    return {stay: slot for slot, stay in enumerate(host_buffers(schedule, rank))}
 
 
 def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch)
     schedule = read_csv(REFILLED)
     blocked = blocked_ranks(schedule, Waits.ASYNCHRONOUS)
     assert {one.rank: one.message for one in blocked}[1] == "transfer 0 from rank 1 to rank 0"
-    monkeypatch.setattr(deadlock, "host_slots", slots_for_all)
+    monkeypatch.setattr(deadlock, "host_buffers", slots_for_all)
     assert not blocked_ranks(schedule, Waits.ASYNCHRONOUS)
 
 

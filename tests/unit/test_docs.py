@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from bpipe import cli
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.memory import num_transfers, peak_counts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]

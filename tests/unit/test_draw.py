@@ -13,10 +13,10 @@ from bpipe.draw import png
 from bpipe.draw.picture import STYLES, lay_out
 from bpipe.draw.svg import render_svg, write_svg
 from bpipe.draw.timeline import MARGIN, WIDTH, lay_out_report
+from bpipe.ir.memory import live_counts
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.memory import live_counts
 from bpipe.simulate.report import Report
 
 BALANCED = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.check.deadlock import blocked_ranks
+from bpipe.check.rules import check
 from bpipe.generate.interleaved import chunk_turns
 from bpipe.generate.place import backwards, forwards, place
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.check import check
-from bpipe.ir.deadlock import blocked_ranks
 from bpipe.ir.grid import write_grid
+from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.align import align
 from bpipe.program import ProgramConfig, build
-from bpipe.simulate.memory import peak_counts
 
 GPIPE = """\
 # bpipe schedule=gpipe microbatches=4 stage_to_rank=0,1,2

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from bpipe.check.rules import check
 from bpipe.cli import main, read
-from bpipe.ir.check import check
 from bpipe.ir.messages import has_messages, read_runtime, write_runtime
 from bpipe.ir.text import TextError, read_csv
 from bpipe.program import ProgramConfig, build

@@ -8,20 +8,20 @@ from io import BytesIO, TextIOWrapper
 
 import pytest
 
+from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.rules import ScheduleError, check
 from bpipe.cli import main, read
 from bpipe.draw.svg import write_svg
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.check import ScheduleError, check
-from bpipe.ir.deadlock import Waits, blocked_ranks
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.memory import live_bytes, live_counts, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
 from bpipe.program import adopt
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.memory import live_bytes, live_counts, peak_counts
 
 # What torch 2.15 prints for ScheduleDualPipeV with 2 ranks and 4 micro-batches: orders, not yet a grid.
 TORCH = """\

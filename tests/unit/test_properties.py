@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.check.rules import check
 from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.check import check
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.host_buffers import host_buffers
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
+from bpipe.ir.steps import steps
 from bpipe.ir.text import read_csv, write_csv
 from bpipe.passes.balance import balance, smallest_bounds
-from bpipe.passes.host_slots import host_slots
-from bpipe.passes.steps import steps
 from bpipe.program import ProgramConfig, build
-from bpipe.simulate.memory import num_transfers, peak_counts
 
 
 @st.composite
@@ -45,7 +45,7 @@ def holds_what_must(config: ProgramConfig) -> Schedule:
     for rank in range(p):
         moved = num_transfers(schedule, rank)
         assert moved.evictions == moved.loads
-        assert moved.hosts == moved.returns == len(host_slots(schedule, rank))
+        assert moved.hosts == moved.returns == len(host_buffers(schedule, rank))
         folded = steps(schedule, rank)
         assert [step.compute for step in folded[1:-1]] == [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
         flat: list[Action] = [action for step in folded for action in (*step.before, *step.after)]

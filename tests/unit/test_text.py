@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bpipe.check.rules import ScheduleError, check
 from bpipe.cli import read
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.check import ScheduleError, check
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.schedule import Schedule, Slot

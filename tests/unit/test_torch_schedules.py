@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from bpipe.check.rules import check
 from bpipe.cli import read
 from bpipe.generate.registry import GENERATORS
-from bpipe.ir.check import check
+from bpipe.ir.memory import peak_counts
 from bpipe.ir.messages import read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
 from bpipe.program import ProgramConfig, build
-from bpipe.simulate.memory import peak_counts
 from tests.unit.oracle import is_sound
 from tests.unit.torch_schedules import LOOPED, MULTIPLE, SINGLE, as_csv, parsed, peak, rows, torch_schedule
 

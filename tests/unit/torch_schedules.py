@@ -76,4 +76,4 @@ def peak(schedule: Any, rank: int, stages: list[int]) -> int:
     if not isinstance(schedule, schedules.PipelineScheduleMulti):
         schedule = SimpleNamespace(pipeline_order=rows(schedule), _n_microbatches=schedule._n_microbatches)
     found = schedules.analyze_pipeline_activation_liveness(schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch")
-    return found.num_slots
+    return found.num_host_buffers

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from bpipe.ir.memory import peak_bytes
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import PARAMETER_BYTES, predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import core_bytes, layer_bytes, stage_bytes
 from bpipe.program import build
-from bpipe.simulate.memory import peak_bytes
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 

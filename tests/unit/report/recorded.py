@@ -16,14 +16,14 @@ from typing import Any
 from unittest import mock
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
+from bpipe.ir.memory import live_bytes
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import Hosting, host_slots, num_host_slots
 from bpipe.program import ProgramConfig, build
 from bpipe.report.memory import own_peak
 from bpipe.report.record import ONE_SIDED
 from bpipe.simulate import engine
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
-from bpipe.simulate.memory import live_bytes
 from bpipe.simulate.report import Report
 
 SAVED, MOVED, RECEIVED = 11_000_000, 10_500_000, 32_768
@@ -182,7 +182,7 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
     """One rank's line of one iteration. Iterations follow each other; a rank's clock may be wrong by `clock_error_s`."""
     stages = [stage for stage, owner in enumerate(schedule.stage_to_rank) if owner == place]
     moves = {action.stage for slot in schedule.ranks[place] for action in slot.transfers if action.kind is Kind.EVICT}
-    host_bytes = num_host_slots(schedule, place) * truth.moved_bytes
+    host_bytes = num_host_buffers(schedule, place) * truth.moved_bytes
     saved = {stage: _saved(stage) for stage in stages}
     moved = dict.fromkeys(sorted(moves), truth.moved_bytes)
     peak = own_peak(schedule, place, saved, moved, truth.received_bytes) + host_bytes + truth.extra_bytes.get(place, 0)
@@ -223,7 +223,7 @@ def _asked(report: Report, place: int, action: Action, start: float) -> float:
 def _rows(schedule: Schedule, truth: Truth, place: int, report: Report, peak: int) -> list[list[Any]]:
     """By start. What a rank waits for transfers, as much as the simulation says, is put on its first one."""
     partner = schedule.partners[place] if schedule.partners else place
-    slots = {**host_slots(schedule, place), **host_slots(schedule, partner)}
+    slots = {**host_buffers(schedule, place), **host_buffers(schedule, partner)}
     stays: Counter[tuple[int, int]] = Counter()
     rows: list[list[Any]] = []
     left = float(report.exposed_s[place])

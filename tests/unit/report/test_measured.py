@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.ir.memory import peak_counts
 from bpipe.report.measured import choose, peak_microbatches
 from bpipe.report.read import read_run
-from bpipe.simulate.memory import peak_counts
 from tests.unit.report.recorded import write_run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.passes.host_slots import num_host_slots
+from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.program import ProgramConfig, build
 from bpipe.report.memory import RankSizes, own_peak, rank_peaks, whole_peaks, without_transfers
 
@@ -18,7 +18,7 @@ def test_an_evictor_holds_its_bound_what_stays_behind_and_the_last_input() -> No
 
 
 def test_an_acceptor_holds_its_slots_throughout() -> None:
-    assert num_host_slots(BALANCED, 7) == 4
+    assert num_host_buffers(BALANCED, 7) == 4
     peaks = rank_peaks(BALANCED, 7, RankSizes({7: 100}, {}, 7, 4 * 60))
     assert (peaks.microbatches, peaks.num_bytes, peaks.bound_bytes) == (5, 100 + 7 + 4 * 60, 100 + 7 + 4 * 60)
 

@@ -18,7 +18,7 @@ import torch
 from bpipe.transport.base import Pending, Sizes
 from bpipe.transport.device import Device
 from bpipe.transport.lanes import Job, ThreadLane
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Region, SharedMemory, TensorRegion
 
 # Generous: machines that run tests are busy. Only what is broken waits so long.
@@ -205,7 +205,7 @@ class HeldTwoSided:
         sizes: queue.SimpleQueue[Sizes] = queue.SimpleQueue()
         return HeldTwoSided(up, down, sizes), HeldTwoSided(down, up, sizes)
 
-    def announce(self, sizes: Sizes, layout: SlotLayout) -> Pending:
+    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         self._sizes.put(dict(sizes))
         return HeldTicket(_Nothing(), threading.Event())
 

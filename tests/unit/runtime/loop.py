@@ -12,7 +12,7 @@ import torch
 
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine
 

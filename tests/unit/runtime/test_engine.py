@@ -17,8 +17,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import Step, steps
+from bpipe.ir.steps import Step, steps
 from bpipe.runtime import engine as engine_module
 from bpipe.runtime import evictor
 from bpipe.runtime.capture import Found, find
@@ -27,8 +28,7 @@ from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock
-from bpipe.simulate.memory import num_transfers, peak_counts
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 from tests.unit.runtime.loop import WIDTH, gradient, inputs_of, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class LateTransport:
         self.slots: dict[int, list[torch.Tensor]] = {}
         self.sizes: dict[int, Sequence[int]] = {}
 
-    def announce(self, sizes: Mapping[int, Sequence[int]], layout: SlotLayout) -> Late:
+    def announce(self, sizes: Mapping[int, Sequence[int]], layout: BufferLayout) -> Late:
         self.sizes = dict(sizes)
         return Late(lambda: None)
 
@@ -197,7 +197,7 @@ def test_where_nothing_is_large_enough_nothing_travels() -> None:
         engine.recorder = Recorder(Clock(CPU))
         assert torch.equal(gradient(engine, plan, 2, rank=rank), gradient(None, plan, 2, rank=rank))
         assert transport.sizes == {0: ()}, "the partner has to be told, or it would wait"
-        assert (engine.moved_bytes, engine.num_slots, engine.host_bytes) == ({0: 0} if rank == 0 else {}, 0, 0)
+        assert (engine.moved_bytes, engine.num_host_buffers, engine.host_bytes) == ({0: 0} if rank == 0 else {}, 0, 0)
         assert meter.peak_microbatches == (4 if rank == 0 else 1)
         rows, _ = engine.recorder.rows(meter.saved_bytes, {0: 0})
         assert len(rows) == 2 * 8, "computations only"
@@ -361,7 +361,7 @@ def test_the_announcement_of_the_sizes_is_waited_for_once() -> None:
     waited: list[int] = []
 
     class Announcing(LateTransport):
-        def announce(self, sizes: Mapping[int, Sequence[int]], layout: SlotLayout) -> Late:
+        def announce(self, sizes: Mapping[int, Sequence[int]], layout: BufferLayout) -> Late:
             super().announce(sizes, layout)
             return Late(lambda: waited.append(1))
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.runtime import evictor as evictor_module
 from bpipe.runtime import slots, streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
@@ -27,7 +28,6 @@ from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.evictor import Evictor, State
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import StreamLane, Streams
-from bpipe.simulate.memory import num_transfers
 from bpipe.transport import distributed
 from bpipe.transport.base import Done, Transport
 from bpipe.transport.distributed import Distributed, PairGroups

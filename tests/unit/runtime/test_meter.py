@@ -9,13 +9,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import live_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.steps import steps
+from bpipe.ir.steps import steps
 from bpipe.runtime import meter as meter_module
 from bpipe.runtime.capture import Found
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
-from bpipe.simulate.memory import live_counts
 from tests.unit.runtime.loop import gradient, inputs_of, new_weight, schedule, stage
 from tests.unit.runtime.test_engine import engine_for
 
@@ -32,8 +32,8 @@ class Thorough(Meter):
         super().saved(forward, found, inputs)
         self.every.extend(StorageWeakRef(item.storage) for item in found if item.alone)
 
-    def sample(self, host_slots: int, host_bytes: int) -> int:
-        found = super().sample(host_slots, host_bytes)
+    def sample(self, host_buffers: int, host_bytes: int) -> int:
+        found = super().sample(host_buffers, host_bytes)
         alive = [storage for reference in self.every if (storage := living(reference)) is not None]
         self.pairs.append((found, sum(storage.nbytes() for storage in alive) + host_bytes))
         return found

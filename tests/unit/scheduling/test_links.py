@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.ir.memory import peak_counts
 from bpipe.program import ProgramConfig, build
-from bpipe.simulate.memory import peak_counts
 from bpipe.transport.host_memory import Buffers
 from megatron.scheduling.links import host_buffers
 

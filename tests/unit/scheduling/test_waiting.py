@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.ir.deadlock import Waits, blocked_ranks
+from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.program import ProgramConfig, build
 from bpipe.transport.connect import Link
 from megatron.scheduling.arguments import SchedulingConfig

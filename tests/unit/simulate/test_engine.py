@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import live_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.memory import live_counts
 from bpipe.simulate.report import Report, Timed
 
 UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import Host
 from tests.unit.transport.loopback import CPU
 
@@ -150,6 +150,6 @@ def test_buffers_that_do_not_fit_are_refused_with_both_numbers_and_the_way_out()
         RuntimeError,
         match=r"--bpipe-transport host: the host buffers of 2 ranks would take 60 GiB, and .* 40 GiB are available.*Use another",
     ):
-        host.announce({0: (30 * GIB,)}, SlotLayout.of([(0,)], {0: (30 * GIB,)}))
-    host.announce({0: (100,)}, SlotLayout.of([(0,)], {0: (100,)})).wait()
+        host.announce({0: (30 * GIB,)}, BufferLayout.of([(0,)], {0: (30 * GIB,)}))
+    host.announce({0: (100,)}, BufferLayout.of([(0,)], {0: (100,)})).wait()
     host.release()

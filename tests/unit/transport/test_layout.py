@@ -7,9 +7,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.passes.host_slots import host_slots, stages_in_slots
+from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
 from bpipe.program import ProgramConfig, build
-from bpipe.transport.layout import ALIGNMENT_BYTES, SlotLayout, aligned
+from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout, aligned
 
 SIZES = st.dictionaries(st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4), min_size=1, max_size=3)
 NOBODY = 255
@@ -26,7 +26,7 @@ def slots_and_sizes(draw: st.DrawFn) -> tuple[list[frozenset[int]], dict[int, li
 def test_no_two_storages_of_different_slots_share_a_byte(drawn: tuple[list[frozenset[int]], dict[int, list[int]]]) -> None:
     """Slow and obvious: paint every byte that any stage may write in a slot, and see whose it was."""
     slots, sizes = drawn
-    layout = SlotLayout.of(slots, sizes)
+    layout = BufferLayout.of(slots, sizes)
     owner = bytearray([NOBODY]) * layout.nbytes
     for slot, stages in enumerate(slots):
         for stage in stages:
@@ -44,7 +44,7 @@ def test_no_two_storages_of_different_slots_share_a_byte(drawn: tuple[list[froze
 def test_slots_take_no_more_than_their_largest_stage(drawn: tuple[list[frozenset[int]], dict[int, list[int]]]) -> None:
     slots, sizes = drawn
     largest = [max(sum(aligned(nbytes) for nbytes in sizes[stage]) for stage in stages) for stages in slots]
-    assert SlotLayout.of(slots, sizes).nbytes == sum(largest)
+    assert BufferLayout.of(slots, sizes).nbytes == sum(largest)
 
 
 @given(
@@ -57,10 +57,10 @@ def test_both_ends_of_a_pair_lay_out_the_same(p: int, rounds: int, lengths: list
     plan = build(ProgramConfig(schedule="1f1b", num_stages=p, num_microbatches=p * rounds, balance="bpipe"))
     assert plan.partners is not None
     for evictor, acceptor in enumerate(plan.partners):
-        slots = stages_in_slots(host_slots(plan, acceptor))
+        slots = stages_in_buffers(host_buffers(plan, acceptor))
         sizes = {stage: [nbytes + stage for nbytes in lengths] for stage in sorted(frozenset().union(*slots), reverse=True)}
         told = {stage: tuple(each) for stage, each in json.loads(json.dumps(list(sizes.items())))}
-        here, there = SlotLayout.of(stages_in_slots(host_slots(plan, plan.partners[evictor])), sizes), SlotLayout.of(slots, told)
+        here, there = BufferLayout.of(stages_in_buffers(host_buffers(plan, plan.partners[evictor])), sizes), BufferLayout.of(slots, told)
         assert here == there
         for slot, stages in enumerate(slots):
             for stage in stages:
@@ -68,4 +68,4 @@ def test_both_ends_of_a_pair_lay_out_the_same(p: int, rounds: int, lengths: list
 
 
 def test_a_rank_that_hosts_nothing_needs_nothing() -> None:
-    assert SlotLayout.of([], {}) == SlotLayout((), 0)
+    assert BufferLayout.of([], {}) == BufferLayout((), 0)

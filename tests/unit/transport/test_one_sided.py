@@ -13,7 +13,7 @@ from bpipe.transport import device_memory
 from bpipe.transport.base import Pending, Sizes
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.lanes import Job, ThreadLane
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
 from tests.unit.transport.fake_cuda import FakeCuda
@@ -21,7 +21,7 @@ from tests.unit.transport.loopback import AtOnce, alone, controls, peers
 
 SIZES: Sizes = {0: (1000, 24, 4096)}
 SLOTS = (frozenset({0}), frozenset({0}))
-LAYOUT = SlotLayout.of(SLOTS, SIZES)
+LAYOUT = BufferLayout.of(SLOTS, SIZES)
 
 
 @pytest.fixture(params=[peers, alone], ids=["peer", "host"])
@@ -29,7 +29,7 @@ def pair(request: pytest.FixtureRequest, lanes: tuple[ThreadLane, ThreadLane]) -
     """An evictor and an acceptor that know each other's memory."""
     evictor, acceptor = request.param(*lanes)
     evictor.announce(SIZES, LAYOUT).wait()
-    acceptor.lend(lambda sizes: SlotLayout.of(SLOTS, sizes))
+    acceptor.lend(lambda sizes: BufferLayout.of(SLOTS, sizes))
     yield evictor, acceptor
     evictor.abandon()
     acceptor.abandon()
@@ -125,11 +125,11 @@ def test_both_ends_use_the_same_layout(lanes: tuple[ThreadLane, ThreadLane]) -> 
     """The evictor computed its own; the acceptor's comes from the sizes in the message."""
     sizes: Sizes = {3: (1000, 24), 0: (4096,)}
     slots = (frozenset({0, 3}), frozenset({3}))
-    here = SlotLayout.of(slots, sizes)
-    seen: list[SlotLayout] = []
+    here = BufferLayout.of(slots, sizes)
+    seen: list[BufferLayout] = []
 
-    def layout_of(told: Sizes) -> SlotLayout:
-        seen.append(SlotLayout.of(slots, told))
+    def layout_of(told: Sizes) -> BufferLayout:
+        seen.append(BufferLayout.of(slots, told))
         return seen[0]
 
     evictor, acceptor = peers(*lanes)

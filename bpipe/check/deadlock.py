@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.host_slots import Hosting, host_slots
-from bpipe.passes.steps import Step, steps
+from bpipe.ir.steps import Step, steps
 
 _FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -178,7 +178,7 @@ class _Program:
         # By direction, outwards and homewards: the transfers so far, and the last of them.
         self.num_started = [0, 0]
         self.last = [NOBODY, NOBODY]
-        self.host_slots = host_slots(schedule, rank)
+        self.host_buffers = host_buffers(schedule, rank)
         self.stays: dict[tuple[int, int], int] = {}
         self.returned: dict[int, int] = {}
         self.hosted: dict[tuple[int, int], int] = {}
@@ -280,7 +280,7 @@ class _Program:
         self.hosted[key] = message
 
     def _slot(self, key: tuple[int, int]) -> int:
-        return self.host_slots[Hosting(*key, self.stays[key])]
+        return self.host_buffers[Hosting(*key, self.stays[key])]
 
     def _wait_all(self) -> None:
         if self.outstanding:

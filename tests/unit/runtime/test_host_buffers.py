@@ -7,7 +7,7 @@ import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.slots import HostSlots, State
+from bpipe.runtime.host_buffers import HostBuffers, State
 from bpipe.transport.layout import ALIGNMENT_BYTES
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ HOST, RETURN = Action(0, Kind.HOST, 5), Action(0, Kind.RETURN, 5)
 
 
 def test_buffers_do_not_overlap() -> None:
-    slots = HostSlots([{0}] * 3, {0: [100, 700, 512]}, CPU)
+    slots = HostBuffers([{0}] * 3, {0: [100, 700, 512]}, CPU)
     value = 0
     for slot in slots.slots:
         for buffer in slot.buffers(0):
@@ -27,12 +27,12 @@ def test_buffers_do_not_overlap() -> None:
 
 
 def test_memory_is_one_allocation_of_the_aligned_sizes() -> None:
-    slots = HostSlots([{0}] * 2, {0: [1, ALIGNMENT_BYTES + 1]}, CPU)
+    slots = HostBuffers([{0}] * 2, {0: [1, ALIGNMENT_BYTES + 1]}, CPU)
     assert slots.nbytes == 2 * (ALIGNMENT_BYTES + 2 * ALIGNMENT_BYTES)
 
 
 def test_the_round_trip_and_what_is_held() -> None:
-    slots = HostSlots([{0}], {0: [8]}, CPU)
+    slots = HostBuffers([{0}], {0: [8]}, CPU)
     (slot,) = slots.slots
     for state, action in ((State.FILLING, HOST), (State.FULL, HOST), (State.EMPTYING, RETURN), (State.FREE, RETURN)):
         slot.move(state, action)
@@ -53,7 +53,7 @@ def test_the_round_trip_and_what_is_held() -> None:
     ],
 )
 def test_any_other_step_is_refused(before: list[State], step: State, message: str) -> None:
-    slot = HostSlots([{0}], {0: [8]}, CPU).slots[0]
+    slot = HostBuffers([{0}], {0: [8]}, CPU).slots[0]
     for state in before:
         slot.move(state, HOST)
     with pytest.raises(RuntimeFault, match=message):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.ir.action import COMPUTE, OTHER_END, TRANSFER, Action, Kind
-from bpipe.ir.deadlock import Waits, blocked_ranks
 from bpipe.ir.grid import window
+from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.memory import live_counts
+from bpipe.ir.pairing import pairing
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.passes.host_slots import Hosting, host_slots
-from bpipe.passes.pairing import pairing
-from bpipe.simulate.memory import live_counts
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -232,11 +232,11 @@ def _cannot_return(slot: int, need: int, left: int) -> str | None:
     return f"its backward is in slot {need}, load before" if slot >= need else None
 
 
-def check_host_slots(case: Case, assigned: Mapping[int, Mapping[Hosting, int]] | None = None) -> None:
-    """No host buffer of an acceptor holds two micro-batches at once. `assigned` replaces what `host_slots` gives, rank by rank."""
+def check_host_buffers(case: Case, assigned: Mapping[int, Mapping[Hosting, int]] | None = None) -> None:
+    """No host buffer of an acceptor holds two micro-batches at once. `assigned` replaces what `host_buffers` gives, rank by rank."""
     schedule, rule = case.schedule, "host buffers"
     for rank in range(schedule.num_ranks):
-        stays = (host_slots(schedule, rank) if assigned is None else assigned[rank]) if _hosts(schedule, rank) else {}
+        stays = (host_buffers(schedule, rank) if assigned is None else assigned[rank]) if _hosts(schedule, rank) else {}
         nth: dict[tuple[int, int], int] = {}
         taken: dict[int, Action] = {}
         for slot, cell in enumerate(schedule.ranks[rank]):
@@ -303,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     check_stage_order,
     check_other_ends,
     check_residency,
-    check_host_slots,
+    check_host_buffers,
     check_bounds,
     check_pair_order,
     check_no_deadlock,

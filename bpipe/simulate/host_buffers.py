@@ -1,6 +1,6 @@
 """Say which of its acceptor's slots each transfer of a simulation takes. In: a Report and a rank. Out: its transfers, each with its slot.
 
-The slots are those of `passes.host_slots`, which both ends of a pair compute from the schedule. Knows no time of its own.
+The slots are those of `ir.host_buffers`, which both ends of a pair compute from the schedule. Knows no time of its own.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bpipe.ir.action import Kind
-from bpipe.passes.host_slots import Hosting, host_slots
+from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.simulate.report import Report, Timed
 
 
-def with_slots(report: Report, rank: int) -> Sequence[tuple[Timed, int]]:
+def with_host_buffers(report: Report, rank: int) -> Sequence[tuple[Timed, int]]:
     """The rank's transfers in order, with the slot on whichever of the pair hosts."""
     schedule = report.schedule
     partner = rank if schedule.partners is None else schedule.partners[rank]
-    slots = {**host_slots(schedule, rank), **host_slots(schedule, partner)}
+    slots = {**host_buffers(schedule, rank), **host_buffers(schedule, partner)}
     stays: Counter[tuple[int, int]] = Counter()
     found = []
     for timed in report.transfers[rank]:

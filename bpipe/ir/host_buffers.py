@@ -22,12 +22,12 @@ class Hosting(NamedTuple):
     nth: int
 
 
-def host_slots(schedule: Schedule, rank: int) -> dict[Hosting, int]:
+def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
     """The slot of every hosting on `rank`, in the order in which they begin. Uses the fewest slots there can be, numbered from 0."""
     assigned: dict[Hosting, int] = {}
     stays: dict[tuple[int, int], Hosting] = {}
     free: list[int] = []
-    num_slots = 0
+    num_buffers = 0
     for slot in schedule.ranks[rank]:
         returned = []
         for action in slot.transfers:
@@ -37,8 +37,8 @@ def host_slots(schedule: Schedule, rank: int) -> dict[Hosting, int]:
                 if free:
                     assigned[stays[key]] = heapq.heappop(free)
                 else:
-                    assigned[stays[key]] = num_slots
-                    num_slots += 1
+                    assigned[stays[key]] = num_buffers
+                    num_buffers += 1
             elif action.kind is Kind.RETURN:
                 returned.append(assigned[stays[key]])
         for index in returned:
@@ -46,13 +46,13 @@ def host_slots(schedule: Schedule, rank: int) -> dict[Hosting, int]:
     return assigned
 
 
-def num_host_slots(schedule: Schedule, rank: int) -> int:
+def num_host_buffers(schedule: Schedule, rank: int) -> int:
     """How many slots the rank has to preallocate."""
-    return max(host_slots(schedule, rank).values(), default=-1) + 1
+    return max(host_buffers(schedule, rank).values(), default=-1) + 1
 
 
-def stages_in_slots(hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:
-    """For each slot of a rank, by what `host_slots` says of it, the stages whose micro-batches it ever holds."""
+def stages_in_buffers(hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:
+    """For each slot of a rank, by what `host_buffers` says of it, the stages whose micro-batches it ever holds."""
     held: list[set[int]] = [set() for _ in range(max(hosted.values(), default=-1) + 1)]
     for stay, slot in hosted.items():
         held[slot].add(stay.stage)

@@ -15,7 +15,7 @@ import torch
 
 from bpipe.ir.action import Action
 from bpipe.runtime.states import advance
-from bpipe.transport.layout import SlotLayout
+from bpipe.transport.layout import BufferLayout
 
 
 class State(enum.Enum):
@@ -28,7 +28,7 @@ class State(enum.Enum):
 _NEXT = {State.FREE: State.FILLING, State.FILLING: State.FULL, State.FULL: State.EMPTYING, State.EMPTYING: State.FREE}
 
 
-class HostSlot:
+class HostBuffer:
     """One preallocated place for one hosted micro-batch of any of some stages."""
 
     def __init__(self, index: int, buffers: Mapping[int, list[torch.Tensor]]) -> None:
@@ -47,15 +47,15 @@ class HostSlot:
         self.holds = None if state is State.FREE else action
 
 
-class HostSlots:
+class HostBuffers:
     """All host slots of a rank, allocated together, once."""
 
-    def __init__(self, stages_in_slots: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]], device: torch.device) -> None:
-        layout = SlotLayout.of(stages_in_slots, sizes)
+    def __init__(self, stages_in_buffers: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]], device: torch.device) -> None:
+        layout = BufferLayout.of(stages_in_buffers, sizes)
         self.memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         self.slots = tuple(
-            HostSlot(index, {stage: self._cut(layout.offsets(index, sizes[stage]), sizes[stage]) for stage in stages})
-            for index, stages in enumerate(stages_in_slots)
+            HostBuffer(index, {stage: self._cut(layout.offsets(index, sizes[stage]), sizes[stage]) for stage in stages})
+            for index, stages in enumerate(stages_in_buffers)
         )
 
     def _cut(self, offsets: Iterable[int], lengths: Iterable[int]) -> list[torch.Tensor]:
