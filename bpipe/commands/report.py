@@ -32,31 +32,31 @@ def run(options: argparse.Namespace) -> None:
         return
     report = report_of(options.folder, options.iteration)
     if options.html is not None:
-        from bpipe.report.page import render
-        from bpipe.report.view import view
+        from bpipe.report.out.page import render
+        from bpipe.report.out.view import view
 
         Path(options.html).write_text(render(view(report)), encoding="utf-8")
     if options.trace is not None:
-        from bpipe.report.trace import write_trace
+        from bpipe.report.out.trace import write_trace
 
         Path(options.trace).write_text(write_trace(report.comparison.measured), encoding="utf-8")
     if options.format == "json":
-        from bpipe.report.document import document
+        from bpipe.report.out.document import document
 
         print_json(document(report))
     else:
-        from bpipe.report.table import table
+        from bpipe.report.out.table import table
 
         print(table(report), end="")
         if held is not None and held.failure is not None:
-            from bpipe.report.shortage_text import text
+            from bpipe.report.out.shortage_text import text
 
             print(f"\n{text(held)}", end="")
 
 
 def _shortage(options: argparse.Namespace, held: Held) -> None:
     """Of a run that ended before it recorded an iteration: what was held, and what would have fitted."""
-    from bpipe.report.shortage_text import document, text
+    from bpipe.report.out.shortage_text import document, text
 
     for flag in ("html", "trace", "iteration"):
         if getattr(options, flag) is not None:

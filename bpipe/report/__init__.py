@@ -1,1 +1,1 @@
-"""What a run recorded, laid beside what its schedule predicts: read, replay, compare; then a table, JSON, a page or a trace."""
+"""What a run recorded, laid beside what its schedule predicts: read, replay, compare, explain. `out` prints what is found."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bpipe.ir.text import read_action
-from bpipe.report.page import render
+from bpipe.report.out.page import render
 from tests.browser.conftest import Page
 from tests.browser.sample import SAVED, action_row, make_view
 

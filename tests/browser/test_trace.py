@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from bpipe.program import ProgramConfig, build
+from bpipe.report.out.trace import write_trace
 from bpipe.report.report import report_of
-from bpipe.report.trace import write_trace
 from bpipe.simulate import trace as simulated
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate

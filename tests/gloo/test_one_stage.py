@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from bpipe.report.out.table import table
 from bpipe.report.report import report_of
-from bpipe.report.table import table
 from tests.gloo.conftest import BPIPE, Case, Outcome
 from tests.gloo.test_training import same
 

@@ -6,11 +6,22 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import bpipe
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """No file of `place` imports one of `never`."""
+
+    place: str
+    never: frozenset[str] | set[str]
+    but: tuple[str, ...] = ()
+
 
 PACKAGE = Path(bpipe.__file__).parent
 WITHOUT_TORCH = [
@@ -27,6 +38,11 @@ WITHOUT_TORCH = [
     "cli.py",
     "__main__.py",
     "__init__.py",
+]
+# Inside the package: who must not know whom. `but` are parts of a place that may.
+ARROWS = [
+    # What judges a run does not know how it is printed.
+    Arrow("report", {"bpipe.report.out"}, but=("report/out",)),
 ]
 
 
@@ -61,6 +77,16 @@ def test_generators_passes_and_simulators_do_not_know_the_door() -> None:
     for place in ("ir", "generate", "passes", "simulate"):
         for path in sources(place):
             assert not set(imported(path)) & {"bpipe.program", "bpipe.cli"}, path
+
+
+@pytest.mark.parametrize("arrow", ARROWS, ids=lambda arrow: f"{arrow.place}: no {', '.join(sorted(arrow.never))}")
+def test_arrows_run_one_way(arrow: Arrow) -> None:
+    spared = {path for place in arrow.but for path in sources(place)}
+    held = [path for path in sources(arrow.place) if path not in spared]
+    assert held
+    for path in held:
+        for name in imported(path):
+            assert not any(name == other or name.startswith(f"{other}.") for other in arrow.never), f"{path} imports {name}"
 
 
 def test_the_command_loads_nothing_heavy() -> None:

@@ -61,7 +61,7 @@ def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as found:
         names = set(found.namelist())
-    assert {"bpipe/py.typed", "megatron/scheduling/py.typed", "bpipe/report/assets/page.html"} <= names
+    assert {"bpipe/py.typed", "megatron/scheduling/py.typed", "bpipe/report/out/assets/page.html"} <= names
     # Either would hide the installed Megatron.
     assert not {"megatron/__init__.py", "megatron/py.typed"} & names
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.report.page import NOTHING, SCRIPTS, TICK_S, column, embed, render
+from bpipe.report.out.page import NOTHING, SCRIPTS, TICK_S, column, embed, render
 from tests.browser.sample import make_view
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.report.held import read_held
+from bpipe.report.out.shortage_text import text
 from bpipe.report.shortage import shortage_of
-from bpipe.report.shortage_text import text
 
 GIB = 2**30
 PROGRAM = {"schedule": "1f1b", "num_stages": 8, "num_microbatches": 16, "num_chunks": 1, "balance": "none"}

@@ -16,8 +16,8 @@ import pytest
 from bpipe.ir.action import Kind
 from bpipe.ir.text import read_action
 from bpipe.program import ProgramConfig, build
+from bpipe.report.out.trace import write_trace
 from bpipe.report.report import report_of
-from bpipe.report.trace import write_trace
 from bpipe.simulate import trace as simulated
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from bpipe.report.document import document
-from bpipe.report.facts import facts
-from bpipe.report.page import render
+from bpipe.report.out.document import document
+from bpipe.report.out.facts import facts
+from bpipe.report.out.page import render
+from bpipe.report.out.table import table
+from bpipe.report.out.view import view
 from bpipe.report.report import Report, report_of
-from bpipe.report.table import table
-from bpipe.report.view import view
 from tests.unit.report.recorded import MOVED, edit_rows, write_run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "report.md"

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from bpipe.report.compare import StageRow
-from bpipe.report.facts import facts
+from bpipe.report.out.facts import facts
 from bpipe.report.report import Report
 from bpipe.report.units import bytes_text, percent_text, size_unit
 

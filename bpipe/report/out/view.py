@@ -10,8 +10,8 @@ from typing import Any
 from bpipe.ir.action import Kind
 from bpipe.report.answers import bottleneck
 from bpipe.report.compare import StageRow
-from bpipe.report.facts import facts, hosts, run_name
 from bpipe.report.measured import Lane, Measured, Timeline
+from bpipe.report.out.facts import facts, hosts, run_name
 from bpipe.report.replay import Prediction
 from bpipe.report.report import Report
 from bpipe.simulate.host_buffers import with_host_buffers

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from bpipe.report.held import Held
+from bpipe.report.out.table import aligned, wrapped
 from bpipe.report.shortage import Shortage, StageNeed, shortage_of
-from bpipe.report.table import aligned, wrapped
 from bpipe.report.units import bytes_text, counted
 
 VERSION = 1

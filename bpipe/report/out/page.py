@@ -170,4 +170,4 @@ def _ticks(seconds: float) -> int:
 
 
 def _asset(name: str) -> str:
-    return resources.files("bpipe.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files("bpipe.report.out").joinpath("assets", name).read_text(encoding="utf-8")
