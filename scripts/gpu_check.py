@@ -27,7 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_checks import (
+
+from gpu import (
     abandon,
     cannot,
     counts,
@@ -45,8 +46,8 @@ from gpu_checks import (
     units,
     versions,
 )
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, on_cuda, say
-from gpu_checks.isolate import Under
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, on_cuda, say
+from gpu.isolate import Under
 
 REHEARSED = "REHEARSAL on a CPU: it shows that this script runs, and nothing of a GPU"
 # A full CPU of two cores starts torch more slowly than any machine with a GPU.

@@ -35,11 +35,11 @@ fi
 
 # --- The data ---------------------------------------------------------------------------------------------------------------------------
 
-"$PYTHON" scripts/make_corpus.py --output "$CORPUS"
-if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/preprocess_data.py -nt "$DATA.idx" ]]; then
+"$PYTHON" scripts/data/make_corpus.py --output "$CORPUS"
+if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/data/preprocess_data.py -nt "$DATA.idx" ]]; then
     # Megatron's shuffled indices are found again by the data's name, not by its content.
     rm -rf "$RUNS/data/cache"
-    run_logged "$RUNS/preprocess.log" '^(Processed|/.*documents|preprocess_data)' "$PYTHON" scripts/preprocess_data.py \
+    run_logged "$RUNS/preprocess.log" '^(Processed|/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
         --input "$CORPUS" --json-keys text --output-prefix "$RUNS/data/stdlib" --overwrite \
         --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY" --append-eod ||
         die "the corpus could not be tokenized; everything it said: $RUNS/preprocess.log"

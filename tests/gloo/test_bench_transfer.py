@@ -1,4 +1,4 @@
-"""scripts/bench_transfer.py measures what it says, and says it in a table and in a file."""
+"""scripts/bench/transfer.py measures what it says, and says it in a table and in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gloo.conftest import ROOT
 @pytest.mark.timeout(240)
 def test_every_transport_is_measured(tmp_path: Path) -> None:
     written = tmp_path / "transfers.json"
-    command = [sys.executable, str(ROOT / "scripts/bench_transfer.py"), "--sizes", "0.5", "--microbatch", "0.5", "--rounds", "2"]
+    command = [sys.executable, str(ROOT / "scripts/bench/transfer.py"), "--sizes", "0.5", "--microbatch", "0.5", "--rounds", "2"]
     ended = subprocess.run([*command, "--json", str(written)], capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     measured = json.loads(written.read_text())

@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 @pytest.fixture(scope="session")
 def check() -> ModuleType:
     if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))
+        sys.path.insert(0, str(SCRIPTS))
     import gpu_check
 
     return gpu_check

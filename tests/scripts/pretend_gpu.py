@@ -106,7 +106,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         "host_bytes": lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8),
     }
     for key, module in list(sys.modules.items()):
-        if key.startswith("gpu_checks."):
+        if key.startswith("gpu."):
             for name, value in answers.items():
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, value)

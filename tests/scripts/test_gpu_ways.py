@@ -190,7 +190,7 @@ def test_nccl(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_compute_units(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_kernel = pytest.importorskip("gpu_checks.copy_kernel")
+    copy_kernel = pytest.importorskip("gpu.copy_kernel")
     copied: list[int] = []
 
     def start(source: torch.Tensor, target: torch.Tensor, programs: int, times: int) -> None:
@@ -208,7 +208,7 @@ MEGATRON = """
 import itertools, json, sys, time
 sys.path.insert(0, "scripts")
 import gpu_check, torch
-from gpu_checks import megatron_stage
+from gpu import megatron_stage
 from megatron.scheduling import startup
 
 prepare, counter = startup.prepare, itertools.count(0, 100)

@@ -1,4 +1,4 @@
-"""scripts/make_corpus.py on a library of four files."""
+"""scripts/data/make_corpus.py on a library of four files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def make_corpus(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("make_corpus")
+    return load_script("data.make_corpus")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""scripts/make_figures.py: what the figures are made of, and what it says where it cannot make one."""
+"""scripts/validation/make_figures.py: what the figures are made of, and what it says where it cannot make one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def make_figures(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("make_figures")
+    return load_script("validation.make_figures")
 
 
 def write_runs(folder: Path, ranks: int = 4) -> Path:

@@ -1,4 +1,4 @@
-"""scripts/preprocess_data.py: what it reads and refuses in this process, what it writes through Megatron in one of its own."""
+"""scripts/data/preprocess_data.py: what it reads and refuses in this process, what it writes through Megatron in one of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bytes:
 
 @pytest.fixture
 def preprocess(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("preprocess_data")
+    return load_script("data.preprocess_data")
 
 
 def encoded(preprocess: ModuleType, *lines: str | bytes, keys: tuple[str, ...] = ("text",), eod: bool = True, workers: int = 1) -> list:
@@ -128,7 +128,7 @@ def test_the_index_appears_last(preprocess: ModuleType, tmp_path: Path, monkeypa
 # Importing Megatron takes seconds, so one process does several runs; and it is not this one, which stays clean for other tests.
 SEVERAL_RUNS = """
 import json, sys
-import preprocess_data
+from data import preprocess_data
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["preprocess_data.py", "--tokenizer-type", "ByteLevelTokenizer", *arguments]
     print("status", preprocess_data.main())

@@ -1,4 +1,4 @@
-"""scripts/validate.py: the published measurements, with the errors they may have."""
+"""scripts/validation/validate.py: the published measurements, with the errors they may have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def validate(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("validate")
+    return load_script("validation.validate")
 
 
 def test_iteration_times_of_real_runs(validate: ModuleType) -> None:

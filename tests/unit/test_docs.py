@@ -27,9 +27,9 @@ ELSEWHERE = {
     "bpipe report": "tests/unit/commands/test_report.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",
-    "python scripts/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
+    "python scripts/data/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
     "python scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
-    "python scripts/validate.py": "tests/scripts/test_validate.py",
+    "python scripts/validation/validate.py": "tests/scripts/test_validate.py",
 }
 
 # A block that shows a file begins with a comment of its name.

@@ -1,20 +1,16 @@
-"""A few damaged inputs of every reader; `scripts/fuzz_readers.py` has thousands."""
+"""A few damaged inputs of every reader; `scripts/validation/fuzz_readers.py` has thousands."""
 
 from __future__ import annotations
 
-import importlib.util
+import random
 import sys
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "fuzz_readers.py"
-_SPEC = importlib.util.spec_from_file_location("fuzz_readers", PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-fuzz_readers = importlib.util.module_from_spec(_SPEC)
-sys.modules["fuzz_readers"] = fuzz_readers
-_SPEC.loader.exec_module(fuzz_readers)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from validation import fuzz_readers
 
 
 @pytest.mark.parametrize("name", fuzz_readers.READERS)
@@ -32,14 +28,15 @@ def test_sound_inputs_are_taken(name: str, tmp_path: Path) -> None:
         path.mkdir()
     for text in reader.texts(path):
         # Some draws ask for what a sound schedule with transfers refuses, too: to be aligned or balanced once more.
-        assert any(reader.judge(path, text, fuzz_readers.random.Random(draw)) for draw in range(8)), text
+        assert any(reader.judge(path, text, random.Random(draw)) for draw in range(8)), text
 
 
 def test_a_judge_that_is_deceived_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a checker that takes everything, and messages that nobody holds to anything, the judges object."""
-    from bpipe.ir import check, messages
+    from bpipe.check import rules
+    from bpipe.ir import messages
 
-    monkeypatch.setattr(check, "RULES", ())
+    monkeypatch.setattr(rules, "RULES", ())
     monkeypatch.setattr(messages._Walk, "take", lambda *_: None)
     monkeypatch.setattr(messages, "_check_order", lambda *_: None)
     monkeypatch.setattr(messages, "_check_progress", lambda *_: None)

@@ -17,8 +17,8 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import Lane
 from bpipe.transport.one_sided import Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, tidy
-from gpu_checks.one_stage import Delays, Loop, SmallStage
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, tidy
+from gpu.one_stage import Delays, Loop, SmallStage
 
 TIMEOUT_S = 60.0
 # torch's allocator asks for whole blocks of up to 20 MiB; two pools may each have one of them half used.

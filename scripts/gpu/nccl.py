@@ -23,9 +23,9 @@ from torch.multiprocessing import start_processes
 
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import connect
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, on_cuda
-from gpu_checks.one_stage import Delays
-from gpu_checks.peer import EVICTOR, LENDER, MODES, engine_of, judge_engines
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, on_cuda
+from gpu.one_stage import Delays
+from gpu.peer import EVICTOR, LENDER, MODES, engine_of, judge_engines
 
 # The first NCCL that has NCCL_MULTI_RANK_GPU_ENABLE; older ones end with "Duplicate GPU detected".
 NEEDED = (2, 30)

@@ -25,8 +25,8 @@ from bpipe.transport.base import Pending, Sizes, Transport
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Region
 from bpipe.transport.one_sided import Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, say, tidy
-from gpu_checks.one_stage import GptStage, Loop, Shape
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, say, tidy
+from gpu.one_stage import GptStage, Loop, Shape
 
 TIMEOUT_S = 60.0
 # The driver's blocks, and the largest step by which torch's allocator rounds an allocation up.

@@ -16,7 +16,7 @@ import sys
 import torch
 
 from bpipe.transport.cuda_runtime import runtime
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, on_cuda
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, on_cuda
 
 PACKAGES = ("cuda-bindings", "triton", "megatron-core", "transformer-engine", "flash-attn", "apex", "pytest", "hypothesis")
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"

@@ -23,8 +23,8 @@ from bpipe.runtime.streams import Streams, lanes, synchronize
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import Job, Lane
 from bpipe.transport.one_sided import Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats, say
-from gpu_checks.one_stage import Delays, Loop, SmallStage
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats, say
+from gpu.one_stage import Delays, Loop, SmallStage
 
 TIMEOUT_S = 60.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result
+from gpu.common import FULL, MODERATE, REHEARSAL, Result
 
 CANNOT = (
     ("NVLink", "neither its bandwidth nor what happens when several pairs share it"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.runtime.streams import Clock
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Beside, Result, Spread, host_bytes, on_cuda, ratios, repeats, seconds
+from gpu.common import FULL, MODERATE, REHEARSAL, Beside, Result, Spread, host_bytes, on_cuda, ratios, repeats, seconds
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Products:
 def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     if not on_cuda(device):
         return Result(skipped="a CPU has no compute units to occupy, and Triton no device")
-    from gpu_checks import copy_kernel
+    from gpu import copy_kernel
 
     result = Result()
     products = Products(device, sizes)

@@ -14,15 +14,17 @@ import contextlib
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from bench_transfer import spread
-from gpu_checks.one_stage import Loop
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
+from bench.transfer import spread
 from bpipe.ir.action import Action
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
@@ -30,6 +32,7 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, copying_on, lanes, synchronize
 from bpipe.transport.one_sided import Host, Reaching
+from gpu.one_stage import Loop
 
 VARIANTS = {"engine alone": (False, False), "with peaks": (True, False), "with peaks and record": (True, True)}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Beside, Result, Spread, host_bytes, repeats, seconds, tidy
+from gpu.common import FULL, MODERATE, REHEARSAL, Beside, Result, Spread, host_bytes, repeats, seconds, tidy
 
 
 @dataclass(frozen=True)

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.compute import links, update_seconds
+from bpipe.models.flops import mfu, training_flops
+from bpipe.models.layout import Setup, split_layers
+from bpipe.models.memory import predict_memory
+from bpipe.models.model import PRESETS, Model, gpt
+from bpipe.models.saved import moved_bytes, saves_input, sent_bytes, stage_bytes
+from bpipe.plan.predict import predict, report_of
+from bpipe.program import ProgramConfig, build
+from bpipe.report.memory import RankSizes, rank_peaks
+from bpipe.simulate.cost import Costs, StageCost
+from bpipe.simulate.engine import simulate
 
-from bpipe.ir.host_buffers import num_host_buffers  # noqa: E402
-from bpipe.models.cluster import parse_cluster  # noqa: E402
-from bpipe.models.compute import links, update_seconds  # noqa: E402
-from bpipe.models.flops import mfu, training_flops  # noqa: E402
-from bpipe.models.layout import Setup, split_layers  # noqa: E402
-from bpipe.models.memory import predict_memory  # noqa: E402
-from bpipe.models.model import PRESETS, Model, gpt  # noqa: E402
-from bpipe.models.saved import moved_bytes, saves_input, sent_bytes, stage_bytes  # noqa: E402
-from bpipe.plan.predict import predict, report_of  # noqa: E402
-from bpipe.program import ProgramConfig, build  # noqa: E402
-from bpipe.report.memory import RankSizes, rank_peaks  # noqa: E402
-from bpipe.simulate.cost import Costs, StageCost  # noqa: E402
-from bpipe.simulate.engine import simulate  # noqa: E402
-
-DATA = ROOT / "tests" / "data"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 SCOPES = ("none", "selective", "full")
 PAPER_SCOPES = {"none": "none", "attention": "selective", "layer": "full"}
 

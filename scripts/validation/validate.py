@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lay predictions beside measurements. In: measurements, published ones and our own (tests/data). Out: docs/validation.md.
 
-Usage: scripts/validate.py [--output docs/validation.md]
+Usage: scripts/validation/validate.py [--output docs/validation.md]
 
 Without --output it prints. Fits nothing: every constant is that of bpipe.models, the same for all rows. Needs no torch.
 """
@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from measurements import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bpipe.models.compute import output_seconds, predict_costs
+from bpipe.models.flops import training_flops
+from bpipe.models.memory import predict_memory
+from bpipe.models.model import PRESETS
+from bpipe.models.saved import stage_bytes
+from bpipe.plan.estimate import estimate
+from validation.measurements import (
     STAGE_TIMES,
     StageTimes,
     cpu_runs,
@@ -28,13 +38,6 @@ from measurements import (
     size_of,
     stage_setup,
 )
-
-from bpipe.models.compute import output_seconds, predict_costs
-from bpipe.models.flops import training_flops
-from bpipe.models.memory import predict_memory
-from bpipe.models.model import PRESETS
-from bpipe.models.saved import stage_bytes
-from bpipe.plan.estimate import estimate
 
 # -- the document ----------------------------------------------------------------------------------------------------------------------
 
@@ -262,7 +265,7 @@ def main() -> None:
         [
             "# Predictions beside measurements",
             "",
-            "Made by `scripts/validate.py`; how the figures are computed is in `docs/planning.md`.",
+            "Made by `scripts/validation/validate.py`; how the figures are computed is in `docs/planning.md`.",
             "",
         ]
         + [line for part in PARTS for line in part()]

@@ -23,8 +23,8 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import Lane
 from bpipe.transport.one_sided import Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, moved_bytes, on_cuda, repeats, say, tidy
-from gpu_checks.one_stage import Loop
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, moved_bytes, on_cuda, repeats, say, tidy
+from gpu.one_stage import Loop
 
 TIMEOUT_S = 120.0
 MINIMUM_BYTES = 1 << 16

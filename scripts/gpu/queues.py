@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from bpipe.runtime.streams import synchronize
-from gpu_checks.common import CYCLES_PER_S, FULL, MODERATE, REHEARSAL, Result, Spread, on_cuda, pinned_region, repeats
+from gpu.common import CYCLES_PER_S, FULL, MODERATE, REHEARSAL, Result, Spread, on_cuda, pinned_region, repeats
 
 # A second kernel or a probe: long enough to be one, short beside what it might wait for.
 SHORT_S = 1e-4

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Make the figures of the documentation. In: the repository, and the folder of a quickstart's two runs. Out: docs/figures, svg and png.
 
-Usage: scripts/make_figures.py [--runs runs/quickstart] [--output docs/figures]
+Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output docs/figures]
 
     schedule   1F1B of 4 stages and 8 micro-batches, without balancing and with it (Kim et al. 2023, figure 4)
     memory     measured peaks of both runs' stages beside the predicted ones (figure 8); needs --runs, with plain/ and balanced/ in it
     overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
     ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
 
-Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validate.py. Needs no torch.
+Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validation/validate.py. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from compare_runs import read_stages  # noqa: E402
-from iterations import ReportError, read_json, read_text  # noqa: E402
-from validate import STAGE_TIMES, StageTimes  # noqa: E402
+from bpipe.draw.picture import lay_out, stack
+from bpipe.draw.plots import Overhead, Ranked, StageMemory, memory_chart, overhead_chart, ranking_chart, write
+from bpipe.draw.png import render_png
+from bpipe.draw.svg import render_svg
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.model import PRESETS
+from bpipe.plan.search import Space, search
+from bpipe.program import ProgramConfig, build
+from bpipe.simulate.cost import StageCost, uniform
+from bpipe.simulate.engine import simulate
+from compare_runs import read_stages
+from iterations import ReportError, read_json, read_text
+from validation.validate import STAGE_TIMES, StageTimes
 
-from bpipe.draw.picture import lay_out, stack  # noqa: E402
-from bpipe.draw.plots import Overhead, Ranked, StageMemory, memory_chart, overhead_chart, ranking_chart, write  # noqa: E402
-from bpipe.draw.png import render_png  # noqa: E402
-from bpipe.draw.svg import render_svg  # noqa: E402
-from bpipe.models.cluster import parse_cluster  # noqa: E402
-from bpipe.models.model import PRESETS  # noqa: E402
-from bpipe.plan.search import Space, search  # noqa: E402
-from bpipe.program import ProgramConfig, build  # noqa: E402
-from bpipe.simulate.cost import StageCost, uniform  # noqa: E402
-from bpipe.simulate.engine import simulate  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 BATCH_SIZES = (16, 32, 64, 128, 256)
 SCOPES = {"none": "nothing recomputed", "selective": "attention recomputed", "full": "layers recomputed"}
 

@@ -27,8 +27,8 @@ from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.one_sided import Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats
-from gpu_checks.one_stage import Loop
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats
+from gpu.one_stage import Loop
 
 TIMEOUT_S = 60.0
 TAKEN = 8

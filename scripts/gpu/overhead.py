@@ -25,9 +25,9 @@ from bpipe.runtime.recorder import COLUMNS, Recorder
 from bpipe.runtime.streams import Clock, lanes
 from bpipe.simulate.bandwidth import required_bytes_per_s
 from bpipe.transport.one_sided import Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, Spread, in_host_memory, moved_bytes, ratios, repeats, seconds, tidy
-from gpu_checks.limits import copy_rates
-from gpu_checks.one_stage import GptStage, Loop, Shape
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, Spread, in_host_memory, moved_bytes, ratios, repeats, seconds, tidy
+from gpu.limits import copy_rates
+from gpu.one_stage import GptStage, Loop, Shape
 
 TIMEOUT_S = 60.0
 # Of the measured bandwidth, what a transfer that should hide may ask for.

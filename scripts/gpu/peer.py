@@ -31,9 +31,9 @@ from bpipe.transport.connect import Connection, connect
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import Peer, Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, on_cuda, repeats
-from gpu_checks.one_stage import Delays, Loop, SmallStage
-from gpu_checks.streams import late_lanes
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, on_cuda, repeats
+from gpu.one_stage import Delays, Loop, SmallStage
+from gpu.streams import late_lanes
 
 # Either process may be ahead of the other by as much as a step takes.
 TIMEOUT_S = 120.0

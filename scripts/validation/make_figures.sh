@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Set up if needed, then make the figures of the documentation anew, from predictions and from runs. Usage:
 #
-#   scripts/make_figures.sh [RUNS]     RUNS: the folder of a quickstart's two runs (default: runs/quickstart, where it is there)
+#   scripts/validation/make_figures.sh [RUNS]     RUNS: the folder of a quickstart's two runs (default: runs/quickstart, where it is there)
 #
 # Without such runs everything else is made, and it says which figure is not.
 set -euo pipefail
-# shellcheck source-path=SCRIPTDIR source=setup.sh
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+# shellcheck source-path=SCRIPTDIR source=../setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../setup.sh"
 
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
@@ -22,4 +22,4 @@ fi
 
 set_up "then drawing into docs/figures"
 cd "$ROOT"
-"$PYTHON" scripts/make_figures.py ${RUNS:+--runs "$RUNS"}
+"$PYTHON" scripts/validation/make_figures.py ${RUNS:+--runs "$RUNS"}

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_checks.common import Result
+from gpu.common import Result
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
 # To start Python, torch and a context, and to end.

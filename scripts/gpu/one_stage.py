@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
-from gpu_checks.common import hold_back
+from gpu.common import hold_back
 
 Held = dict[int, tuple[torch.Tensor, torch.Tensor]]
 

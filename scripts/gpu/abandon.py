@@ -22,8 +22,8 @@ from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.base import Done, Pending, Transport
 from bpipe.transport.control import About
 from bpipe.transport.one_sided import Peer, Reaching
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, lender_on, on_cuda
-from gpu_checks.one_stage import Delays, Loop, SmallStage
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, lender_on, on_cuda
+from gpu.one_stage import Delays, Loop, SmallStage
 
 TIMEOUT_S = 60.0
 # What dropping references may take at most. Waiting for the device takes as long as it is busy.

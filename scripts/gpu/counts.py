@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_checks.common import FULL, MODERATE, REHEARSAL, Result
+from gpu.common import FULL, MODERATE, REHEARSAL, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 # tests/conftest.py imports hypothesis, and the tests' time-outs are a plugin's.
