@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bpipe import __version__
 from bpipe.commands.parser import Parser, numbers, positive
-from bpipe.generate.registry import GENERATORS
+from bpipe.generate.families import FAMILIES, that_take_groups
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
@@ -121,11 +121,12 @@ def _parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
 
 def _add_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("--schedule", choices=tuple(GENERATORS), help="what to generate")
+    add("--schedule", choices=tuple(FAMILIES), help="what to generate")
     add("--stages", type=positive, metavar="P", help="pipeline ranks")
     add("--microbatches", type=positive, metavar="M", help="micro-batches an iteration")
     add("--chunks", type=positive, default=1, metavar="V", help="model chunks a rank (default 1)")
-    add("--group", type=positive, metavar="G", help="interleaved-1f1b: micro-batches that go through a chunk before the next (default: P)")
+    of_groups = that_take_groups()
+    add("--group", type=positive, metavar="G", help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P)")
     add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bpipe.check.rules import check
-from bpipe.generate.registry import GENERATORS, Generator
+from bpipe.generate.families import FAMILIES, that_take_chunks, that_take_groups
+from bpipe.generate.family import Family
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
 from bpipe.passes.balance import balance, smallest_bounds
@@ -41,8 +42,8 @@ class ProgramConfig:
     group_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in GENERATORS:
-            raise ValueError(unknown("schedule", self.schedule, GENERATORS))
+        if self.schedule not in FAMILIES:
+            raise ValueError(unknown("schedule", self.schedule, FAMILIES))
         for name in ("num_stages", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
@@ -50,19 +51,18 @@ class ProgramConfig:
         if computations > MAX_COMPUTATIONS:
             raise ValueError(f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
         _check_balance(self.balance, self.bounds, self.partners)
-        self._check_chunks(GENERATORS[self.schedule])
-        if self.group_size is not None and not GENERATORS[self.schedule].takes_groups:
-            fitting = ", ".join(name for name, other in GENERATORS.items() if other.takes_groups)
-            raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: leave the group out, or choose from {fitting}")
+        self._check_chunks(FAMILIES[self.schedule])
+        if self.group_size is not None and not FAMILIES[self.schedule].takes_groups:
+            others = f"leave the group out, or choose from {that_take_groups()}"
+            raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: {others}")
 
-    def _check_chunks(self, generator: Generator) -> None:
-        if self.num_chunks < generator.min_chunks:
-            raise ValueError(f"schedule {self.schedule} needs at least {generator.min_chunks} chunks a rank, not {self.num_chunks}")
-        if generator.max_chunks is not None and self.num_chunks > generator.max_chunks:
-            fitting = ", ".join(name for name, other in GENERATORS.items() if other.max_chunks is None)
+    def _check_chunks(self, family: Family) -> None:
+        if self.num_chunks < family.min_chunks:
+            raise ValueError(f"schedule {self.schedule} needs at least {family.min_chunks} chunks a rank, not {self.num_chunks}")
+        if family.max_chunks is not None and self.num_chunks > family.max_chunks:
             raise ValueError(
-                f"schedule {self.schedule} takes at most {generator.max_chunks} chunk a rank, not {self.num_chunks}: "
-                f"leave it at {generator.max_chunks}, or choose a schedule with chunks ({fitting})"
+                f"schedule {self.schedule} takes at most {family.max_chunks} chunk a rank, not {self.num_chunks}: "
+                f"leave it at {family.max_chunks}, or choose a schedule with chunks ({that_take_chunks()})"
             )
 
 
@@ -72,9 +72,9 @@ def build(config: ProgramConfig) -> Schedule:
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
     p, m, v, g = config.num_stages, config.num_microbatches, config.num_chunks, config.group_size
-    generator = GENERATORS[config.schedule]
-    bounds = (generator.balanced_bound(p, m, v, g),) if config.bounds is None else config.bounds
-    return run(generator.generate(p, m, v, g), passes(config.balance, bounds, config.partners))
+    family = FAMILIES[config.schedule]
+    bounds = (family.balanced_bound(p, m, v, g),) if config.bounds is None else config.bounds
+    return run(family.generate(p, m, v, g), passes(config.balance, bounds, config.partners))
 
 
 def adopt(

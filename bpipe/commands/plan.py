@@ -13,7 +13,7 @@ from bpipe.commands.flags import add_model_arguments, add_training_arguments, cl
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
 from bpipe.commands.parser import positive
 from bpipe.commands.simulate import setup_of
-from bpipe.generate.registry import GENERATORS
+from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
     add = parser.add_argument_group("search").add_argument
     add("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help="scopes to consider (default all)")
-    add("--schedule", nargs="+", choices=tuple(GENERATORS), default=("1f1b", "interleaved-1f1b"), help="default 1f1b interleaved-1f1b")
+    add("--schedule", nargs="+", choices=tuple(FAMILIES), default=DEFAULTS, help=f"default {' '.join(DEFAULTS)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")

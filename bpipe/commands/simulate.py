@@ -8,7 +8,7 @@ from pathlib import Path
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
 from bpipe.commands.parser import positive
-from bpipe.generate.registry import GENERATORS
+from bpipe.generate.families import DEFAULTS, FAMILIES, default
 from bpipe.models.layout import RECOMPUTE, Setup, split_layers
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", type=positive, metavar="P", help="pipeline ranks; data parallel follows from the cluster")
     add("--micro-batch", type=positive, metavar="N", help="sequences a micro-batch (default 1)")
     add("--recompute", choices=RECOMPUTE, help="selective: the attention core; full: whole layers (default none)")
-    add("--schedule", choices=tuple(GENERATORS), help="default 1f1b, with chunks interleaved-1f1b")
+    add("--schedule", choices=tuple(FAMILIES), help=f"default {', with chunks '.join(DEFAULTS)}")
     add("--chunks", type=positive, metavar="V", help="model chunks a rank (default 1)")
     add("--balance", choices=BALANCES, help="default none")
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Setup:
     """Of filled options. Without a global batch it is one micro-batch a replica, as Megatron has it."""
     model, cluster = model_of(options), cluster_of(options, devices)
-    schedule = options.schedule or ("interleaved-1f1b" if options.chunks > 1 else "1f1b")
+    schedule = options.schedule or default(options.chunks)
     stages = options.pipeline * options.chunks
     layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
     if layers is None:

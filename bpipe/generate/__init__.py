@@ -1,1 +1,1 @@
-"""Generators: who computes what, in which order; one file a schedule, all of them in `registry.py`."""
+"""Generators: who computes what, in which order; one file a family, all of them in `families.py`."""

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: a compute-only Schedule.
+"""Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: every rank's order.
 
 Stage s is on rank s % p. Forwards go through the chunks in groups of g micro-batches, by default of p: a group through the first chunk,
 the same group through the second, and so on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
@@ -12,12 +12,16 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 
 from __future__ import annotations
 
-from bpipe.generate.place import alternate, place
+from bpipe.generate.family import Family, UnitCosts
+from bpipe.generate.place import alternate
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.schedule import Schedule
 
 
-def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None = None) -> Schedule:
+def layout(num_ranks: int, num_chunks: int) -> list[int]:
+    return [stage % num_ranks for stage in range(num_ranks * num_chunks)]
+
+
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None, _: UnitCosts) -> list[list[Action]]:
     """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes. Groups of `group_size` micro-batches, p by default.
 
     Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
@@ -28,15 +32,12 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, group_si
             f"a group of {group_size} micro-batches is outside {num_ranks} to {num_microbatches}: interleaved 1F1B takes at least "
             f"as many as there are pipeline ranks, and at most as many as an iteration has"
         )
-    stages = [stage % num_ranks for stage in range(num_ranks * num_chunks)]
     left = num_microbatches % group
     missing = num_ranks - left if 0 < left < num_ranks else 0
     turns = chunk_turns(group, num_microbatches + missing, num_chunks)
     ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group for rank in range(num_ranks)]
-    orders = [_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)]
-    if missing:
-        orders = [[action for action in order if action.microbatch < num_microbatches] for order in orders]
-    return place("interleaved-1f1b", num_microbatches, stages, orders)
+    filled = [_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)]
+    return [[action for action in order if action.microbatch < num_microbatches] for order in filled] if missing else filled
 
 
 def chunk_turns(group_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
@@ -56,6 +57,9 @@ def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, in
     return warm_up + alternate(forwards[ahead:], backwards) + cool_down
 
 
-def balanced_bound(num_ranks: int, num_chunks: int, group_size: int | None = None) -> int:
+def balanced_bound(num_ranks: int, _: int, num_chunks: int, group_size: int | None) -> int:
     """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together; one more on each serves an eviction and a load at once."""
     return (num_chunks - 1) * (group_size or num_ranks) + num_ranks + 1
+
+
+FAMILY = Family("interleaved-1f1b", layout, orders, balanced_bound, min_chunks=2, max_chunks=None, takes_groups=True, fill=3)

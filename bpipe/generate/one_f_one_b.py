@@ -1,21 +1,19 @@
-"""1F1B: one forward, one backward. In: number of ranks and micro-batches. Out: a compute-only Schedule. One stage a rank.
+"""1F1B: one forward, one backward. In: number of ranks and micro-batches. Out: every rank's order. One stage a rank.
 
 A rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a backward (steady phase), then runs
-the backwards that are left (cool-down). It saves at most min(p - rank, m) micro-batches. Source: Narayanan et al., "PipeDream-Flush"
-in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
+the backwards that are left (cool-down). It saves at most min(p - rank, m) micro-batches; the grid has 2 * (m + p - 1) slots.
+Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
 """
 
 from __future__ import annotations
 
-from bpipe.generate.place import alternate, backwards, forwards, place
+from bpipe.generate.family import Family, one_stage_a_rank
+from bpipe.generate.place import alternate, backwards, forwards
 from bpipe.ir.action import Action
-from bpipe.ir.schedule import Schedule
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """2 * (m + p - 1) slots."""
-    orders = [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    return place("1f1b", num_microbatches, range(num_ranks), orders)
+def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Action]]:
+    return [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
@@ -26,6 +24,9 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     return warm_up + steady + cool_down
 
 
-def balanced_bound(num_ranks: int) -> int:
+def balanced_bound(num_ranks: int, *_: object) -> int:
     """`mu_opt` of the BPipe paper: a pair saves p + 1 micro-batches together, one more slot serves an eviction and a load at once."""
     return (num_ranks + 3) // 2
+
+
+FAMILY = Family("1f1b", one_stage_a_rank, orders, balanced_bound, fill=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from bpipe.generate.families import default
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
 from bpipe.placement import Topology, pair_adjacent
@@ -37,7 +38,7 @@ class Setup:
     layers: tuple[int, ...]
     recompute: str = "selective"
     attention: str = "flash"
-    schedule: str = "1f1b"
+    schedule: str = default(1)
     chunks: int = 1
     balance: str = "none"
     precision: str = "bf16"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_bytes
 from bpipe.ir.schedule import Schedule
@@ -135,17 +136,20 @@ def held_counts(schedule: str, pipeline: int, num_microbatches: int, balance: st
 
 
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
-    """For every rank the bytes of its own micro-batches at their most, and of its host buffers. GPipe holds them all and moves none.
+    """For every rank the bytes of its own micro-batches at their most, and of its host buffers.
 
-    No more micro-batches are looked at than fill the pipeline: 2p, interleaved 3p. Balanced interleaved schedules need, with some other
-    numbers of micro-batches, one slot fewer.
+    No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other numbers of
+    micro-batches, one slot fewer.
     """
     saved, p, m = stage_bytes(setup), setup.pipeline, setup.num_microbatches
+    fill = FAMILIES[setup.schedule].fill
+    if fill is None:
+        return tuple((m * sum(saved[rank::p]), 0) for rank in range(p))
     if setup.chunks == 1:
         # Partners are p-1-s, and equal stages hold equal bytes: thousands of setups share a few counts.
-        counts = ((m, 0),) * p if setup.schedule == "gpipe" else held_counts(setup.schedule, p, min(m, 2 * p), setup.balance)
+        counts = held_counts(setup.schedule, p, min(m, fill * p), setup.balance)
         return tuple((own * saved[rank], slots * saved[p - 1 - rank]) for rank, (own, slots) in enumerate(counts))
-    schedule = held(setup.schedule, p, min(m, 3 * p), setup.chunks, setup.balance)
+    schedule = held(setup.schedule, p, min(m, fill * p), setup.chunks, setup.balance)
     return tuple(held_bytes(schedule, saved, rank) for rank in range(p))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bpipe.generate.families import default
 from bpipe.models.layout import Setup
 from bpipe.plan.predict import Prediction
 from bpipe.plan.search import Closest, Found, Outcome
@@ -128,8 +129,8 @@ def _fewer_activations(setup: Setup, space: Space) -> str:
         ways.append("consider --recompute full too")
     if "bpipe" not in space.balances and len(divisors(setup.cluster.num_devices)) > 2:
         ways.append("consider --balance bpipe too")
-    if "1f1b" not in space.schedules:
-        ways.append("consider --schedule 1f1b too")
+    if default(1) not in space.schedules:
+        ways.append(f"consider --schedule {default(1)} too")
     return " or ".join(ways) or "take more devices, or a shorter sequence"
 
 

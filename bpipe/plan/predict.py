@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.compute import predict_costs
@@ -134,7 +135,7 @@ def predict(setup: Setup, profile: Profile | None = None, report: Report | None 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
     """Evictions a rank makes per iteration; grown from the steady phase as times are."""
-    if setup.balance == "none" or setup.schedule == "gpipe":
+    if setup.balance == "none" or FAMILIES[setup.schedule].fill is None:
         return (0,) * setup.pipeline
     p, m = setup.pipeline, setup.num_microbatches
     short = 4 * p + m % p

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.models.cluster import Cluster
 from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
 from bpipe.models.model import Model
@@ -31,7 +32,7 @@ class Space:
     sequence: int
     attention: str = "flash"
     recompute: tuple[str, ...] = RECOMPUTE
-    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
+    schedules: tuple[str, ...] = DEFAULTS
     balances: tuple[str, ...] = BALANCES
     max_micro_batch: int = 64
     max_chunks: int = 8
@@ -139,7 +140,8 @@ def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int]]:
 def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     num_layers = space.model.num_layers
     for schedule in space.schedules:
-        if schedule != "interleaved-1f1b":
+        family = FAMILIES[schedule]
+        if family.max_chunks == 1:
             layers = split_layers(num_layers, pipeline, space.uneven)
             if layers is not None:
                 yield schedule, 1, layers
@@ -149,7 +151,7 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
             continue
         # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
         uneven = space.uneven and num_layers % pipeline != 0
-        for chunks in range(2, space.max_chunks + 1):
+        for chunks in family.chunks(space.max_chunks):
             layers = split_layers(num_layers, pipeline * chunks, uneven)
             if layers is not None:
                 yield schedule, chunks, layers

@@ -94,14 +94,14 @@ def exponent(points: list[tuple[int, float]]) -> float:
 
 def ours(name: str, p: int, v: int, m: int) -> dict[str, float]:
     from bpipe.check.rules import check
-    from bpipe.generate.registry import GENERATORS
+    from bpipe.generate.families import FAMILIES
     from bpipe.passes.balance import balance
 
-    generator = GENERATORS[name]
+    family = FAMILIES[name]
     start = time.process_time()
-    plain = generator.generate(p, m, v)
+    plain = family.generate(p, m, v)
     generated = time.process_time()
-    balanced = balance(plain, (generator.balanced_bound(p, m, v),) * p)
+    balanced = balance(plain, (family.balanced_bound(p, m, v, None),) * p)
     done = time.process_time()
     check(balanced)
     checked = time.process_time()

@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 
 from bpipe.check.rules import check
+from bpipe.generate.families import FAMILIES
 from bpipe.generate.place import place
-from bpipe.generate.registry import GENERATORS
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
 from bpipe.ir.memory import live_bytes, live_counts, num_transfers, peak_bytes, peak_counts
@@ -21,7 +21,7 @@ from bpipe.program import ProgramConfig, build
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    return GENERATORS[name].generate(num_stages, num_microbatches, num_chunks)
+    return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
 
 
 def fewest_evictions(schedule: Schedule, rank: int, bound: int) -> int | None:
@@ -290,7 +290,7 @@ def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
 def test_host_buffers_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
     balanced = build(ProgramConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, v, "bpipe"))
     for rank in range(p):
-        own = live_counts(GENERATORS[balanced.name].generate(p, 4 * p, v), rank)
+        own = live_counts(FAMILIES[balanced.name].generate(p, 4 * p, v), rank)
         hosted = [all_held - one for all_held, one in zip(live_counts(balanced, rank), own, strict=True)]
         if num_transfers(balanced, rank).hosts:
             assert num_host_buffers(balanced, rank) == max(hosted)

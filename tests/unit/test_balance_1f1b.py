@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.generate.registry import GENERATORS
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_counts, num_transfers, peak_counts
@@ -66,7 +66,7 @@ def test_the_worked_example() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [*SIZES, *LARGE])
 def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
-    plain = GENERATORS["1f1b"].generate(p, m, 1)
+    plain = FAMILIES["1f1b"].generate(p, m, 1)
     assert len(plain.ranks[0]) == 2 * (m + p - 1)
     assert peak_counts(plain) == tuple(min(p - stage, m) for stage in range(p))
     balanced = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
@@ -111,7 +111,7 @@ def test_nothing_moves_below_four_stages(p: int) -> None:
 
 
 def test_balancing_leaves_its_input_alone() -> None:
-    plain = GENERATORS["1f1b"].generate(4, 8, 1)
+    plain = FAMILIES["1f1b"].generate(4, 8, 1)
     before = repr(plain)
     balanced = balance(plain, [3] * 4)
     assert repr(plain) == before

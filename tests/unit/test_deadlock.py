@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from bpipe.check import deadlock
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.generate.registry import GENERATORS
-from bpipe.ir import deadlock
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
@@ -22,7 +22,7 @@ def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
     made = []
     for p in stages:
         for m in (p - 1, p, 2 * p, 3 * p + 1):
-            plain = GENERATORS[name].generate(p, m, chunks)
+            plain = FAMILIES[name].generate(p, m, chunks)
             least = max(smallest_bounds(plain))
             made += [balance(plain, [bound] * p) for bound in range(least, least + 4)]
     return made
@@ -104,7 +104,7 @@ def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gpipe_does_not_deadlock() -> None:
-    assert not blocked_ranks(GENERATORS["gpipe"].generate(5, 7, 1))
+    assert not blocked_ranks(FAMILIES["gpipe"].generate(5, 7, 1))
 
 
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

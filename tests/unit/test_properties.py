@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.check.rules import check
-from bpipe.generate.registry import GENERATORS
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
@@ -24,11 +24,11 @@ from bpipe.program import ProgramConfig, build
 
 @st.composite
 def configs(draw: st.DrawFn, max_stages: int = 12) -> ProgramConfig:
-    name = draw(st.sampled_from(sorted(GENERATORS)))
+    name = draw(st.sampled_from(sorted(FAMILIES)))
     p = draw(st.integers(1, max_stages))
     m = draw(st.integers(1, 6 * p))
-    chunks = draw(st.integers(2, 4)) if GENERATORS[name].max_chunks is None else 1
-    group = draw(st.none() | st.integers(p, m)) if GENERATORS[name].takes_groups and p <= m else None
+    chunks = draw(st.integers(2, 4)) if FAMILIES[name].max_chunks is None else 1
+    group = draw(st.none() | st.integers(p, m)) if FAMILIES[name].takes_groups and p <= m else None
     return ProgramConfig(name, p, m, chunks, draw(st.sampled_from(["none", "bpipe"])), group_size=group)
 
 
@@ -38,8 +38,8 @@ def holds_what_must(config: ProgramConfig) -> Schedule:
     check(schedule)
     assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 2 * p * v * m
     if config.balance == "bpipe":
-        plain = GENERATORS[config.schedule].generate(p, m, v, g)
-        assert max(peak_counts(schedule)) <= GENERATORS[config.schedule].balanced_bound(p, m, v, g)
+        plain = FAMILIES[config.schedule].generate(p, m, v, g)
+        assert max(peak_counts(schedule)) <= FAMILIES[config.schedule].balanced_bound(p, m, v, g)
         for before, after in zip(plain.ranks, schedule.ranks, strict=True):
             assert [slot.compute for slot in before] == [slot.compute for slot in after], "balancing moves no computation"
     for rank in range(p):
@@ -77,7 +77,7 @@ def test_large_schedules_keep_every_rule(config: ProgramConfig) -> None:
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_any_pairing_and_any_bound_above_its_smallest(config: ProgramConfig, above: int, rng: random.Random) -> None:
     """Rank by rank its own bound: the pair's smallest and up to four more."""
-    plain = GENERATORS[config.schedule].generate(config.num_stages, config.num_microbatches, config.num_chunks, config.group_size)
+    plain = FAMILIES[config.schedule].generate(config.num_stages, config.num_microbatches, config.num_chunks, config.group_size)
     ranks = list(range(config.num_stages))
     rng.shuffle(ranks)
     partners = list(range(config.num_stages))

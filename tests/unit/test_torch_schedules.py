@@ -9,7 +9,7 @@ import pytest
 
 from bpipe.check.rules import check
 from bpipe.cli import read
-from bpipe.generate.registry import GENERATORS
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.messages import read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
@@ -44,7 +44,7 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
 @pytest.mark.parametrize(("ours", "theirs"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 4), (4, 9), (8, 16)])
 def test_our_generators_hold_what_torchs_do(ours: str, theirs: str, p: int, m: int) -> None:
-    assert ours in GENERATORS
+    assert ours in FAMILIES
     plain = torch_schedule(theirs, p, m)
     assert list(peak_counts(build(ProgramConfig(ours, p, m)))) == [peak(plain, rank, [rank]) for rank in range(p)]
 

@@ -1,0 +1,24 @@
+"""The table of families, by name. A new one is a file beside this one and an entry here."""
+
+from __future__ import annotations
+
+from bpipe.generate import gpipe, interleaved, one_f_one_b
+from bpipe.generate.family import Family
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY)}
+
+# What Megatron's own loops run, without and with chunks. No other family here holds less.
+DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
+
+
+def default(num_chunks: int) -> str:
+    """What runs where nobody named a schedule."""
+    return DEFAULTS[num_chunks > 1]
+
+
+def that_take_groups() -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.takes_groups)
+
+
+def that_take_chunks() -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.max_chunks is None)

@@ -1,0 +1,63 @@
+"""Say what a family of schedules is. In: what its file gives. Out: a value that generates, and answers what plans and commands ask of it.
+
+Nobody outside of this package compares a schedule's name: what tells families apart is a field here. Knows no family itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bpipe.generate.place import Order, place
+from bpipe.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCosts:
+    """How long the computations of a stage take beside each other: a forward, and the two halves of a backward."""
+
+    forward: int = 1
+    backward_input: int = 1
+    backward_weight: int = 1
+
+
+ALIKE = UnitCosts()
+
+# (num_ranks, num_chunks) -> the rank of every stage.
+Layout = Callable[[int, int], Sequence[int]]
+# (num_ranks, num_microbatches, num_chunks, group_size or None, costs) -> one order a rank.
+Orders = Callable[[int, int, int, int | None, UnitCosts], Sequence[Order]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of schedules, by the name that commands, files and records give it.
+
+    `orders` may choose among its rules by `costs`, and raises ValueError for sizes that it cannot take. A rank has `min_chunks` to
+    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given. `fill`: with that many micro-batches a rank the
+    pipeline is full, and no rank holds more of them however many follow; None where every rank holds all, and has nothing to share.
+    """
+
+    name: str
+    layout: Layout
+    orders: Orders
+    balanced_bound: Callable[[int, int, int, int | None], int]
+    min_chunks: int = 1
+    max_chunks: int | None = 1
+    takes_groups: bool = False
+    fill: int | None = None
+
+    def generate(
+        self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None, costs: UnitCosts = ALIKE
+    ) -> Schedule:
+        """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""
+        orders = self.orders(num_ranks, num_microbatches, num_chunks, group_size, costs)
+        return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
+
+    def chunks(self, most: int) -> range:
+        """The numbers of chunks a rank that there are, up to `most`."""
+        return range(self.min_chunks, min(most, self.max_chunks or most) + 1)
+
+
+def one_stage_a_rank(num_ranks: int, num_chunks: int) -> Sequence[int]:
+    return range(num_ranks)
