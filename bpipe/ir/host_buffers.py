@@ -1,6 +1,6 @@
-"""Give every hosted micro-batch one of its acceptor's preallocated slots. In: a Schedule and a rank. Out: which slot each hosting takes.
+"""Give every hosted micro-batch one of its acceptor's host buffers. In: a Schedule and a rank. Out: which buffer each hosting takes.
 
-A slot is taken from the start of the HOST's place in the grid to the end of the RETURN's, so a slot returned in a place is free only in
+A buffer is taken from the start of the HOST's slot in the grid to the end of the RETURN's, so a buffer returned in a slot is free only in
 the next. Both ends of a pair compute this, each on its own: same schedule, same answer. Knows no tensors, no bytes.
 """
 
@@ -23,7 +23,7 @@ class Hosting(NamedTuple):
 
 
 def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
-    """The slot of every hosting on `rank`, in the order in which they begin. Uses the fewest slots there can be, numbered from 0."""
+    """The host buffer of every hosting on `rank`, in the order in which they begin. Uses the fewest there can be, numbered from 0."""
     assigned: dict[Hosting, int] = {}
     stays: dict[tuple[int, int], Hosting] = {}
     free: list[int] = []
@@ -47,13 +47,13 @@ def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
 
 
 def num_host_buffers(schedule: Schedule, rank: int) -> int:
-    """How many slots the rank has to preallocate."""
+    """How many host buffers the rank has to preallocate."""
     return max(host_buffers(schedule, rank).values(), default=-1) + 1
 
 
 def stages_in_buffers(hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:
-    """For each slot of a rank, by what `host_buffers` says of it, the stages whose micro-batches it ever holds."""
+    """For each host buffer of a rank, by what `host_buffers` says of it, the stages whose micro-batches it ever holds."""
     held: list[set[int]] = [set() for _ in range(max(hosted.values(), default=-1) + 1)]
-    for stay, slot in hosted.items():
-        held[slot].add(stay.stage)
+    for stay, buffer in hosted.items():
+        held[buffer].add(stay.stage)
     return tuple(map(frozenset, held))

@@ -1,1 +1,1 @@
-"""Run a rank's program on real tensors: capture, slots, streams and the engine that drives a transport."""
+"""Run a rank's program on real tensors: capture, host buffers, streams and the engine that drives a transport."""

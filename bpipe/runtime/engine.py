@@ -69,7 +69,7 @@ class Engine:
         self._stays: Counter[tuple[int, int]] = Counter()
         self._partner = schedule.partners[rank] if schedule.partners else rank
         hosted_here, hosted_there = host_buffers(schedule, rank), host_buffers(schedule, self._partner)
-        self._slot_of = {**hosted_here, **hosted_there}
+        self._buffer_of = {**hosted_here, **hosted_there}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._transport = transport
@@ -82,14 +82,14 @@ class Engine:
         self._streams: Streams | None = None
         if transport is not None:
             streams = self._streams = Streams(config.device)
-            slots_there, slots_here = stages_in_buffers(hosted_there), stages_in_buffers(hosted_here)
+            buffers_there, buffers_here = stages_in_buffers(hosted_there), stages_in_buffers(hosted_here)
             self._evictor = Evictor(
-                slots_there, transport, streams, config.device, config.minimum_bytes, config.poison, self._wait, self._kept
+                buffers_there, transport, streams, config.device, config.minimum_bytes, config.poison, self._wait, self._kept
             )
             if transport.one_sided:
-                self._acceptor = LendingAcceptor(slots_here, transport)
+                self._acceptor = LendingAcceptor(buffers_here, transport)
             else:
-                self._acceptor = ReceivingAcceptor(slots_here, transport, streams, config.device, self._wait)
+                self._acceptor = ReceivingAcceptor(buffers_here, transport, streams, config.device, self._wait)
         elif any(True for _ in self._all_transfers()):
             raise ValueError(f"{config.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
         # Dispatch by table, and the table is complete or the program does not start.
@@ -102,7 +102,7 @@ class Engine:
                 Kind.RETURN: self._acceptor.give_back,
             }
             assert set(self._start) == TRANSFER
-        # What this rank has to write down: with a one-sided transport an acceptor sees nothing of its slots' transfers.
+        # What this rank has to write down: with a one-sided transport an acceptor sees nothing of its host buffers' transfers.
         self._seen = TRANSFER - {Kind.HOST, Kind.RETURN} if transport is None or transport.one_sided else TRANSFER
 
     def _all_transfers(self) -> Iterable[Action]:
@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def num_host_buffers(self) -> int:
-        """Slots preallocated here for the partner."""
+        """Host buffers preallocated here for the partner."""
         return self._acceptor.num_host_buffers if self._acceptor else 0
 
     @property
@@ -213,7 +213,7 @@ class Engine:
         self._position = 0
 
     def release(self) -> None:
-        """Give the host slots back: another program takes over. Both ranks of a pair call this; the next `begin` measures anew."""
+        """Give the host buffers back: another program takes over. Both ranks of a pair call this; the next `begin` measures anew."""
         for role in (self._evictor, self._acceptor, self._transport):
             if role is not None:
                 role.release()
@@ -262,19 +262,19 @@ class Engine:
             key = (action.stage, action.microbatch)
             if action.kind in (Kind.EVICT, Kind.HOST):
                 self._stays[key] += 1
-            slot = self._slot_of[Hosting(*key, self._stays[key] - 1)]
+            host_buffer = self._buffer_of[Hosting(*key, self._stays[key] - 1)]
             if self.recorder and action.kind in self._seen:
-                self.recorder.started(action, slot)
-            self._begin_transfer(action, slot)
+                self.recorder.started(action, host_buffer)
+            self._begin_transfer(action, host_buffer)
             if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
                 self._meter.touched(action)
         if self._config.synchronous and self._evictor:
             self._evictor.finish_all()
 
-    def _begin_transfer(self, action: Action, slot: int) -> None:
+    def _begin_transfer(self, action: Action, host_buffer: int) -> None:
         try:
             with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
-                self._start[action.kind](action, slot)
+                self._start[action.kind](action, host_buffer)
         except (RuntimeFault, TransferError):
             raise
         except Exception as error:

@@ -1,16 +1,16 @@
 """Send micro-batches' activations away and bring them back, in place. One of the two roles of a rank; the other is `acceptor`.
 
-In: EVICT and LOAD actions with their slot, and the graphs of finished forwards. Out: storages emptied and refilled.
+In: EVICT and LOAD actions with their host buffer, and the graphs of finished forwards. Out: storages emptied and refilled.
 Knows the transport's protocol, not which transport it is; knows no schedule, only what it is told to move.
 
     HERE --evict--> LEAVING --sent--> AWAY --load--> COMING --received--> HERE
 
 The numbers are those of the order in which compute, copies and memory wait for one another:
-  [1] a put waits for the forward that wrote what it reads            (streams.outward)
+  [1] a put waits for the forward that wrote what it reads            (streams.outbound)
   [2] the put
   [3] compute waits for the put, then the storages are emptied        whatever reuses the memory is ordered behind [2]
   [4] the storages are filled again, allocated by compute             (so compute's own allocator orders them)
-  [5] a get waits for what compute did before with that memory        (streams.homeward)
+  [5] a get waits for what compute did before with that memory        (streams.inbound)
   [6] the get
   [7] the backward waits for the get                                  and every reference of ours is dropped
 """
@@ -43,14 +43,19 @@ def _key(action: Action) -> Key:
     return action.stage, action.microbatch
 
 
-class State(enum.Enum):
+class ActivationsState(enum.Enum):
     HERE = "here"
     LEAVING = "leaving"
     AWAY = "away"
     COMING = "coming"
 
 
-_NEXT = {State.HERE: State.LEAVING, State.LEAVING: State.AWAY, State.AWAY: State.COMING, State.COMING: State.HERE}
+_NEXT = {
+    ActivationsState.HERE: ActivationsState.LEAVING,
+    ActivationsState.LEAVING: ActivationsState.AWAY,
+    ActivationsState.AWAY: ActivationsState.COMING,
+    ActivationsState.COMING: ActivationsState.HERE,
+}
 
 # What freed and refilled memory is filled with when poisoning is on: a NaN in every floating type, an absurd index in every integer type.
 POISON = 0xFF
@@ -63,12 +68,12 @@ class Activations:
     forward: Action
     roots: Sequence[Any]
     inputs: Sequence[torch.Tensor | None]
-    state: State = State.HERE
+    state: ActivationsState = ActivationsState.HERE
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     pending: Pending | None = None
     action: Action | None = None
 
-    def move(self, state: State, action: Action) -> None:
+    def move(self, state: ActivationsState, action: Action) -> None:
         self.state = advance(self.state, state, _NEXT, f"activations of {self.forward}", action)
         self.action = action
 
@@ -87,8 +92,8 @@ class Evictor:
         wait: Wait,
         kept: Kept,
     ) -> None:
-        """`stages_in_buffers` are the partner's slots: which of this rank's stages each of them holds."""
-        self._stages_in_slots = stages_in_buffers
+        """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds."""
+        self._stages_in_buffers = stages_in_buffers
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._transport = transport
         self._streams = streams
@@ -132,7 +137,7 @@ class Evictor:
         self._measured_kinds[forward.stage] = _by_kind(movable)
         self.sizes[forward.stage] = tuple(found.nbytes for found in movable)
         if self._stages <= self.sizes.keys():
-            self._announcement = self._transport.announce(self.sizes, BufferLayout.of(self._stages_in_slots, self.sizes))
+            self._announcement = self._transport.announce(self.sizes, BufferLayout.of(self._stages_in_buffers, self.sizes))
 
     def _own(self, activations: Activations) -> tuple[Found, ...]:
         """What this micro-batch saved and no other did."""
@@ -142,10 +147,10 @@ class Evictor:
     def _movable(self, own: Sequence[Found]) -> tuple[Found, ...]:
         return tuple(item for item in own if item.alone and item.nbytes >= self._minimum_bytes)
 
-    def evict(self, action: Action, slot: int) -> None:
+    def evict(self, action: Action, host_buffer: int) -> None:
         """Start sending a finished micro-batch's storages. They are emptied by `finish_evictions`."""
         activations = self._known[_key(action)]
-        activations.move(State.LEAVING, action)
+        activations.move(ActivationsState.LEAVING, action)
         own = self._own(activations)
         movable = self._movable(own)
         if tuple(found.nbytes for found in movable) != self.sizes.get(action.stage, ()):
@@ -154,8 +159,10 @@ class Evictor:
             self._kept.saw(action.stage, own, hiding(activations.roots))
         activations.storages = [found.storage for found in movable]
         activations.roots, activations.inputs = (), ()
-        with self._streams.outward():  # [1]
-            activations.pending = self._transport.put(slot, _bytes_of(activations.storages)) if activations.storages else Done()  # [2]
+        with self._streams.outbound():  # [1]
+            activations.pending = (
+                self._transport.put(host_buffer, _bytes_of(activations.storages)) if activations.storages else Done()
+            )  # [2]
 
     def _other_sizes(self, action: Action, movable: Sequence[Found], roots: Sequence[Any]) -> RuntimeFault:
         """This micro-batch's storages are not those that were announced: say which kinds of nodes differ, or may hide what they saved."""
@@ -175,8 +182,8 @@ class Evictor:
     def finish_evictions(self) -> None:
         """Empty the storages of whatever has been sent. Called as late as the schedule allows: when the slot of the eviction ends."""
         for activations in self._known.values():
-            if activations.state is State.LEAVING:
-                self._finish(activations, State.AWAY)  # [3]
+            if activations.state is ActivationsState.LEAVING:
+                self._finish(activations, ActivationsState.AWAY)  # [3]
                 for storage in activations.storages:
                     if self._poison:
                         _poison(storage)
@@ -186,34 +193,36 @@ class Evictor:
         """Wait for everything under way, here and now: what synchronous transfers are."""
         self.finish_evictions()
         for activations in self._known.values():
-            if activations.state is State.COMING:
-                self._finish(activations, State.HERE)
+            if activations.state is ActivationsState.COMING:
+                self._finish(activations, ActivationsState.HERE)
 
-    def load(self, action: Action, slot: int) -> None:
+    def load(self, action: Action, host_buffer: int) -> None:
         """Start bringing a micro-batch's storages back. Its backward calls `finish_load`."""
         activations = self._known[_key(action)]
-        activations.move(State.COMING, action)
+        activations.move(ActivationsState.COMING, action)
         for storage, nbytes in zip(activations.storages, self.sizes[action.stage], strict=True):
             storage.resize_(nbytes)  # [4]
             if self._poison:
                 _poison(storage)
-        with self._streams.homeward():  # [5]
-            activations.pending = self._transport.get(slot, _bytes_of(activations.storages)) if activations.storages else Done()  # [6]
+        with self._streams.inbound():  # [5]
+            activations.pending = (
+                self._transport.get(host_buffer, _bytes_of(activations.storages)) if activations.storages else Done()
+            )  # [6]
 
     def finish_load(self, backward: Action) -> None:
         """Before a backward: its activations must be here."""
         activations = self._known.get(_key(backward))
         if activations is None:
             return
-        if activations.state is State.COMING:
-            self._finish(activations, State.HERE)  # [7]
-        elif activations.state is not State.HERE:
+        if activations.state is ActivationsState.COMING:
+            self._finish(activations, ActivationsState.HERE)  # [7]
+        elif activations.state is not ActivationsState.HERE:
             raise RuntimeFault(
                 f"{backward} is about to run but its activations are {activations.state.value}: the program has no LOAD for it"
             )
         del self._known[_key(backward)]
 
-    def _finish(self, activations: Activations, state: State) -> None:
+    def _finish(self, activations: Activations, state: ActivationsState) -> None:
         """Wait for what is pending. A micro-batch that may leave again keeps its storages; its LOAD's backward drops them."""
         assert activations.pending is not None
         assert activations.action is not None
@@ -226,7 +235,7 @@ class Evictor:
             self._announcement = None
 
     def release(self) -> None:
-        """Forget the sizes: the partner gives its slots back and has to be told again."""
+        """Forget the sizes: the partner gives its host buffers back and has to be told again."""
         self.sizes = {}
 
     def abandon(self) -> None:

@@ -122,7 +122,7 @@ class Meter:
         return any(storage.nbytes == nbytes for storage in self._storages.values())
 
     def sample(self, host_buffers: int, host_bytes: int) -> int:
-        """Look at what is held now, in bytes: own storages, and `host_buffers` slots of `host_bytes` in all for the partner."""
+        """Look at what is held now, in bytes: own storages, and `host_buffers` of `host_bytes` in all for the partner."""
         for owner, held in tuple(self._held.items()):
             if held.looks or held.over:
                 self._look(held)

@@ -23,7 +23,7 @@ COLUMNS = ("action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s",
 class _Row:
     action: Action
     start: Mark
-    slot: int | None = None
+    host_buffer: int | None = None
     end: Mark | None = None
     waited: tuple[Mark, Mark] | None = None
     pending: Pending | None = None
@@ -45,16 +45,16 @@ class Recorder:
         self._rows, self._transfers = [], {}
         self._begin = self._clock.mark()
 
-    def started(self, action: Action, slot: int | None = None, live_bytes: int | None = None) -> None:
+    def started(self, action: Action, host_buffer: int | None = None, live_bytes: int | None = None) -> None:
         """A computation begins, or a transfer has just been issued."""
-        row = _Row(action, self._clock.mark(), slot, live_bytes=live_bytes)
+        row = _Row(action, self._clock.mark(), host_buffer, live_bytes=live_bytes)
         self._rows.append(row)
-        if slot is not None:
+        if host_buffer is not None:
             self._transfers[action] = row
 
     def computed(self, live_bytes: int | None) -> None:
         """The computation that began last has ended."""
-        row = next(row for row in reversed(self._rows) if row.slot is None)
+        row = next(row for row in reversed(self._rows) if row.host_buffer is None)
         row.end = self._clock.mark()
         if live_bytes is not None:
             row.live_bytes, row.left_bytes = max(live_bytes, row.live_bytes or 0), live_bytes
@@ -76,7 +76,7 @@ class Recorder:
         assert self._begin is not None
         elapsed_s = self._clock.mark().since(self._begin)
         # A transfer of a stage of which nothing can move did not happen.
-        happened = [row for row in self._rows if row.slot is None or moved_bytes.get(row.action.stage) != 0]
+        happened = [row for row in self._rows if row.host_buffer is None or moved_bytes.get(row.action.stage) != 0]
         rows = [self._row(row, self._begin, saved_bytes, moved_bytes) for row in happened]
         rows.sort(key=lambda row: row[1])
         return rows, elapsed_s
@@ -91,4 +91,4 @@ class Recorder:
         host = row.start.host_s - base.host_s, row.end.host_s - base.host_s
         nbytes = {Kind.FORWARD: saved_bytes, Kind.BACKWARD: {}}.get(row.action.kind, moved_bytes).get(row.action.stage)
         times = (round(value, 9) for value in (start_s, end_s, wait_s, *host))
-        return [str(row.action), *times, nbytes, row.slot, row.live_bytes, row.left_bytes]
+        return [str(row.action), *times, nbytes, row.host_buffer, row.live_bytes, row.left_bytes]

@@ -1,4 +1,4 @@
-"""One transition function for everything that is reused: activations that leave and return, slots that fill and empty.
+"""One transition function for everything that is reused: activations that leave and return, host buffers that fill and empty.
 
 In: where a thing is, where it is to go, and what follows what. Out: the new state, or a refusal that explains itself.
 """

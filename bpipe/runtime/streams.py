@@ -30,7 +30,7 @@ def allocated_on(device: torch.device) -> Callable[[], int] | None:
 
 
 class Streams:
-    """One stream for evictions and one for loads beside the compute stream. The host never blocks here.
+    """One stream for what leaves this rank and one for what comes, beside the compute stream. The host never blocks here.
 
     Copies are timed only where somebody will read it (`timed`): a mark of time may hold up a queue that streams share.
     """
@@ -40,19 +40,19 @@ class Streams:
         self._cuda = device.type == "cuda"
         if self._cuda:
             # High priority: a transfer's few blocks must not queue behind a whole layer's.
-            self._out = torch.cuda.Stream(device, priority=-1)
-            self._back = torch.cuda.Stream(device, priority=-1)
+            self._outbound = torch.cuda.Stream(device, priority=-1)
+            self._inbound = torch.cuda.Stream(device, priority=-1)
 
     @contextlib.contextmanager
-    def outward(self) -> Iterator[None]:
-        """Evictions and returns start here. [1] They wait for what compute has issued: it writes what they read."""
-        with self._behind_compute(self._out if self._cuda else None):
+    def outbound(self) -> Iterator[None]:
+        """Evictions and returns start here: they leave this rank. [1] They wait for what compute has issued: it writes what they read."""
+        with self._behind_compute(self._outbound if self._cuda else None):
             yield
 
     @contextlib.contextmanager
-    def homeward(self) -> Iterator[None]:
-        """Loads and hostings start here. [4][5] They wait for compute: it allocated, and last used, what they write."""
-        with self._behind_compute(self._back if self._cuda else None):
+    def inbound(self) -> Iterator[None]:
+        """Loads and hostings start here: they come to it. [4][5] They wait for compute: it allocated, and last used, what they write."""
+        with self._behind_compute(self._inbound if self._cuda else None):
             yield
 
     @contextlib.contextmanager
@@ -81,7 +81,7 @@ class _Issued:
 
 
 class StreamLane:
-    """A lane of the stream that is current when a job is asked for: `Streams.outward` or `Streams.homeward` choose it."""
+    """A lane of the stream that is current when a job is asked for: `Streams.outbound` or `Streams.inbound` choose it."""
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
         for pending in after:
@@ -100,10 +100,10 @@ class StreamLane:
 
 
 def lanes(device: torch.device, timeout_s: float) -> tuple[Lane, Lane]:
-    """What carries one-sided copies out and home beside the computation: the device's streams, or a thread each."""
+    """What carries one-sided copies outbound and inbound beside the computation: the device's streams, or a thread each."""
     if device.type == "cuda":
         return StreamLane(), StreamLane()
-    return ThreadLane("out", timeout_s), ThreadLane("home", timeout_s)
+    return ThreadLane("outbound", timeout_s), ThreadLane("inbound", timeout_s)
 
 
 def copying_on(device: torch.device) -> Device:

@@ -1,6 +1,7 @@
-"""Say which of its acceptor's slots each transfer of a simulation takes. In: a Report and a rank. Out: its transfers, each with its slot.
+"""Say which of its acceptor's host buffers each transfer of a simulation takes.
 
-The slots are those of `ir.host_buffers`, which both ends of a pair compute from the schedule. Knows no time of its own.
+In: a Report and a rank. Out: its transfers, each with its buffer.
+The buffers are those of `ir.host_buffers`, which both ends of a pair compute from the schedule. Knows no time of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from bpipe.simulate.report import Report, Timed
 
 
 def with_host_buffers(report: Report, rank: int) -> Sequence[tuple[Timed, int]]:
-    """The rank's transfers in order, with the slot on whichever of the pair hosts."""
+    """The rank's transfers in order, with the host buffer on whichever of the pair hosts."""
     schedule = report.schedule
     partner = rank if schedule.partners is None else schedule.partners[rank]
-    slots = {**host_buffers(schedule, rank), **host_buffers(schedule, partner)}
+    buffers = {**host_buffers(schedule, rank), **host_buffers(schedule, partner)}
     stays: Counter[tuple[int, int]] = Counter()
     found = []
     for timed in report.transfers[rank]:
         key = (timed.action.stage, timed.action.microbatch)
         stays[key] += timed.action.kind in (Kind.EVICT, Kind.HOST)
-        found.append((timed, slots[Hosting(*key, stays[key] - 1)]))
+        found.append((timed, buffers[Hosting(*key, stays[key] - 1)]))
     return found

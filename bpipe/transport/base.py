@@ -1,7 +1,7 @@
-"""What the engine asks of a transport. In: buffers and a slot number. Out: a `Pending` to wait for. Knows no schedule, no micro-batch.
+"""What the engine asks of a transport. In: tensors and a host buffer's number. Out: a `Pending` to wait for. Knows no schedule.
 
 Two kinds. A **two-sided** transport carries bytes between this rank and its partner, and both take part: what the evictor puts, the
-acceptor must host, what it gets, the acceptor must give back. With a **one-sided** transport the evictor reaches into the slots by
+acceptor must host, what it gets, the acceptor must give back. With a **one-sided** transport the evictor reaches into the host buffers by
 itself; a partner that lends their memory does so once, and its program's HOST and RETURN move nothing.
 """
 
@@ -36,22 +36,22 @@ class Done:
 
 
 class Evicting(Protocol):
-    """The evictor's half. Buffers are contiguous uint8 tensors; slots are numbered as on the acceptor.
+    """The evictor's half. Tensors are contiguous and of uint8; host buffers are numbered as on the acceptor.
 
     Neither end asks for a transfer of a stage whose list of sizes is empty.
     """
 
     def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        """Once before the first put: how long the buffers of a micro-batch of each stage are, and the slots that follow from that."""
+        """Once before the first put: how long the tensors of a micro-batch of each stage are, and what host buffers follow from that."""
 
-    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        """Copy the buffers into the slot. They must not change or be freed before the wait."""
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        """Copy the tensors into the host buffer. They must not change or be freed before the wait."""
 
-    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        """Copy the slot into the buffers. They must not be read before the wait."""
+    def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        """Copy the host buffer into the tensors. They must not be read before the wait."""
 
     def release(self) -> None:
-        """Let the slots go: another program takes over. Both ends call it, and nothing may be under way."""
+        """Let the host buffers go: another program takes over. Both ends call it, and nothing may be under way."""
 
     def withdraw(self) -> None:
         """Let go after a trial that failed. Both ends call it, the evictor first, and each knows when the other has."""
@@ -68,17 +68,17 @@ class TwoSided(Evicting, Protocol):
     one_sided: Literal[False]
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        """Acceptor, once before its first slot is allocated: the evictor's sizes. Blocks until they are there."""
+        """Acceptor, once before its host buffers are allocated: the evictor's sizes. Blocks until they are there."""
 
-    def host(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        """Acceptor: take what the partner puts into this slot, whose memory is `buffers`."""
+    def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        """Acceptor: take what the partner puts into this host buffer, whose memory is `tensors`."""
 
-    def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        """Acceptor: let the partner get this slot. The slot must not be refilled before the wait."""
+    def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        """Acceptor: let the partner get this host buffer. It must not be refilled before the wait."""
 
 
 class OneSided(Evicting, Protocol):
-    """The evictor reaches into the slots by itself."""
+    """The evictor reaches into the host buffers by itself."""
 
     one_sided: Literal[True]
 

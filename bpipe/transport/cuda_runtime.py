@@ -1,6 +1,6 @@
 """Call CUDA's runtime: the very one that torch has loaded.
 
-In: numbers and addresses. Out: numbers and addresses, or a `CudaError` that names the call. Knows no tensors, no slots and no schedule.
+In: numbers and addresses. Out: numbers and addresses, or a `CudaError` that names the call. Knows no tensors and no schedule.
 
 One process may hold several runtimes, and each has a current device and a last error of its own. So the functions are looked up through
 torch's own extension module, in whatever it was linked with: no package of bindings is needed, and none can be of another CUDA than torch.

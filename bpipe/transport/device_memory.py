@@ -1,6 +1,6 @@
 """Memory that a GPU's copy engines reach: another process's on a GPU, opened through CUDA's IPC handles, and a host's with locked pages.
 
-In: a size, or a handle another process gave. Out: a `Region`. Knows no slots and no schedule.
+In: a size, or a handle another process gave. Out: a `Region`. Knows no host buffers and no schedule.
 
 Outside torch's allocator on purpose: the memory lives as long as the run, so it must not pin a block of the allocator's, and memory of
 expandable segments has no IPC handle (pytorch/pytorch 165685). The evictor opens a handle with its own device current, so that the
@@ -112,7 +112,7 @@ class DeviceMemory:
 def pinned_memory(nbytes: int, device: Device) -> DeviceRegion:
     """This process's own host memory, whose pages stay where they are, so that the device copies to and from it by itself.
 
-    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of slots would take 16.
+    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of host buffers would take 16.
     """
     _make_current(device)
     memory = torch.empty(nbytes, dtype=torch.uint8)

@@ -32,16 +32,16 @@ MAX_CTAS = 4
 
 
 class Works:
-    """The operations of one transfer; `buffers` keeps what they read or write alive until they are waited for."""
+    """The operations of one transfer; `tensors` keeps what they read or write alive until they are waited for."""
 
-    def __init__(self, works: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         self._works = list(works)
-        self._buffers = list(buffers)
+        self._tensors = list(tensors)
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._works, self._buffers = [], []
+        self._works, self._tensors = [], []
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ def pair_groups(low: int, high: int, backend: str, timeout_s: float, device: tor
     return groups
 
 
-def _batched(operation: Any, buffers: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:
-    """One operation a buffer, in order, in as few group calls as NCCL allows."""
+def _batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:
+    """One operation a tensor, in order, in as few group calls as NCCL allows."""
     works: list[Any] = []
-    for start in range(0, len(buffers), MAX_BATCHED_OPERATIONS):
-        part = buffers[start : start + MAX_BATCHED_OPERATIONS]
-        works.extend(dist.batch_isend_irecv([dist.P2POp(operation, buffer, partner, group) for buffer in part]))
-    return Works(works, buffers)
+    for start in range(0, len(tensors), MAX_BATCHED_OPERATIONS):
+        part = tensors[start : start + MAX_BATCHED_OPERATIONS]
+        works.extend(dist.batch_isend_irecv([dist.P2POp(operation, tensor, partner, group) for tensor in part]))
+    return Works(works, tensors)
 
 
 class Distributed:
@@ -138,25 +138,25 @@ class Distributed:
     def learn(self) -> dict[int, tuple[int, ...]]:
         return {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
 
-    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Works:
-        return self._send(buffers)
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        return self._send(tensors)
 
-    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Works:
-        return self._receive(buffers)
+    def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        return self._receive(tensors)
 
-    def host(self, slot: int, buffers: Sequence[torch.Tensor]) -> Works:
-        return self._receive(buffers)
+    def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        return self._receive(tensors)
 
-    def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Works:
-        return self._send(buffers)
+    def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        return self._send(tensors)
 
     def release(self) -> None:
-        """The slots are the acceptor's; nothing is held here."""
+        """The host buffers are the acceptor's; nothing is held here."""
 
     withdraw = abandon = release
 
-    def _send(self, buffers: Sequence[torch.Tensor]) -> Works:
-        return _batched(dist.isend, buffers, self._groups.partner, self._groups.sending)
+    def _send(self, tensors: Sequence[torch.Tensor]) -> Works:
+        return _batched(dist.isend, tensors, self._groups.partner, self._groups.sending)
 
-    def _receive(self, buffers: Sequence[torch.Tensor]) -> Works:
-        return _batched(dist.irecv, buffers, self._groups.partner, self._groups.receiving)
+    def _receive(self, tensors: Sequence[torch.Tensor]) -> Works:
+        return _batched(dist.irecv, tensors, self._groups.partner, self._groups.receiving)

@@ -1,7 +1,7 @@
 """Copy beside the computation where there is no GPU: one worker thread a direction stands for a copy engine's stream.
 
 In: jobs, and what each has to wait for. Out: a `Pending` each. On a GPU `bpipe.runtime.streams` gives lanes with the same two methods,
-which issue to the device's streams instead. Knows no slots and no bytes.
+which issue to the device's streams instead. Knows no host buffers and no bytes.
 """
 
 from __future__ import annotations

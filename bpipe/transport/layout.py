@@ -1,4 +1,4 @@
-"""Lay host slots out in one piece of memory. In: which stages each slot hosts, and the sizes of what they move. Out: offsets, in bytes.
+"""Lay host buffers out in one piece of memory. In: which stages each buffer hosts, and the sizes of what they move. Out: offsets, in bytes.
 
 Both ends of a pair compute the same layout from the same schedule and sizes, so none is ever sent. Integers only.
 """
@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Buffers start on the boundary copy engines and vector loads like best; the remainder of a storage's last block is never moved.
+# Storages start on the boundary copy engines and vector loads like best; the remainder of one's last block is never moved.
 ALIGNMENT_BYTES = 512
 
 
@@ -20,7 +20,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """Where each slot starts, and `nbytes` of all of them. Each is as large as the largest of the stages it hosts."""
+    """Where each host buffer starts, and `nbytes` of all of them. Each is as large as the largest of the stages it hosts."""
 
     starts: tuple[int, ...]
     nbytes: int
@@ -31,6 +31,6 @@ class BufferLayout:
         *starts, nbytes = itertools.accumulate(lengths, initial=0)
         return BufferLayout(tuple(starts), nbytes)
 
-    def offsets(self, slot: int, lengths: Iterable[int]) -> list[int]:
-        """Where each of a micro-batch's storages, of these lengths, lies in the slot."""
-        return list(itertools.accumulate(map(aligned, lengths), initial=self.starts[slot]))[:-1]
+    def offsets(self, host_buffer: int, lengths: Iterable[int]) -> list[int]:
+        """Where each of a micro-batch's storages, of these lengths, lies in the host buffer."""
+        return list(itertools.accumulate(map(aligned, lengths), initial=self.starts[host_buffer]))[:-1]

@@ -1,6 +1,6 @@
 """Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own memory, anywhere.
 
-In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no slots and no schedule.
+In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no host buffers and no schedule.
 """
 
 from __future__ import annotations

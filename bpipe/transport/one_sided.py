@@ -1,10 +1,10 @@
-"""Reach into slots without the partner's help: the two one-sided transports, which differ in whose memory the slots are.
+"""Reach into host buffers without the partner's help: the two one-sided transports, which differ in whose memory they are.
 
-In: a way to the memory, and a lane of copies for each direction. Out: puts and gets. Knows no schedule.
+In: access to the memory, and a lane of copies for each direction: out of the evictor and into it. Out: puts and gets. Knows no schedule.
 
     FREE --put--> HOLDING --get--> FREE
 
-  [8] what touches a slot waits for what touched it last: a get for the put before it, a put for the get before it
+  [8] what touches a host buffer waits for what touched it last: a get for the put before it, a put for the get before it
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from bpipe.transport.memory import Lender, Region, own_memory
 Copy = Callable[[Iterable[Piece]], None]
 
 
-class Way(Protocol):
-    """How the evictor comes to the slots' memory."""
+class Access(Protocol):
+    """How the evictor comes to the host buffers' memory."""
 
     def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        """Evictor: the slots are about to be used."""
+        """Evictor: the host buffers are about to be used."""
 
     def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
         """Acceptor: make the memory, if it is the acceptor's."""
 
     def region(self) -> Region:
-        """Evictor: the slots' memory; blocks, the first time, until it is there."""
+        """Evictor: the host buffers' memory; blocks, the first time, until it is there."""
 
     def release(self) -> None:
         """Let go of it, in agreement with the partner."""
@@ -50,7 +50,7 @@ class Way(Protocol):
 
 
 class Peer:
-    """The slots are the partner's memory: made by it once, reached by this rank from then on."""
+    """The host buffers are the partner's memory: made by it once, reached by this rank from then on."""
 
     def __init__(self, control: Control, lender: Lender) -> None:
         self._control = control
@@ -119,7 +119,7 @@ class Peer:
 
 
 class Host:
-    """The slots are this rank's own host memory, pinned on a machine with a GPU."""
+    """The host buffers are this rank's own memory on the host, pinned on a machine with a GPU."""
 
     def __init__(self, device: Device, budget: Budget | None = None) -> None:
         """`budget` says whether there is room for this rank's buffers and its neighbours'."""
@@ -158,68 +158,76 @@ class Host:
             self._region = None
 
 
-class _Slot(enum.Enum):
+class _BufferState(enum.Enum):
+    """What an evictor knows of a host buffer."""
+
     FREE = "free"
     HOLDING = "holding"
 
 
 class Reaching:
-    """The one-sided transport over a way to memory."""
+    """The one-sided transport over access to memory."""
 
     one_sided: Literal[True] = True
 
-    def __init__(self, way: Way, outward: Lane, homeward: Lane) -> None:
-        self._way = way
-        self._outward = outward
-        self._homeward = homeward
+    def __init__(self, access: Access, outbound: Lane, inbound: Lane) -> None:
+        self._access = access
+        self._outbound = outbound
+        self._inbound = inbound
         self._layout = BufferLayout((), 0)
-        self._states: dict[int, _Slot] = {}
+        self._states: dict[int, _BufferState] = {}
         self._last: dict[int, Pending] = {}
 
     def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         self._layout = layout
-        return self._way.announce(sizes, layout)
+        return self._access.announce(sizes, layout)
 
     def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
-        return self._way.lend(layout_of)
+        return self._access.lend(layout_of)
 
-    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        return self._move(self._outward, slot, buffers, lambda region: region.write_all, _Slot.FREE, _Slot.HOLDING)
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        return self._move(self._outbound, host_buffer, tensors, lambda region: region.write_all, _BufferState.FREE, _BufferState.HOLDING)
 
-    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
-        return self._move(self._homeward, slot, buffers, lambda region: region.read_all, _Slot.HOLDING, _Slot.FREE)
+    def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        return self._move(self._inbound, host_buffer, tensors, lambda region: region.read_all, _BufferState.HOLDING, _BufferState.FREE)
 
     def release(self) -> None:
         for pending in self._last.values():
             pending.wait()
         self._forget()
-        self._way.release()
+        self._access.release()
 
     def withdraw(self) -> None:
         self._forget()
-        self._way.withdraw()
+        self._access.withdraw()
 
     def abandon(self) -> None:
         self._forget()
-        self._way.abandon()
+        self._access.abandon()
 
     def _forget(self) -> None:
         self._last.clear()
         self._states.clear()
 
     def _move(
-        self, lane: Lane, slot: int, buffers: Sequence[torch.Tensor], way: Callable[[Region], Copy], before: _Slot, afterwards: _Slot
+        self,
+        lane: Lane,
+        host_buffer: int,
+        tensors: Sequence[torch.Tensor],
+        copy_of: Callable[[Region], Copy],
+        before: _BufferState,
+        afterwards: _BufferState,
     ) -> Pending:
         def copy() -> None:
-            offsets = self._layout.offsets(slot, (buffer.numel() for buffer in buffers))
-            way(self._way.region())(zip(offsets, buffers, strict=True))
+            offsets = self._layout.offsets(host_buffer, (tensor.numel() for tensor in tensors))
+            copy_of(self._access.region())(zip(offsets, tensors, strict=True))
 
-        now = self._states.get(slot, _Slot.FREE)
+        now = self._states.get(host_buffer, _BufferState.FREE)
         if now is not before:
             raise RuntimeError(
-                f"host buffer {slot} is {now.value}, but must be {before.value} for this transfer: the program uses it twice"
+                f"host buffer {host_buffer} is {now.value}, but must be {before.value} for this transfer: the program uses it twice"
             )
-        self._states[slot] = afterwards
-        last = self._last.get(slot)
-        self._last[slot] = lane.run(copy, after=[last] if last is not None else [])  # [8]
-        return self._last[slot]
+        self._states[host_buffer] = afterwards
+        last = self._last.get(host_buffer)
+        self._last[host_buffer] = lane.run(copy, after=[last] if last is not None else [])  # [8]
+        return self._last[host_buffer]

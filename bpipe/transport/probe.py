@@ -59,7 +59,7 @@ def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
 
 
 def _open(transport: Transport, evictor: bool) -> None:
-    """One slot of one buffer."""
+    """One host buffer for one tensor."""
     layout = BufferLayout.of([(0,)], {0: (PROBE_BYTES,)})
     if evictor:
         transport.announce({0: (PROBE_BYTES,)}, layout).wait()

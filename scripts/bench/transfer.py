@@ -53,7 +53,7 @@ TIMEOUT_S = 120.0
 STAGES, MICROBATCHES = 4, 8
 # A forward, and a backward of twice that.
 FORWARD_S = 0.02
-SLOT, HOSTED = (frozenset({0}),), {kind: Action(0, kind, 0) for kind in (Kind.HOST, Kind.RETURN)}
+BUFFER, HOSTED = (frozenset({0}),), {kind: Action(0, kind, 0) for kind in (Kind.HOST, Kind.RETURN)}
 WARM_UP = 2
 
 
@@ -127,7 +127,7 @@ def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
 def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
     """One size over all transports, in an order that turns from round to round."""
     lengths = tuple(nbytes // storages for _ in range(storages))
-    layout = BufferLayout.of(SLOT, {0: lengths})
+    layout = BufferLayout.of(BUFFER, {0: lengths})
     ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
     acceptors: dict[str, Acceptor] = {}
     announced = []
@@ -135,9 +135,9 @@ def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, stor
         if rank == 0:
             announced.append(end.announce({0: lengths}, layout))
         elif end.one_sided:
-            acceptors[name] = LendingAcceptor(SLOT, end)
+            acceptors[name] = LendingAcceptor(BUFFER, end)
         else:
-            acceptors[name] = ReceivingAcceptor(SLOT, end, Streams(CPU), CPU, lambda pending, action, state: pending.wait())
+            acceptors[name] = ReceivingAcceptor(BUFFER, end, Streams(CPU), CPU, lambda pending, action, state: pending.wait())
     sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
     between, back = ([torch.zeros_like(buffer) for buffer in sent] for _ in range(2))
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (*TRANSPORTS, MEMCPY)}

@@ -137,12 +137,12 @@ def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def in_host_memory(device: torch.device) -> Host:
-    """Slots in this process's own memory, its pages locked where a device's copy engines have to reach them."""
+    """Host buffers in this process's own memory, its pages locked where a device's copy engines have to reach them."""
     return Host(copying_on(device))
 
 
 def pinned_region(nbytes: int, device: torch.device) -> Region:
-    """Host memory to copy to and from, with locked pages, as slots there are."""
+    """Host memory to copy to and from, with locked pages, as host buffers there are."""
     return own_memory(nbytes, copying_on(device))
 
 

@@ -2,7 +2,7 @@
 
 In: a device. Out: `max_memory_allocated` of each stage's program beside the prediction, and whether the driver is asked for more once the
 first iteration is over. The prediction: what is there before an iteration, what the schedule holds at each moment, and what one forward or
-backward needs on top while it runs, measured once with a single micro-batch. An acceptor's slots are allocated by `cudaMalloc`, outside
+backward needs on top while it runs, measured once with a single micro-batch. An acceptor's host buffers come from `cudaMalloc`, outside
 torch's allocator; they are read off the device's free memory and added.
 """
 
@@ -105,7 +105,7 @@ def measure_parts(device: torch.device, stage: GptStage) -> Parts:
 
 def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
     """The most this rank's own micro-batches take at any moment, on top of what is there without any."""
-    # What it hosts is in its slots, and they are there all the time.
+    # What it hosts is in its host buffers, and they are there all the time.
     own = [moved if stage == rank else 0 for stage in range(plan.num_stages)]
     extra = {Kind.FORWARD: parts.forward_extra, Kind.BACKWARD: parts.backward_extra}
     held = live_bytes(plan, rank, (parts.saved,) * plan.num_stages, own)
@@ -113,7 +113,7 @@ def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
 
 
 class Lent:
-    """The acceptor's half of `peer` with nobody on the other side: it lends its slots' memory and nothing comes."""
+    """The acceptor's half of `peer` with nobody on the other side: it lends its host buffers' memory and nothing comes."""
 
     one_sided: Literal[True] = True
 
@@ -139,7 +139,7 @@ class Lent:
     def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
         raise AssertionError("an acceptor has nothing to announce")
 
-    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Pending:
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
         raise AssertionError("an acceptor has nothing to put")
 
     get = put
@@ -159,13 +159,13 @@ class Peak:
     measured: int
     predicted: int
     moved: int
-    slots: int
-    slots_taken: int
+    lent: int
+    taken: int
     steady: list[Mapping[str, int]]
 
 
 def peak_of(device: torch.device, plan: Schedule, rank: int, stage: GptStage, parts: Parts, moved: int, sizes: StageSizes) -> Peak:
-    """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's slots."""
+    """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's host buffers."""
     tidy(device)
     transfers = num_transfers(plan, rank)
     transport: Transport | None = None
@@ -185,9 +185,9 @@ def peak_of(device: torch.device, plan: Schedule, rank: int, stage: GptStage, pa
             stats = torch.cuda.memory_stats(device)
             steady.append({name: stats[name] for name in STEADY})
     own_moved = engine.moved_bytes.get(rank, 0)
-    slots, taken = engine.host_bytes, transport.taken_bytes if isinstance(transport, Lent) else 0
+    lent, taken = engine.host_bytes, transport.taken_bytes if isinstance(transport, Lent) else 0
     engine.release()
-    return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, slots, taken, steady)
+    return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, lent, taken, steady)
 
 
 def _iteration_peak(loop: Loop, engine: Engine, meter: Meter | None) -> int:
@@ -219,7 +219,7 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
         moved = moved or balanced.moved
         for name, peak in (("without", plain), ("with", balanced)):
             off = peak.measured - peak.predicted
-            lent = f" + {_mib(peak.slots)} of host buffers (free memory fell by {_mib(peak.slots_taken)})" if peak.slots else ""
+            lent = f" + {_mib(peak.lent)} of host buffers (free memory fell by {_mib(peak.taken)})" if peak.lent else ""
             text = f"{_mib(peak.measured)}, predicted {_mib(peak.predicted)}, off by {off} B{lent}; {_steady_text(peak.steady)}"
             result.check(f"stage {rank} {name} balancing", right(peak, tolerance), text)
             result.facts["stages"].append({"stage": rank, "balancing": name, **vars(peak)})
@@ -230,8 +230,8 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
 
 
 def right(peak: Peak, tolerance: int) -> bool:
-    """Whether a stage allocated what was predicted, took no more for its slots than they are long, and then asked for nothing more."""
-    return abs(peak.measured - peak.predicted) <= tolerance and 0 <= peak.slots_taken - peak.slots <= tolerance and _flat(peak.steady)
+    """Whether a stage allocated what was predicted, took no more for host buffers than they are long, and then asked for nothing more."""
+    return abs(peak.measured - peak.predicted) <= tolerance and 0 <= peak.taken - peak.lent <= tolerance and _flat(peak.steady)
 
 
 def _flat(steady: Sequence[Mapping[str, int]]) -> bool:

@@ -2,7 +2,7 @@
 
 In: a device. Out: with torch's share of the memory cut to what the balanced program of stage 0 was seen to reserve: whether it runs there
 with the right bits, and that the program without balancing does not. And with torch's cache holding all but a little of the device:
-whether memory for slots, which is outside torch's allocator, can still be made. On a CPU nothing is cut.
+whether memory for host buffers, which is outside torch's allocator, can still be made. On a CPU nothing is cut.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Sizes:
     """`kinds`: what the rounds move, each kind some buffers of these lengths, in bytes; odd lengths on purpose."""
 
     kinds: tuple[tuple[int, ...], ...]
-    slots: int
+    num_buffers: int
     rounds: int
     stages: int
     microbatches: int
@@ -74,9 +74,13 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     evictor, lender = found
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     rounds = evictor["rounds"]
-    result.check("put and get", rounds["wrong"] == 0, f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.slots} buffers reused")
     result.check(
-        "what lies in the lender's memory", lender["wrong"] == 0, f"{lender['wrong']} of {sizes.slots} buffers differ, seen by its owner"
+        "put and get", rounds["wrong"] == 0, f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.num_buffers} buffers reused"
+    )
+    result.check(
+        "what lies in the lender's memory",
+        lender["wrong"] == 0,
+        f"{lender['wrong']} of {sizes.num_buffers} buffers differ, seen by its owner",
     )
     judge_engines(evictor["engine"], lender["engine"], sizes, result)
     result.facts = {"evictor": evictor, "lender": lender}
@@ -134,23 +138,23 @@ def _process(rank: int, folder: str, device_name: str, sizes: Sizes, until: floa
 
 
 def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """The buffers of a round: the same numbers in both processes."""
+    """The tensors of a round: the same numbers in both processes."""
     generator = torch.Generator(device).manual_seed(number)
     return [torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator) for length in lengths]
 
 
 def _rounds(rank: int, device: torch.device, connection: Connection, sizes: Sizes, until: float, delays: Delays) -> dict[str, Any]:
-    """Put and get, hundreds of times. Then a last content stays in every slot, and the lender looks at it."""
+    """Put and get, hundreds of times. Then a last content stays in every host buffer, and the lender looks at it."""
     lender = _Lender(lender_on(device))
     lanes = late_lanes(device, TIMEOUT_S, delays)
     transport = Reaching(Peer(connection.control, lender), *lanes)
     lengths = dict(enumerate(sizes.kinds))
-    layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.slots, lengths)
+    layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
     found: dict[str, Any] = {}
     if rank == EVICTOR:
         transport.announce(lengths, layout).wait()
         ring = _Ring(device, transport, sizes, delays)
-        for _ in repeats(sizes.rounds, until, least=2 * sizes.slots):
+        for _ in repeats(sizes.rounds, until, least=2 * sizes.num_buffers):
             ring.turn()
         found["rounds"] = ring.end()
         synchronize(device)
@@ -159,11 +163,11 @@ def _rounds(rank: int, device: torch.device, connection: Connection, sizes: Size
         transport.lend(lambda sizes: layout)
         dist.barrier()
         wrong = 0
-        for slot in range(sizes.slots):
-            expected = _content(_last_number(slot), sizes.kinds[0], device)
-            seen = [torch.zeros_like(buffer) for buffer in expected]
-            for offset, buffer in zip(layout.offsets(slot, sizes.kinds[0]), seen, strict=True):
-                lender.regions[0].read(offset, buffer)
+        for number in range(sizes.num_buffers):
+            expected = _content(_last_number(number), sizes.kinds[0], device)
+            seen = [torch.zeros_like(tensor) for tensor in expected]
+            for offset, tensor in zip(layout.offsets(number, sizes.kinds[0]), seen, strict=True):
+                lender.regions[0].read(offset, tensor)
             wrong += not all(map(torch.equal, seen, expected))
         found["wrong"] = wrong
     dist.barrier()
@@ -173,12 +177,12 @@ def _rounds(rank: int, device: torch.device, connection: Connection, sizes: Size
     return found
 
 
-def _last_number(slot: int) -> int:
-    return 1_000_000 + slot
+def _last_number(buffer: int) -> int:
+    return 1_000_000 + buffer
 
 
 class _Ring:
-    """Slots in turn: what was put there is got back and compared just before the slot is used again."""
+    """Host buffers in turn: what was put there is got back and compared just before the buffer is used again."""
 
     def __init__(self, device: torch.device, transport: Transport, sizes: Sizes, delays: Delays) -> None:
         self._device = device
@@ -193,44 +197,44 @@ class _Ring:
         self._compared = 0
 
     def turn(self) -> None:
-        slot = self._number % self._sizes.slots
-        if slot in self._holding:
-            self._take(slot)
+        buffer = self._number % self._sizes.num_buffers
+        if buffer in self._holding:
+            self._take(buffer)
         modes = ((self._sizes.forward_s, 0.0), (0.0, self._sizes.copy_s), (0.0, 0.0))
         producer_s, self._delays.copy_s = modes[self._number % len(modes)]
-        self._put(slot, self._number, self._sizes.kinds[self._number % len(self._sizes.kinds)], producer_s)
+        self._put(buffer, self._number, self._sizes.kinds[self._number % len(self._sizes.kinds)], producer_s)
         self._number += 1
 
-    def _put(self, slot: int, number: int, lengths: tuple[int, ...], producer_s: float) -> None:
-        buffers = [torch.full((length,), POISON, dtype=torch.uint8, device=self._device) for length in lengths]
+    def _put(self, buffer: int, number: int, lengths: tuple[int, ...], producer_s: float) -> None:
+        tensors = [torch.full((length,), POISON, dtype=torch.uint8, device=self._device) for length in lengths]
         hold_back(self._device, producer_s)
-        for buffer, content in zip(buffers, _content(number, lengths, self._device), strict=True):
-            buffer.copy_(content)
-        with self._streams.outward():
-            pending = self._transport.put(slot, buffers)
+        for tensor, content in zip(tensors, _content(number, lengths, self._device), strict=True):
+            tensor.copy_(content)
+        with self._streams.outbound():
+            pending = self._transport.put(buffer, tensors)
         pending.wait()
-        for buffer in buffers:
-            buffer.fill_(POISON)
-        self._holding[slot] = number, lengths
+        for tensor in tensors:
+            tensor.fill_(POISON)
+        self._holding[buffer] = number, lengths
 
-    def _take(self, slot: int) -> None:
-        number, lengths = self._holding.pop(slot)
-        buffers = [torch.full((length,), POISON, dtype=torch.uint8, device=self._device) for length in lengths]
-        with self._streams.homeward():
-            pending = self._transport.get(slot, buffers)
+    def _take(self, buffer: int) -> None:
+        number, lengths = self._holding.pop(buffer)
+        tensors = [torch.full((length,), POISON, dtype=torch.uint8, device=self._device) for length in lengths]
+        with self._streams.inbound():
+            pending = self._transport.get(buffer, tensors)
         pending.wait()
         expected = _content(number, lengths, self._device)
-        differing = [(buffer != content).any() for buffer, content in zip(buffers, expected, strict=True)]
+        differing = [(tensor != content).any() for tensor, content in zip(tensors, expected, strict=True)]
         self._wrong += torch.stack(differing).any()
         self._compared += 1
 
     def end(self) -> dict[str, int]:
-        """Compare what is still out, leave the last content in every slot, and say what was found."""
-        for slot in sorted(self._holding):
-            self._take(slot)
+        """Compare what is still out, leave the last content in every host buffer, and say what was found."""
+        for buffer in sorted(self._holding):
+            self._take(buffer)
         self._delays.copy_s = 0.0
-        for slot in range(self._sizes.slots):
-            self._put(slot, _last_number(slot), self._sizes.kinds[0], 0.0)
+        for buffer in range(self._sizes.num_buffers):
+            self._put(buffer, _last_number(buffer), self._sizes.kinds[0], 0.0)
         return {"count": self._compared, "wrong": int(self._wrong)}
 
 
@@ -270,9 +274,9 @@ def engine_of(
         delays.forward_s, delays.copy_s = forwards * sizes.forward_s, copies * sizes.copy_s
         wrong += not torch.equal(gradient(engine), expected)
         count += 1
-    slots = engine.host_bytes
+    lent = engine.host_bytes
     engine.release()
-    return {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": slots, "evictions": _evictions(plan, place)}
+    return {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": lent, "evictions": _evictions(plan, place)}
 
 
 def _gradient_of(device: torch.device, loop: Loop, stage: SmallStage) -> Callable[[Engine | None], torch.Tensor]:

@@ -70,7 +70,7 @@ class Device:
     def __init__(self, device: torch.device, copy_bytes: int) -> None:
         self._device = device
         self._here = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
-        # Locked as slots in host memory are: torch's own pinned memory would record an event of its own behind the copy.
+        # Locked as host buffers there are: torch's own pinned memory would record an event of its own behind the copy.
         self._home = pinned_region(copy_bytes, device)
 
     def compute(self) -> Any:

@@ -1,7 +1,7 @@
 """The engine's order of streams, over hundreds of iterations in which forwards or copies are held back, memory is poisoned and reused.
 
 In: a device. Out: whether every gradient has the bits of a run without an engine; and, with one wait of the protocol taken out at a time,
-how many iterations show it. The slots are in (pinned) host memory. Nothing here is timed.
+how many iterations show it. The host buffers are in (pinned) host memory. Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from bpipe.ir.memory import num_transfers
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.evictor import Activations, Evictor, State
+from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
 from bpipe.runtime.streams import Streams, lanes, synchronize
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import Job, Lane
@@ -70,8 +70,8 @@ class LateLane:
 
 
 def late_lanes(device: torch.device, timeout_s: float, delays: Delays) -> tuple[Lane, Lane]:
-    out, home = (LateLane(lane, device, delays) for lane in lanes(device, timeout_s))
-    return out, home
+    outbound, inbound = (LateLane(lane, device, delays) for lane in lanes(device, timeout_s))
+    return outbound, inbound
 
 
 # -- taking one wait out ----------------------------------------------------------------------------------------------------------------
@@ -88,11 +88,11 @@ def _bare(name: str) -> Callable[[Streams], contextlib.AbstractContextManager[No
     return enter
 
 
-def _unwaited(state: State) -> Callable[[Evictor, Activations, State], None]:
+def _unwaited(state: ActivationsState) -> Callable[[Evictor, Activations, ActivationsState], None]:
     """`Evictor._finish`, without the wait that leads to this state."""
     finish = Evictor._finish
 
-    def instead(evictor: Evictor, activations: Activations, wanted: State) -> None:
+    def instead(evictor: Evictor, activations: Activations, wanted: ActivationsState) -> None:
         if wanted is state:
             activations.pending = Done()
         finish(evictor, activations, wanted)
@@ -117,11 +117,11 @@ class Mutation:
 
 
 MUTATIONS = (
-    Mutation("[1]", "a put does not wait for the forward", Streams, "outward", lambda: _bare("_out"), False, False),
+    Mutation("[1]", "a put does not wait for the forward", Streams, "outbound", lambda: _bare("_outbound"), False, False),
     # On a CPU the memory is really gone then: the copy would read what is nobody's, and may crash.
-    Mutation("[3]", "memory is freed before the put has ended", Evictor, "_finish", lambda: _unwaited(State.AWAY), True, False),
-    Mutation("[5]", "a get does not wait for compute", Streams, "homeward", lambda: _bare("_back"), False, False),
-    Mutation("[7]", "a backward does not wait for the get", Evictor, "_finish", lambda: _unwaited(State.HERE), True, True),
+    Mutation("[3]", "memory is freed before the put has ended", Evictor, "_finish", lambda: _unwaited(ActivationsState.AWAY), True, False),
+    Mutation("[5]", "a get does not wait for compute", Streams, "inbound", lambda: _bare("_inbound"), False, False),
+    Mutation("[7]", "a backward does not wait for the get", Evictor, "_finish", lambda: _unwaited(ActivationsState.HERE), True, True),
 )
 
 

@@ -120,7 +120,7 @@ def check(query: Query, text: str) -> None:
     assert Counter(map(tuple, counted)) == counts
     assert query("select count() from flow") == [[steps]]
     assert steps > 0
-    # Arrows bind to what they were drawn for: the eviction, the partner's end of it in the slot, and the load.
+    # Arrows bind to what they were drawn for: the eviction, the partner's end of it in the host buffer, and the load.
     ends = query("select distinct a.category, b.category from flow join slice a on slice_out = a.id join slice b on slice_in = b.id")
     assert {tuple(one) for one in ends} == {("evict", "host"), ("host", "load")}
 

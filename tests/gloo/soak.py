@@ -1,8 +1,8 @@
 """Ranks without Megatron that move activations for a long time, or until one of them breaks.
 
 In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its program over a
-small real graph, computes every gradient a second time without an engine, and rests now and then. Several programs take turns, so slots
-are released and lent again. One process forks all ranks of all scenarios: importing torch is most of what a rank would do.
+small real graph, computes every gradient a second time without an engine, and rests now and then. Several programs take turns, so host
+buffers are released and lent again. One process forks all ranks of all scenarios: importing torch is most of what a rank would do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bpipe.transport.memory import TensorRegion
 
 CPU = torch.device("cpu")
 WIDTH = 256
-# Programs that take turns: as many micro-batches, and rows of each. Both change what a slot has to hold.
+# Programs that take turns: as many micro-batches, and rows of each. Both change what a host buffer has to hold.
 PROGRAMS = ((8, 64), (4, 96), (6, 32))
 ITERATIONS_A_TURN = 2
 # The first of them connects and fills pools, so nothing can be said of fewer.

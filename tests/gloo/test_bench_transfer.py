@@ -26,7 +26,7 @@ def test_every_transport_is_measured(tmp_path: Path) -> None:
     for entry in measured["links"]:
         for samples in entry["samples"].values():
             assert all(len(values) == 2 for values in samples.values())
-        # Whoever reaches into the slots by itself leaves the acceptor's thread alone.
+        # Whoever reaches into the host buffers by itself leaves the acceptor's thread alone.
         held = {name: min(samples["held_s"]) for name, samples in entry["samples"].items()}
         assert held["peer"] < held["gloo"]
     modes = measured["pipeline"]["samples"]

@@ -92,7 +92,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["gloo", "peer", "host"])
 def test_a_long_soak(transport: str, tmp_path: Path) -> None:
-    """Six stages have two pairs, and slots that are filled again while what left them is on its way."""
+    """Six stages have two pairs, and host buffers that are filled again while what left them is on its way."""
     (outcome,) = run([Scenario(transport, transport, stages=6, seconds=60.0, limit_s=300.0)], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
     print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of stage 0")

@@ -183,8 +183,8 @@ def test_memory(check: ModuleType) -> None:
     saved = result.facts["parts"]["saved"]
     assert [by_stage[stage, "without"]["measured"] for stage in range(4)] == [saved * held for held in (4, 3, 2, 1)]
     assert [by_stage[stage, "with"]["measured"] for stage in range(4)] == [saved * held for held in (3, 3, 2, 1)]
-    # The last stage's own micro-batch, and two slots for the first one's.
-    assert by_stage[3, "with"]["slots"] >= 2 * by_stage[0, "with"]["moved"]
+    # The last stage's own micro-batch, and two host buffers for the first one's.
+    assert by_stage[3, "with"]["lent"] >= 2 * by_stage[0, "with"]["moved"]
 
 
 def test_memory_notices_a_wrong_prediction(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +282,8 @@ def test_side_stream_tells_micro_batches_that_read_something_else(check: ModuleT
         for storage in brought.pop((backward.stage, backward.microbatch), []):
             storage.fill_(0xFF)
 
-    def loading(evictor: Evictor, action: Any, slot: int) -> None:
-        load(evictor, action, slot)
+    def loading(evictor: Evictor, action: Any, host_buffer: int) -> None:
+        load(evictor, action, host_buffer)
         brought[action.stage, action.microbatch] = evictor._known[action.stage, action.microbatch].storages
 
     brought: dict[Any, Any] = {}
@@ -327,7 +327,7 @@ def test_a_prediction_adds_what_an_operation_needs_while_it_runs(check: ModuleTy
     plain, balanced = (build(ProgramConfig("1f1b", 4, 8, balance=balance)) for balance in ("none", "bpipe"))
     assert [check.memory.predicted_bytes(plain, rank, parts, 0) for rank in range(4)] == [420, 320, 220, 120]
     assert check.memory.predicted_bytes(balanced, 0, parts, 90) == peak_bytes(balanced, (100,) * 4, (90,) * 4)[0] + 20
-    # What it hosts is no part of it: slots are there all the time, and are added as they are.
+    # What it hosts is no part of it: host buffers are there all the time, and are added as they are.
     assert check.memory.predicted_bytes(balanced, 3, parts, 90) == 120
 
 

@@ -117,8 +117,8 @@ def test_streams_with_a_gpus_mutations(check: ModuleType, cuda: Cuda, monkeypatc
         mutation.instead()
     monkeypatch.setattr(check.streams, "MUTATIONS", check.streams.MUTATIONS[3:])
     assert said(run(check, "streams"))["gradients with delays and poison"].startswith("ok")
-    bare = check.streams._bare("_out")
-    with bare(type("Streams", (), {"_out": torch.cuda.Stream()})()):
+    bare = check.streams._bare("_outbound")
+    with bare(type("Streams", (), {"_outbound": torch.cuda.Stream()})()):
         pass
 
 

@@ -163,7 +163,7 @@ def test_activations_are_the_schedules_own_peak() -> None:
             mine = setup(p=4, t=2, cluster="a100-80g:1x8", schedule=schedule, chunks=chunks, balance=balance, global_batch=32)
             exact = peak_bytes(build(mine.program()), stage_bytes(mine), stage_bytes(mine))
             predicted = [rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(mine)]
-            # Slots are there throughout, own micro-batches not always with them.
+            # Host buffers are there throughout, own micro-batches not always with them.
             assert all(mine_bytes >= exact_bytes for mine_bytes, exact_bytes in zip(predicted, exact, strict=True))
             if balance == "none":
                 assert tuple(predicted) == exact

@@ -17,7 +17,7 @@ def test_an_evictor_holds_its_bound_what_stays_behind_and_the_last_input() -> No
     assert rank_peaks(BALANCED, 0, RankSizes({0: 100}, {0: 60}, 7, 0)).num_bytes == 627
 
 
-def test_an_acceptor_holds_its_slots_throughout() -> None:
+def test_an_acceptor_holds_its_host_buffers_throughout() -> None:
     assert num_host_buffers(BALANCED, 7) == 4
     peaks = rank_peaks(BALANCED, 7, RankSizes({7: 100}, {}, 7, 4 * 60))
     assert (peaks.microbatches, peaks.num_bytes, peaks.bound_bytes) == (5, 100 + 7 + 4 * 60, 100 + 7 + 4 * 60)

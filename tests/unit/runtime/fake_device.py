@@ -245,7 +245,7 @@ class FakeStorage:
 
 @dataclass(frozen=True)
 class FakeBuffer:
-    """What is copied: all of one storage, or a piece of a slot."""
+    """What is copied: all of one storage, or a piece of a host buffer."""
 
     place: Callable[[], Unit]
     nbytes: int
@@ -255,7 +255,7 @@ class FakeBuffer:
 
 
 class FakeMemory(Region):
-    """Memory that is allocated once and cut into pieces: an acceptor's slots, a `Region` of a one-sided transport."""
+    """Memory that is allocated once and cut into pieces: an acceptor's host buffers, a `Region` of a one-sided transport."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device

@@ -212,17 +212,17 @@ class HeldTwoSided:
     def learn(self) -> dict[int, tuple[int, ...]]:
         return {stage: tuple(lengths) for stage, lengths in self._sizes.get(timeout=TIMEOUT_S).items()}
 
-    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Half:
-        return self._sending.post("sender", buffers)
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Half:
+        return self._sending.post("sender", tensors)
 
-    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Half:
-        return self._receiving.post("receiver", buffers)
+    def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Half:
+        return self._receiving.post("receiver", tensors)
 
-    def host(self, slot: int, buffers: Sequence[torch.Tensor]) -> Half:
-        return self._receiving.post("receiver", buffers)
+    def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Half:
+        return self._receiving.post("receiver", tensors)
 
-    def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Half:
-        return self._sending.post("sender", buffers)
+    def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Half:
+        return self._sending.post("sender", tensors)
 
     def release(self) -> None:
         """Nothing of its own."""

@@ -73,21 +73,31 @@ ON_STREAM = "with torch.cuda.stream(self.{}) if self._cuda else contextlib.nullc
 
 TABLE = (
     # [1] and [5]: transfers behind the computation. Seen only where a device runs ahead of its host.
-    mutate("streams", "with self._behind_compute(self._out if self._cuda else None):", ON_STREAM.format("_out"), FAKE),
-    mutate("streams", "with self._behind_compute(self._back if self._cuda else None):", ON_STREAM.format("_back"), FAKE),
+    mutate("streams", "with self._behind_compute(self._outbound if self._cuda else None):", ON_STREAM.format("_outbound"), FAKE),
+    mutate("streams", "with self._behind_compute(self._inbound if self._cuda else None):", ON_STREAM.format("_inbound"), FAKE),
     mutate("streams", "stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
     mutate("streams", "torch.cuda.current_stream().wait_event(self.end)", "pass", FAKE),
     mutate("streams", "pending.wait()", "pass", FAKE),
     # [3] and [7]: memory and backwards behind the transfers.
-    mutate("evictor", "self._finish(activations, State.AWAY)  # [3]", "activations.move(State.AWAY, activations.action)", FAKE),
-    mutate("evictor", "self._finish(activations, State.AWAY)  # [3]", "activations.move(State.AWAY, activations.action)", DELAYED),
-    mutate("evictor", "self._finish(activations, State.HERE)  # [7]", "pass", FAKE),
-    mutate("evictor", "self._finish(activations, State.HERE)  # [7]", "pass", DELAYED),
+    mutate(
+        "evictor",
+        "self._finish(activations, ActivationsState.AWAY)  # [3]",
+        "activations.move(ActivationsState.AWAY, activations.action)",
+        FAKE,
+    ),
+    mutate(
+        "evictor",
+        "self._finish(activations, ActivationsState.AWAY)  # [3]",
+        "activations.move(ActivationsState.AWAY, activations.action)",
+        DELAYED,
+    ),
+    mutate("evictor", "self._finish(activations, ActivationsState.HERE)  # [7]", "pass", FAKE),
+    mutate("evictor", "self._finish(activations, ActivationsState.HERE)  # [7]", "pass", DELAYED),
     mutate("evictor", "self._wait(activations.pending, activations.action, activations.state.value)", "pass", DELAYED),
     mutate("evictor", 'self._wait(self._announcement, activations.action, "announcing its sizes")', "pass", ENGINE),
     # Synchronous transfers.
     mutate("evictor", "self.finish_evictions()", "pass", ENGINE),
-    mutate("evictor", "self._finish(activations, State.HERE)", "pass", ENGINE),
+    mutate("evictor", "self._finish(activations, ActivationsState.HERE)", "pass", ENGINE),
     mutate("engine", "self._evictor.finish_all()", "pass", ENGINE),
     # Where the engine lets the two roles wait.
     mutate("engine", "self._evictor.finish_evictions()", "pass", ENGINE),
@@ -95,21 +105,21 @@ TABLE = (
     mutate("engine", "self._evictor.finish_load(op)", "pass", FAKE),
     mutate("engine", "self._evictor.finish_load(op)", "pass", DELAYED),
     mutate("engine", "pending.wait()", "pass", DELAYED),
-    # [8]: slots.
-    mutate("acceptor", "self._settle(slot)  # [8]", "pass", DELAYED),
-    mutate("acceptor", "self._settle(slot)", "pass", DELAYED),
-    mutate("acceptor", "self._settle(slot)", "pass", DELAYED, nth=1),
-    mutate("acceptor", "self._wait(pending, action, slot.state.value)", "pass", DELAYED),
+    # [8]: host buffers.
+    mutate("acceptor", "self._settle(buffer)  # [8]", "pass", DELAYED),
+    mutate("acceptor", "self._settle(buffer)", "pass", DELAYED),
+    mutate("acceptor", "self._settle(buffer)", "pass", DELAYED, nth=1),
+    mutate("acceptor", "self._wait(pending, action, buffer.state.value)", "pass", DELAYED),
     mutate(
         "one_sided",
-        "self._last[slot] = lane.run(copy, after=[last] if last is not None else [])  # [8]",
-        "self._last[slot] = lane.run(copy)",
+        "self._last[host_buffer] = lane.run(copy, after=[last] if last is not None else [])  # [8]",
+        "self._last[host_buffer] = lane.run(copy)",
         FAKE,
     ),
     mutate(
         "one_sided",
-        "self._last[slot] = lane.run(copy, after=[last] if last is not None else [])  # [8]",
-        "self._last[slot] = lane.run(copy)",
+        "self._last[host_buffer] = lane.run(copy, after=[last] if last is not None else [])  # [8]",
+        "self._last[host_buffer] = lane.run(copy)",
         DELAYED,
     ),
     mutate("one_sided", "pending.wait()", "pass", ONE_SIDED),

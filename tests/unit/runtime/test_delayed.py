@@ -24,7 +24,7 @@ from tests.unit.transport.loopback import alone, peers
 
 CPU = torch.device("cpu")
 POINTS: tuple[Point, ...] = ("free", "before", "midway")
-# In the second a slot is filled again before the backward of what left it, so [8] has something to hold apart.
+# In the second a host buffer is filled again before the backward of what left it, so [8] has something to hold apart.
 SIZES = [(4, 8), (6, 12)]
 ITERATIONS = 2
 
@@ -62,13 +62,13 @@ def both(
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize("home", POINTS)
-@pytest.mark.parametrize("out", POINTS)
+@pytest.mark.parametrize("inbound", POINTS)
+@pytest.mark.parametrize("outbound", POINTS)
 @pytest.mark.parametrize("kind", ["peer", "host"])
 def test_one_sided_copies_that_come_as_late_as_they_may(
-    kind: str, out: Point, home: Point, p: int, m: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, outbound: Point, inbound: Point, p: int, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lanes = HeldLane("out", out), HeldLane("home", home)
+    lanes = HeldLane("outbound", outbound), HeldLane("inbound", inbound)
     monkeypatch.setattr(one_sided, "own_memory", held_host_memory)
     transports = peers(*lanes, lender=HeldMemory) if kind == "peer" else alone(*lanes)
     try:
@@ -92,7 +92,7 @@ def test_both_ends_agree_that_nothing_moves(kind: str, monkeypatch: pytest.Monke
     def refused(*arguments: object) -> object:
         raise AssertionError("no memory was to be made")
 
-    lanes = HeldLane("out", "before"), HeldLane("home", "before")
+    lanes = HeldLane("outbound", "before"), HeldLane("inbound", "before")
     monkeypatch.setattr(one_sided, "own_memory", refused)
     monkeypatch.setattr(HeldMemory, "make", refused)
     made: dict[str, Callable[[], tuple[Transport, Transport]]] = {
@@ -114,7 +114,7 @@ def test_a_computation_that_is_held_up(late: bool) -> None:
     def rest() -> None:
         time.sleep(0.002)
 
-    lanes = HeldLane("out", "free"), HeldLane("home", "free")
+    lanes = HeldLane("outbound", "free"), HeldLane("inbound", "free")
     try:
         both(schedule(6, 12), HeldTwoSided.pair(late, late) if late else peers(*lanes, lender=HeldMemory), rest)
     finally:
@@ -138,7 +138,7 @@ def test_a_partner_that_lends_late() -> None:
             ticket.wait = waiting
             return ticket
 
-    lanes = Asked("out", "free"), HeldLane("home", "free")
+    lanes = Asked("outbound", "free"), HeldLane("inbound", "free")
     try:
         both(schedule(6, 12), peers(*lanes, lender=lambda: HeldMemory(lambda: asked.wait(TIMEOUT_S))))
     finally:

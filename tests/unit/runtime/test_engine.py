@@ -45,12 +45,12 @@ class Late:
 
 
 class LateTransport:
-    """Two-sided, but the partner is not there: its slots are a dictionary."""
+    """Two-sided, but the partner is not there: its host buffers are a dictionary."""
 
     one_sided: Literal[False] = False
 
     def __init__(self) -> None:
-        self.slots: dict[int, list[torch.Tensor]] = {}
+        self.taken: dict[int, list[torch.Tensor]] = {}
         self.sizes: dict[int, Sequence[int]] = {}
 
     def announce(self, sizes: Mapping[int, Sequence[int]], layout: BufferLayout) -> Late:
@@ -60,23 +60,23 @@ class LateTransport:
     def learn(self) -> dict[int, tuple[int, ...]]:
         return {stage: tuple(lengths) for stage, lengths in self.sizes.items()}
 
-    def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
-        return Late(lambda: self.slots.__setitem__(slot, [buffer.clone() for buffer in buffers]))
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+        return Late(lambda: self.taken.__setitem__(host_buffer, [tensor.clone() for tensor in tensors]))
 
-    def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+    def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
         def copy() -> None:
-            for buffer, stored in zip(buffers, self.slots.pop(slot), strict=True):
-                buffer.copy_(stored)
+            for tensor, stored in zip(tensors, self.taken.pop(host_buffer), strict=True):
+                tensor.copy_(stored)
 
         return Late(copy)
 
-    def host(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+    def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
         return Late(lambda: None)
 
     give_back = host
 
     def release(self) -> None:
-        assert not self.slots, f"slots {sorted(self.slots)} are still taken"
+        assert not self.taken, f"host buffers {sorted(self.taken)} are still taken"
 
     abandon = release
 
@@ -136,9 +136,9 @@ def test_an_evicted_micro_batch_has_no_bytes_here() -> None:
     seen: list[int] = []
     put = transport.put
 
-    def watched(slot: int, buffers: Sequence[torch.Tensor]) -> Late:
-        references = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
-        late = put(slot, buffers)
+    def watched(host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+        references = [StorageWeakRef(buffer.untyped_storage()) for buffer in tensors]
+        late = put(host_buffer, tensors)
         finish = engine._evictor.finish_evictions  # type: ignore[union-attr]
 
         def finish_and_look() -> None:
@@ -184,7 +184,7 @@ def test_where_nothing_is_large_enough_nothing_travels() -> None:
     """It ended the run, at its first micro-batch, for a model that fits many times over."""
 
     class Untouched(LateTransport):
-        def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+        def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
             raise AssertionError("nothing was to be moved")
 
         get = host = give_back = put  # type: ignore[assignment]
@@ -222,7 +222,7 @@ def test_a_function_that_hides_what_it_saved_is_named() -> None:
 
 def test_a_failing_transfer_names_rank_stage_and_action() -> None:
     class Broken(LateTransport):
-        def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+        def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
             def fail() -> None:
                 raise OSError("connection closed by peer")
 
@@ -286,7 +286,7 @@ def test_the_stages_output_is_not_kept() -> None:
 
 
 def test_a_released_engine_measures_and_announces_again() -> None:
-    """Programs for several numbers of micro-batches take turns; only one holds slots."""
+    """Programs for several numbers of micro-batches take turns; only one holds host buffers."""
     plan = schedule()
     transport = LateTransport()
     engine = engine_for(plan, transport)
@@ -306,11 +306,11 @@ def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
     log: list[str] = []
 
     class Logged(LateTransport):
-        def put(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
-            return self._logged("put", super().put(slot, buffers))
+        def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+            return self._logged("put", super().put(host_buffer, tensors))
 
-        def get(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
-            return self._logged("get", super().get(slot, buffers))
+        def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+            return self._logged("get", super().get(host_buffer, tensors))
 
         def _logged(self, name: str, late: Late) -> Late:
             log.append(name)
@@ -350,7 +350,7 @@ def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: p
     leaving = []
 
     def look() -> None:
-        leaving.append(sum(each.state is evictor.State.LEAVING for each in evictor_there._known.values()))
+        leaving.append(sum(each.state is evictor.ActivationsState.LEAVING for each in evictor_there._known.values()))
 
     assert torch.equal(gradient(engine, plan, computing=look), gradient(None, plan))
     assert leaving[:4] == [0, 0, 0, 0], "0EVICT1 stands after 0F1 now, so at 0F2 it has left"
@@ -373,7 +373,7 @@ def test_the_announcement_of_the_sizes_is_waited_for_once() -> None:
 def leaving_in(engine: Engine) -> int:
     """Evicted micro-batches whose storages are still here."""
     assert engine._evictor is not None
-    return sum(each.state is evictor.State.LEAVING for each in engine._evictor._known.values())
+    return sum(each.state is evictor.ActivationsState.LEAVING for each in engine._evictor._known.values())
 
 
 def test_an_eviction_ends_before_the_next_operation_and_not_before_the_output_is_sent() -> None:
@@ -411,9 +411,9 @@ def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pyt
     engine = engine_for(plan, transport)
     get, leaving = transport.get, []
 
-    def watched(slot: int, buffers: Sequence[torch.Tensor]) -> Late:
+    def watched(host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
         leaving.append(leaving_in(engine))
-        return get(slot, buffers)
+        return get(host_buffer, tensors)
 
     transport.get = watched  # type: ignore[method-assign]
     assert torch.equal(gradient(engine, plan), gradient(None, plan))
@@ -425,8 +425,8 @@ def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_i
     returned: list[int] = []
 
     class Watched(LateTransport):
-        def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Late:
-            returned.append(slot)
+        def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+            returned.append(host_buffer)
             return Late(lambda: None)
 
     plan, transport = schedule(6, 12), Watched()

@@ -21,11 +21,11 @@ from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
 from bpipe.runtime import evictor as evictor_module
-from bpipe.runtime import slots, streams
+from bpipe.runtime import host_buffers, streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.evictor import Evictor, State
+from bpipe.runtime.evictor import ActivationsState, Evictor
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import StreamLane, Streams
 from bpipe.transport import distributed
@@ -52,7 +52,7 @@ ITERATIONS = 3
 
 
 class Way:
-    """Slots on another device, there from the start."""
+    """Host buffers on another device, there from the start."""
 
     def __init__(self, machine: Machine) -> None:
         self._region = FakeMemory(machine.device("acceptor"), 1 << 20)
@@ -84,7 +84,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
     def put(machine: Machine) -> None:
         torch_there = fake_torch(machine)
         monkeypatch.setattr(streams, "torch", torch_there)
-        monkeypatch.setattr(slots, "torch", torch_there)
+        monkeypatch.setattr(host_buffers, "torch", torch_there)
         monkeypatch.setattr(evictor_module, "find", fake_find)
         monkeypatch.setattr(evictor_module, "hiding", lambda roots: Counter())
         monkeypatch.setattr(evictor_module, "_bytes_of", fake_bytes_of)
@@ -146,8 +146,8 @@ def run(
     return machine.findings() + left_over()
 
 
-def test_no_computation_of_an_acceptor_waits_for_a_slot(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """[8] What waits for a slot is the stream of the next transfer into it or out of it. Only at an iteration's end all of it waits."""
+def test_no_computation_of_an_acceptor_waits_for_a_host_buffer(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """[8] What waits for a host buffer is the stream of the next transfer into or out of it. Only at an iteration's end all of it waits."""
     machine = Machine()
     fakes(machine)
     places: Counter[str] = Counter()
@@ -183,8 +183,8 @@ def test_a_wait_beside_the_computation_holds_nothing_up(fakes: Callable[[Machine
     beside, clock = Streams(CUDA), streams.Clock(CUDA)
     recorder = Recorder(clock)
     waited = {}
-    for action, stream in ((Action(0, Kind.HOST, 1), beside.homeward()), (Action(0, Kind.EVICT, 1), contextlib.nullcontext())):
-        recorder.started(action, slot=0)
+    for action, stream in ((Action(0, Kind.HOST, 1), beside.inbound()), (Action(0, Kind.EVICT, 1), contextlib.nullcontext())):
+        recorder.started(action, host_buffer=0)
         with stream:
             recorder.waited(action, recorder.mark(), Done())
         waited[action.kind] = recorder._transfers[action].waited is not None
@@ -254,17 +254,17 @@ def without_waiting_for_compute(direction: str, monkeypatch: pytest.MonkeyPatch)
 
     @contextlib.contextmanager
     def only_the_stream(self: Any) -> Iterator[None]:
-        with streams.torch.cuda.stream(self._out if direction == "outward" else self._back):
+        with streams.torch.cuda.stream(self._outbound if direction == "outbound" else self._inbound):
             yield
 
     monkeypatch.setattr(Streams, direction, only_the_stream)
 
 
-def without_waiting_for(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_waiting_for(state: ActivationsState, monkeypatch: pytest.MonkeyPatch) -> None:
     """[3] or [7]: whatever leads to this state."""
     finish = Evictor._finish
 
-    def unwaited(self: Any, activations: Any, wanted: State) -> None:
+    def unwaited(self: Any, activations: Any, wanted: ActivationsState) -> None:
         if wanted is state:
             activations.pending = Done()
         finish(self, activations, wanted)
@@ -272,7 +272,7 @@ def without_waiting_for(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Evictor, "_finish", unwaited)
 
 
-def without_the_slots_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_the_last_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """[8]."""
     lane_run = StreamLane.run
     monkeypatch.setattr(StreamLane, "run", lambda self, job, after=(): lane_run(self, job))
@@ -280,12 +280,12 @@ def without_the_slots_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "[1] a put without waiting for the forward": (
-        lambda patch: without_waiting_for_compute("outward", patch),
+        lambda patch: without_waiting_for_compute("outbound", patch),
         "not ordered behind forward of",
     ),
-    "[3] freed before the put has ended": (lambda patch: without_waiting_for(State.AWAY, patch), "not ordered behind"),
-    "[5] a get into memory that compute still uses": (lambda patch: without_waiting_for_compute("homeward", patch), "not ordered behind"),
-    "[7] a backward without its load": (lambda patch: without_waiting_for(State.HERE, patch), "backward of"),
+    "[3] freed before the put has ended": (lambda patch: without_waiting_for(ActivationsState.AWAY, patch), "not ordered behind"),
+    "[5] a get into memory that compute still uses": (lambda patch: without_waiting_for_compute("inbound", patch), "not ordered behind"),
+    "[7] a backward without its load": (lambda patch: without_waiting_for(ActivationsState.HERE, patch), "backward of"),
 }
 
 
@@ -300,20 +300,24 @@ def test_a_missing_wait_is_reported(name: str, kind: str, fakes: Callable[[Machi
     assert any(message in finding for finding in findings), findings[:3]
 
 
-def test_a_slot_filled_again_before_it_was_read_is_reported(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """[8]. With six stages a slot is filled again before the backward that its last load was for."""
+def test_a_host_buffer_filled_again_before_it_was_read_is_reported(
+    fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[8]. With six stages a host buffer is filled again before the backward that its last load was for."""
     machine = Machine()
     fakes(machine)
-    without_the_slots_last(monkeypatch)
+    without_the_last_transfer(monkeypatch)
     findings = run("one-sided", schedule(6, 12), machine, monkeypatch)
     assert any("put" in finding and "not ordered behind get" in finding for finding in findings), findings[:3]
 
 
-def test_an_acceptor_that_does_not_wait_for_its_slot_is_refused(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """[8], two-sided: the slot's states tell before its memory can."""
+def test_an_acceptor_that_does_not_wait_for_its_host_buffer_is_refused(
+    fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[8], two-sided: the buffer's states tell before its memory can."""
     machine = Machine()
     fakes(machine)
-    monkeypatch.setattr(ReceivingAcceptor, "_settle", lambda self, slot: None)
+    monkeypatch.setattr(ReceivingAcceptor, "_settle", lambda self, buffer: None)
     with pytest.raises(RuntimeFault, match=r"host buffer \d+, holding 0HOST\d+: FILLING -> EMPTYING on 0RETURN\d+.* is a wait missing\?"):
         run("two-sided", schedule(6, 12), machine, monkeypatch)
 

@@ -46,9 +46,9 @@ class Told(LateTransport):
         self.sizes = {0: (64,)}
         self._log = log
 
-    def give_back(self, slot: int, buffers: Sequence[torch.Tensor]) -> Any:
+    def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Any:
         self._log.append("RETURN")
-        return self.host(slot, buffers)
+        return self.host(host_buffer, tensors)
 
 
 class Stage(torch.nn.Module):

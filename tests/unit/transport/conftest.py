@@ -12,7 +12,7 @@ from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 @pytest.fixture
 def lanes() -> Iterator[tuple[ThreadLane, ThreadLane]]:
-    pair = ThreadLane("out", 5.0), ThreadLane("home", 5.0)
+    pair = ThreadLane("outbound", 5.0), ThreadLane("inbound", 5.0)
     yield pair
     for lane in pair:
         lane.close()

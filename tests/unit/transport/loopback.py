@@ -88,15 +88,15 @@ def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[Loopback
     return LoopbackControl(there, back, timeout_s, rendezvous), LoopbackControl(back, there, timeout_s, rendezvous)
 
 
-def peers(out: Lane, home: Lane, lender: Callable[[], Lender] = SharedMemory, timeout_s: float = 5.0) -> tuple[Reaching, Reaching]:
+def peers(outbound: Lane, inbound: Lane, lender: Callable[[], Lender] = SharedMemory, timeout_s: float = 5.0) -> tuple[Reaching, Reaching]:
     """An evictor's transport, its copies on these lanes, and its acceptor's, which has no copies to make."""
     here, there = controls(timeout_s)
-    return Reaching(Peer(here, lender()), out, home), Reaching(Peer(there, lender()), NoLane(), NoLane())  # type: ignore[arg-type]
+    return Reaching(Peer(here, lender()), outbound, inbound), Reaching(Peer(there, lender()), NoLane(), NoLane())  # type: ignore[arg-type]
 
 
-def alone(out: Lane, home: Lane) -> tuple[Reaching, Reaching]:
+def alone(outbound: Lane, inbound: Lane) -> tuple[Reaching, Reaching]:
     """The same over the evictor's own memory."""
-    return Reaching(Host(CPU), out, home), Reaching(Host(CPU), NoLane(), NoLane())
+    return Reaching(Host(CPU), outbound, inbound), Reaching(Host(CPU), NoLane(), NoLane())
 
 
 class NoLane:

@@ -106,10 +106,10 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
     connection.link = Link((0, 1), "peer", {})
     chosen = connection.transport()
     assert isinstance(chosen, Reaching)
-    assert isinstance(chosen._way, Peer)
+    assert isinstance(chosen._access, Peer)
     host = connection.transport("host")
     assert isinstance(host, Reaching)
-    assert isinstance(host._way, Host)
+    assert isinstance(host._access, Host)
     assert isinstance(connection.transport("gloo"), Distributed)
     connection.close()
     assert not any(lane._thread.is_alive() for lane in lanes)  # type: ignore[attr-defined]

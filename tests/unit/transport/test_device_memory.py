@@ -129,8 +129,8 @@ def test_memory_that_nobody_can_open_is_not_kept(cuda: FakeCuda) -> None:
     assert cuda.allocated == {}
 
 
-def test_pinned_slots_take_what_they_need_and_no_more(cuda: FakeCuda) -> None:
-    """torch's own pinned memory comes in powers of two: 9 GiB of slots would take 16."""
+def test_pinned_buffers_take_what_they_need_and_no_more(cuda: FakeCuda) -> None:
+    """torch's own pinned memory comes in powers of two: 9 GiB of host buffers would take 16."""
     region = own_memory(5000, cuda.device())
     assert list(cuda.locked.values()) == [5000]
     source = torch.arange(100, dtype=torch.uint8)

@@ -36,11 +36,11 @@ def test_jobs_of_a_lane_run_in_the_order_they_were_asked_for(lanes: tuple[Thread
 
 
 def test_a_job_waits_for_those_of_the_other_lane_it_comes_after(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    out, home = lanes
+    outbound, inbound = lanes
     ran: list[str] = []
     gate = Gate()
-    first = out.run(lambda: (gate(), ran.append("put"))[0])
-    second = home.run(lambda: ran.append("get"), after=[first])
+    first = outbound.run(lambda: (gate(), ran.append("put"))[0])
+    second = inbound.run(lambda: ran.append("get"), after=[first])
     assert gate.begun.wait(5.0)
     assert ran == []
     gate.open.set()
@@ -49,10 +49,10 @@ def test_a_job_waits_for_those_of_the_other_lane_it_comes_after(lanes: tuple[Thr
 
 
 def test_the_lanes_do_not_wait_for_each_other_otherwise(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    out, home = lanes
+    outbound, inbound = lanes
     gate = Gate()
-    held = out.run(gate)
-    home.run(lambda: None).wait()
+    held = outbound.run(gate)
+    inbound.run(lambda: None).wait()
     gate.open.set()
     held.wait()
 
@@ -83,7 +83,7 @@ def test_an_error_is_raised_where_somebody_waits_and_the_lane_lives_on(lanes: tu
 
 
 def test_a_job_that_does_not_end_is_a_time_out() -> None:
-    lane = ThreadLane("out", 0.05)
+    lane = ThreadLane("outbound", 0.05)
     gate = Gate()
     ticket = lane.run(gate)
     with pytest.raises(TimeoutError, match=r"no copy within 0\.05 s"):

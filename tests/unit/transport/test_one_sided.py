@@ -1,4 +1,4 @@
-"""Reaching into slots: states, the order of what touches one slot, and how the two ends part."""
+"""Reaching into host buffers: states, the order of what touches one of them, and how the two ends part."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.unit.transport.fake_cuda import FakeCuda
 from tests.unit.transport.loopback import AtOnce, alone, controls, peers
 
 SIZES: Sizes = {0: (1000, 24, 4096)}
-SLOTS = (frozenset({0}), frozenset({0}))
-LAYOUT = BufferLayout.of(SLOTS, SIZES)
+STAGES = (frozenset({0}), frozenset({0}))
+LAYOUT = BufferLayout.of(STAGES, SIZES)
 
 
 @pytest.fixture(params=[peers, alone], ids=["peer", "host"])
@@ -29,13 +29,13 @@ def pair(request: pytest.FixtureRequest, lanes: tuple[ThreadLane, ThreadLane]) -
     """An evictor and an acceptor that know each other's memory."""
     evictor, acceptor = request.param(*lanes)
     evictor.announce(SIZES, LAYOUT).wait()
-    acceptor.lend(lambda sizes: BufferLayout.of(SLOTS, sizes))
+    acceptor.lend(lambda sizes: BufferLayout.of(STAGES, sizes))
     yield evictor, acceptor
     evictor.abandon()
     acceptor.abandon()
 
 
-def buffers(seed: int | None = None) -> list[torch.Tensor]:
+def tensors(seed: int | None = None) -> list[torch.Tensor]:
     if seed is None:
         return [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in SIZES[0]]
     generator = torch.Generator().manual_seed(seed)
@@ -48,38 +48,38 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 def test_what_was_put_comes_back(pair: tuple[Reaching, Reaching]) -> None:
     evictor, _ = pair
-    back = [buffers(), buffers()]
-    for slot in (0, 1):
-        evictor.put(slot, buffers(slot)).wait()
-    for slot in (1, 0):
-        evictor.get(slot, back[slot]).wait()
-    assert same(back[0], buffers(0))
-    assert same(back[1], buffers(1))
+    back = [tensors(), tensors()]
+    for number in (0, 1):
+        evictor.put(number, tensors(number)).wait()
+    for number in (1, 0):
+        evictor.get(number, back[number]).wait()
+    assert same(back[0], tensors(0))
+    assert same(back[1], tensors(1))
 
 
-def test_a_slot_can_be_used_again_and_again(pair: tuple[Reaching, Reaching]) -> None:
+def test_a_host_buffer_can_be_used_again_and_again(pair: tuple[Reaching, Reaching]) -> None:
     evictor, _ = pair
     for seed in range(20):
-        back = buffers()
-        evictor.put(0, buffers(seed)).wait()
+        back = tensors()
+        evictor.put(0, tensors(seed)).wait()
         evictor.get(0, back).wait()
-        assert same(back, buffers(seed))
+        assert same(back, tensors(seed))
 
 
-def test_a_slot_that_is_taken_is_refused(pair: tuple[Reaching, Reaching]) -> None:
+def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[Reaching, Reaching]) -> None:
     evictor, _ = pair
-    evictor.put(0, buffers(1)).wait()
+    evictor.put(0, tensors(1)).wait()
     with pytest.raises(RuntimeError, match="host buffer 0 is holding, but must be free for this transfer: the program uses it twice"):
-        evictor.put(0, buffers(2))
-    back = buffers()
+        evictor.put(0, tensors(2))
+    back = tensors()
     evictor.get(0, back).wait()
-    assert same(back, buffers(1)), "what was refused must not have moved"
+    assert same(back, tensors(1)), "what was refused must not have moved"
 
 
-def test_a_slot_that_holds_nothing_is_refused(pair: tuple[Reaching, Reaching]) -> None:
+def test_a_host_buffer_that_holds_nothing_is_refused(pair: tuple[Reaching, Reaching]) -> None:
     evictor, _ = pair
     with pytest.raises(RuntimeError, match="host buffer 1 is free, but must be holding for this transfer"):
-        evictor.get(1, buffers())
+        evictor.get(1, tensors())
 
 
 class Written(ThreadLane):
@@ -95,13 +95,13 @@ class Written(ThreadLane):
         return pending
 
 
-def test_what_touches_a_slot_waits_for_what_touched_it_last() -> None:
-    """[8]. And for nothing else: two slots have nothing to do with each other."""
+def test_what_touches_a_host_buffer_waits_for_what_touched_it_last() -> None:
+    """[8]. And for nothing else: two host buffers have nothing to do with each other."""
     lane = Written()
     evictor, _ = alone(lane, lane)
     evictor.announce(SIZES, LAYOUT).wait()
-    first, other = evictor.put(0, buffers(0)), evictor.put(1, buffers(1))
-    home, again = evictor.get(0, buffers()), evictor.put(0, buffers(2))
+    first, other = evictor.put(0, tensors(0)), evictor.put(1, tensors(1))
+    home, again = evictor.get(0, tensors()), evictor.put(0, tensors(2))
     assert lane.asked == [(first, ()), (other, ()), (home, (first,)), (again, (home,))]
     evictor.release()
     lane.close()
@@ -112,24 +112,24 @@ def test_a_put_that_is_held_up_holds_up_its_get(lanes: tuple[ThreadLane, ThreadL
     evictor.announce(SIZES, LAYOUT).wait()
     gate = threading.Event()
     lanes[0].run(lambda: None if gate.wait(5.0) else pytest.fail("never opened"))
-    evictor.put(0, buffers(3))
-    back = buffers()
+    evictor.put(0, tensors(3))
+    back = tensors()
     got = evictor.get(0, back)
-    assert same(back, buffers())
+    assert same(back, tensors())
     gate.set()
     got.wait()
-    assert same(back, buffers(3))
+    assert same(back, tensors(3))
 
 
 def test_both_ends_use_the_same_layout(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     """The evictor computed its own; the acceptor's comes from the sizes in the message."""
     sizes: Sizes = {3: (1000, 24), 0: (4096,)}
-    slots = (frozenset({0, 3}), frozenset({3}))
-    here = BufferLayout.of(slots, sizes)
+    stages = (frozenset({0, 3}), frozenset({3}))
+    here = BufferLayout.of(stages, sizes)
     seen: list[BufferLayout] = []
 
     def layout_of(told: Sizes) -> BufferLayout:
-        seen.append(BufferLayout.of(slots, told))
+        seen.append(BufferLayout.of(stages, told))
         return seen[0]
 
     evictor, acceptor = peers(*lanes)
@@ -175,7 +175,7 @@ def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLa
     evictor, acceptor = peers(*lanes, lender=lambda: Watched(closed))
     evictor.announce(SIZES, LAYOUT).wait()
     acceptor.lend(lambda sizes: LAYOUT)
-    evictor.put(0, buffers(1)).wait()
+    evictor.put(0, tensors(1)).wait()
     parting = threading.Thread(target=acceptor.release)
     parting.start()
     parting.join(0.05)
@@ -195,7 +195,7 @@ def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane
         assert gate.wait(5.0)
 
     lanes[0].run(held)
-    evictor.put(0, buffers(1))
+    evictor.put(0, tensors(1))
     releasing = threading.Thread(target=evictor.release)
     releasing.start()
     releasing.join(0.05)
@@ -206,13 +206,13 @@ def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane
 
 
 @pytest.mark.parametrize("part", ["release", "abandon"])
-def test_after_parting_the_slots_are_free_and_nothing_is_open(lanes: tuple[ThreadLane, ThreadLane], part: str) -> None:
+def test_after_parting_the_host_buffers_are_free_and_nothing_is_open(lanes: tuple[ThreadLane, ThreadLane], part: str) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     evictor, acceptor = peers(*lanes)
     for seed in range(3):
         evictor.announce(SIZES, LAYOUT).wait()
         acceptor.lend(lambda sizes: LAYOUT)
-        evictor.put(0, buffers(seed)).wait()
+        evictor.put(0, tensors(seed)).wait()
         for end in (evictor, acceptor):
             getattr(end, part)()
         assert len(os.listdir("/proc/self/fd")) == opened
@@ -229,27 +229,27 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
     with pytest.raises(OSError, match="Cannot allocate memory"):
         acceptor.lend(lambda sizes: LAYOUT)
     with pytest.raises(RuntimeError, match=r"the partner could not make the host buffers it lends: OSError: .* Cannot allocate memory"):
-        evictor.put(0, buffers(1)).wait()
+        evictor.put(0, tensors(1)).wait()
 
 
 def test_a_partner_that_lends_nothing_is_a_time_out(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, _ = peers(*lanes, timeout_s=0.05)
     evictor.announce(SIZES, LAYOUT).wait()
     with pytest.raises(TimeoutError, match=r"no message about MEMORY within 0\.05 s"):
-        evictor.put(0, buffers(1)).wait()
+        evictor.put(0, tensors(1)).wait()
 
 
 def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     """The partner's memory is asked for in the lane's thread: the loop goes on, also in the very first iteration."""
     evictor, acceptor = peers(*lanes)
     evictor.announce(SIZES, LAYOUT).wait()
-    put = evictor.put(0, buffers(7))
-    back = buffers()
+    put = evictor.put(0, tensors(7))
+    back = tensors()
     got = evictor.get(0, back)
     acceptor.lend(lambda sizes: LAYOUT)
     for pending in (put, got):
         pending.wait()
-    assert same(back, buffers(7))
+    assert same(back, tensors(7))
     for end in (evictor, acceptor):
         end.abandon()
 
@@ -271,7 +271,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
     evictor, acceptor = on_a_device(cuda, kind)
     evictor.announce(SIZES, LAYOUT).wait()
     acceptor.lend(lambda sizes: LAYOUT)
-    evictor.put(0, buffers(1))
+    evictor.put(0, tensors(1))
     cuda.calls.clear()
     for end in (acceptor, evictor):
         end.abandon()
@@ -288,7 +288,7 @@ def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeyp
     evictor, acceptor = on_a_device(cuda, kind)
     evictor.announce(SIZES, LAYOUT).wait()
     acceptor.lend(lambda sizes: LAYOUT)
-    evictor.put(0, buffers(1))
+    evictor.put(0, tensors(1))
     for end in (evictor, acceptor):
         end.release()
     assert "cudaDeviceSynchronize" in cuda.calls
@@ -304,11 +304,11 @@ def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
         try:
             announced = end.announce(SIZES, LAYOUT)
             end.lend(lambda sizes: LAYOUT)
-            back = buffers()
-            end.put(0, buffers(seed)).wait()
+            back = tensors()
+            end.put(0, tensors(seed)).wait()
             end.get(0, back).wait()
             announced.wait()
-            assert same(back, buffers(seed))
+            assert same(back, tensors(seed))
             end.release()
         except Exception as error:
             errors.append(error)
