@@ -21,7 +21,7 @@ from bpipe.plan.explain import describe, only_balanced, verdict
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.predict import Prediction, predict
+from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
 from bpipe.plan.space import CUTS, Space, num_grids
 from bpipe.program import BALANCES
@@ -100,7 +100,7 @@ def run(asked: argparse.Namespace) -> int:
     return 0 if outcome.rows else NO_ROWS
 
 
-def _yours(asked: argparse.Namespace, reading: Reading) -> Prediction | str:
+def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
     """The launch as it stands, or why it cannot be on this cluster."""
     options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(("recompute", "schedule", "balance", "tensor", "pipeline"))})
     options = argparse.Namespace(**{**vars(options), **dict.fromkeys(("micro_batch", "chunks", "layers")), "no_sequence_parallel": False})
@@ -111,7 +111,7 @@ def _yours(asked: argparse.Namespace, reading: Reading) -> Prediction | str:
     return predict(setup, formula=asked.flops_formula)
 
 
-def _yours_lines(yours: Prediction | str) -> list[str]:
+def _yours_lines(yours: SetupPrediction | str) -> list[str]:
     if isinstance(yours, str):
         return [f"the launch as it stands: {yours}"]
     misses = [f"rank {rank.rank} needs {gib(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
@@ -119,7 +119,7 @@ def _yours_lines(yours: Prediction | str) -> list[str]:
     return ["the launch as it stands, first; then what was found", *_lines(0, Found(yours, None)), f"     {fits}"]
 
 
-def _launch_document(yours: Prediction | str, reading: Reading) -> dict[str, Any]:
+def _launch_document(yours: SetupPrediction | str, reading: Reading) -> dict[str, Any]:
     said = {"impossible": yours} if isinstance(yours, str) else document(yours)
     return {"launch": {**launch_document(reading), "as_it_stands": said}}
 

@@ -13,9 +13,9 @@ from bpipe.models.layout import RECOMPUTE, Setup, split_layers
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
 from bpipe.plan.explain import describe
-from bpipe.plan.predict import Prediction, predict, report_of
+from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.program import BALANCES
-from bpipe.simulate.report import Report
+from bpipe.simulate.report import Simulation
 
 # Some seconds. Beyond, the steady phase is continued, unless a trace or picture needs every action.
 MOST_COMPUTATIONS = 100_000
@@ -57,14 +57,14 @@ def run(options: argparse.Namespace) -> None:
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ValueError(f"--plot {plot}: the name must end in .svg or .png")
     drawn = options.trace is not None or plot is not None
-    report = report_of(setup, profile) if drawn or _num_computations(setup) <= MOST_COMPUTATIONS else None
-    prediction = predict(setup, profile, report, options.flops_formula)
-    if report is not None and options.trace is not None:
+    simulation = simulation_of(setup, profile) if drawn or _num_computations(setup) <= MOST_COMPUTATIONS else None
+    prediction = predict(setup, profile, simulation, options.flops_formula)
+    if simulation is not None and options.trace is not None:
         from bpipe.simulate.trace import write_trace
 
-        Path(options.trace).write_text(write_trace(report))
-    if report is not None and plot is not None:
-        plot.write_bytes(_picture(report, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
+        Path(options.trace).write_text(write_trace(simulation))
+    if simulation is not None and plot is not None:
+        plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
     if options.format == "json":
         print_json({**document(prediction), **({"launch": launch_document(reading)} if reading else {})})
     else:
@@ -108,10 +108,10 @@ def _num_computations(setup: Setup) -> int:
     return 2 * setup.num_stages * setup.num_microbatches
 
 
-def _picture(report: Report, suffix: str, name: str) -> bytes:
-    from bpipe.draw.timeline import lay_out_report
+def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:
+    from bpipe.draw.timeline import lay_out_simulation
 
-    picture = lay_out_report(report, name)
+    picture = lay_out_simulation(simulation, name)
     if suffix == ".svg":
         from bpipe.draw.svg import render_svg
 
@@ -121,7 +121,7 @@ def _picture(report: Report, suffix: str, name: str) -> bytes:
     return render_png(picture)
 
 
-def table(prediction: Prediction) -> str:
+def table(prediction: SetupPrediction) -> str:
     """For a person: the totals, then a line a rank in GiB of one device."""
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
     lines = [

@@ -1,4 +1,4 @@
-"""Lay a simulation out to scale. In: a Report, and whose it is. Out: a `Picture`. A lane is a rank: computations, transfers, bytes held.
+"""Lay a simulation out to scale. In: a Simulation and its name. Out: a `Picture`. A lane is a rank: computations, transfers, bytes held.
 
 Styles and shapes are those of `picture`; here a box is as wide as its action is long, over an axis of seconds. The bound of a balanced rank
 is drawn in bytes: as many micro-batches as it may hold, each of the largest size that it ever holds. Knows no file format.
@@ -10,7 +10,7 @@ import math
 
 from bpipe.draw.picture import Picture, Shape, Word, draw_legend, pointed
 from bpipe.ir.action import Kind
-from bpipe.simulate.report import Report, Timed
+from bpipe.simulate.report import Simulation, Timed
 
 WIDTH = 1600
 MARGIN = 80
@@ -43,36 +43,36 @@ _HELD = (("curve", "bytes of activations held"),)
 _BOUND = (("bound", "bound of balancing"),)
 
 
-def lay_out_report(report: Report, name: str = "") -> Picture:
+def lay_out_simulation(simulation: Simulation, name: str = "") -> Picture:
     """The picture of a simulation, as wide as a page however long it took. `name` says of what."""
-    ranks = range(report.schedule.num_ranks)
+    ranks = range(simulation.schedule.num_ranks)
     picture = Picture(MARGIN + WIDTH + MARGIN_RIGHT, TOP + len(ranks) * LANE_HEIGHT + AXIS_HEIGHT)
-    scale = WIDTH / float(report.makespan_s or 1)
-    picture.words.append(Word(MARGIN, 18, name or report.schedule.name, 15, "start"))
-    picture.words.append(Word(MARGIN, 40, _summary(report), 12, "start"))
-    draw_legend(picture, _legend_entries(report), MARGIN, 64)
-    bounds = [_bound_bytes(report, rank) for rank in ranks]
-    top = max(*(report.peak_bytes(rank) for rank in ranks), *(bound or 0 for bound in bounds)) or 1
-    _axis(picture, report, scale)
+    scale = WIDTH / float(simulation.makespan_s or 1)
+    picture.words.append(Word(MARGIN, 18, name or simulation.schedule.name, 15, "start"))
+    picture.words.append(Word(MARGIN, 40, _summary(simulation), 12, "start"))
+    draw_legend(picture, _legend_entries(simulation), MARGIN, 64)
+    bounds = [_bound_bytes(simulation, rank) for rank in ranks]
+    top = max(*(simulation.peak_bytes(rank) for rank in ranks), *(bound or 0 for bound in bounds)) or 1
+    _axis(picture, simulation, scale)
     for rank in ranks:
         y = TOP + rank * LANE_HEIGHT
         picture.words.append(Word(MARGIN - 8, y + BOX_HEIGHT / 2, f"rank {rank}", 12, "end"))
-        for timed in report.computations[rank]:
-            _computation(picture, timed, y, scale, report.schedule.num_chunks > 1)
-        for timed in report.transfers[rank]:
+        for timed in simulation.computations[rank]:
+            _computation(picture, timed, y, scale, simulation.schedule.num_chunks > 1)
+        for timed in simulation.transfers[rank]:
             _transfer(picture, timed, y + BOX_HEIGHT + 2, scale)
-        _curve(picture, report, rank, y + BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + 2, scale, CURVE_HEIGHT / top, bounds[rank])
+        _curve(picture, simulation, rank, y + BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + 2, scale, CURVE_HEIGHT / top, bounds[rank])
     return picture
 
 
-def _summary(report: Report) -> str:
-    schedule = report.schedule
+def _summary(simulation: Simulation) -> str:
+    schedule = simulation.schedule
     chunks = f", {schedule.num_chunks} chunks a rank" if schedule.num_chunks > 1 else ""
-    exposed = float(report.exposed_transfer_s)
+    exposed = float(simulation.exposed_transfer_s)
     waits = f", transfers exposed {_seconds(exposed)}" if exposed else ""
     return (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches{chunks}; iteration "
-        f"{_seconds(float(report.makespan_s))}, bubble {100 * float(report.bubble_of_makespan):.1f} %{waits}"
+        f"{_seconds(float(simulation.makespan_s))}, bubble {100 * float(simulation.bubble_of_makespan):.1f} %{waits}"
     )
 
 
@@ -80,26 +80,28 @@ def _seconds(value: float) -> str:
     return f"{value:.4g} s" if value >= 1 or not value else f"{1e3 * value:.4g} ms"
 
 
-def _legend_entries(report: Report) -> tuple[tuple[str, str], ...]:
+def _legend_entries(simulation: Simulation) -> tuple[tuple[str, str], ...]:
     """Of what there is."""
-    splits = any(timed.action.kind is Kind.BACKWARD_WEIGHT for row in report.computations for timed in row)
-    moves = any(report.transfers)
-    return (*_COMPUTED, *(_SPLIT if splits else ()), *(_MOVED if moves else ()), *_HELD, *(_BOUND if report.schedule.bounds else ()))
+    splits = any(timed.action.kind is Kind.BACKWARD_WEIGHT for row in simulation.computations for timed in row)
+    moves = any(simulation.transfers)
+    return (*_COMPUTED, *(_SPLIT if splits else ()), *(_MOVED if moves else ()), *_HELD, *(_BOUND if simulation.schedule.bounds else ()))
 
 
-def _bound_bytes(report: Report, rank: int) -> int | None:
+def _bound_bytes(simulation: Simulation, rank: int) -> int | None:
     """None for a rank without a bound."""
-    schedule, stages = report.schedule, report.costs.stages
+    schedule, stages = simulation.schedule, simulation.costs.stages
     if schedule.bounds is None:
         return None
     partner = schedule.partners[rank] if schedule.partners else rank
     own = [stage.saved_bytes for stage, of in zip(stages, schedule.stage_to_rank, strict=True) if of == rank]
-    hosted = [stage.moved_bytes for stage, of in zip(stages, schedule.stage_to_rank, strict=True) if of == partner and _hosts(report, rank)]
+    hosted = [
+        stage.moved_bytes for stage, of in zip(stages, schedule.stage_to_rank, strict=True) if of == partner and _hosts(simulation, rank)
+    ]
     return schedule.bounds[rank] * max(*own, *hosted, 0)
 
 
-def _hosts(report: Report, rank: int) -> bool:
-    return any(timed.action.kind is Kind.HOST for timed in report.transfers[rank])
+def _hosts(simulation: Simulation, rank: int) -> bool:
+    return any(timed.action.kind is Kind.HOST for timed in simulation.transfers[rank])
 
 
 def _ticks(span: float) -> tuple[float, list[float]]:
@@ -110,9 +112,9 @@ def _ticks(span: float) -> tuple[float, list[float]]:
     return step, [number * step for number in range(math.floor(span / step + 1e-9) + 1)]
 
 
-def _axis(picture: Picture, report: Report, scale: float) -> None:
+def _axis(picture: Picture, simulation: Simulation, scale: float) -> None:
     """Seconds below all lanes, a line through them at every tick, and where the pipeline ends."""
-    span = float(report.makespan_s)
+    span = float(simulation.makespan_s)
     if not span:
         return
     step, places = _ticks(span)
@@ -125,7 +127,7 @@ def _axis(picture: Picture, report: Report, scale: float) -> None:
         picture.words.append(Word(x, bottom + 10, f"{place * factor:.{digits}f}", 11))
     picture.shapes.append(Shape("axis", ((MARGIN, bottom), (MARGIN + WIDTH, bottom)), closed=False))
     picture.words.append(Word(MARGIN + WIDTH / 2, bottom + 28, f"time, {unit}", 12))
-    ends = float(report.pipeline_s)
+    ends = float(simulation.pipeline_s)
     if (span - ends) * scale > 60:
         picture.words.append(Word(MARGIN + ends * scale + 4, TOP - 10, "reduction and update", 10, "start"))
         picture.shapes.append(Shape("axis", ((MARGIN + ends * scale, TOP - 14), (MARGIN + ends * scale, bottom)), closed=False))
@@ -156,16 +158,16 @@ def _box(picture: Picture, style: str, x: float, y: float, width: float, height:
     picture.shapes.append(Shape(style, ((x, y), (x + width, y), (x + width, y + height), (x, y + height))))
 
 
-def _curve(picture: Picture, report: Report, rank: int, bottom: float, scale: float, height: float, bound: int | None) -> None:
+def _curve(picture: Picture, simulation: Simulation, rank: int, bottom: float, scale: float, height: float, bound: int | None) -> None:
     points: list[tuple[float, float]] = [(MARGIN, bottom)]
-    for level in report.levels(rank):
+    for level in simulation.levels(rank):
         x = MARGIN + float(level.start_s) * scale
         points += [(x, points[-1][1]), (x, bottom - level.held_bytes * height)]
     right = MARGIN + WIDTH
     points.append((right, points[-1][1]))
     picture.shapes.append(Shape("axis", ((MARGIN, bottom), (right, bottom)), closed=False))
     picture.shapes.append(Shape("curve", tuple(points), closed=False))
-    peak = report.peak_bytes(rank)
+    peak = simulation.peak_bytes(rank)
     if peak:
         picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2 - 7, f"peak {peak / 2**30:.2f} GiB", 11, "start"))
     if bound:

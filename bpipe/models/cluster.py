@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceKind:
     """`memory_bytes` is what a process can use at most: the size a CUDA runtime reports, a little less than the label says."""
 
     name: str
@@ -36,22 +36,22 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100-40g", 312e12, int(39.5 * GIB), 1.555e12, 300e9, 25e9, "NVIDIA A100 data sheet; 39.5 GiB as torch reports it"),
-        Device("a100-80g", 312e12, int(79.25 * GIB), 2.039e12, 300e9, 25e9, "NVIDIA A100 data sheet"),
-        Device("h100-80g", 989e12, int(79.1 * GIB), 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM data sheet"),
-        Device("h200-141g", 989e12, int(139.8 * GIB), 4.8e12, 450e9, 50e9, "NVIDIA H200 data sheet"),
-        Device("a800-80g", 312e12, int(79.33 * GIB), 2.039e12, 200e9, 25e9, "NVIDIA A100 data sheet, NVLink at 400 GB/s both ways"),
-        Device("h20-96g", 148e12, int(95.0 * GIB), 4.0e12, 450e9, 50e9, "NVIDIA H20: 148 TFLOP/s, 96 GB at 4.0 TB/s, NVLink 900 GB/s"),
-        Device("b200-180g", 2250e12, int(178.3 * GIB), 7.7e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet"),
-        Device("gb200-186g", 2500e12, int(184.3 * GIB), 8.0e12, 900e9, 50e9, "NVIDIA GB200 NVL72: of 72, 360 PFLOP/s with sparsity"),
-        Device("mi300x-192g", 1307.4e12, int(191.98 * GIB), 5.3e12, 448e9, 50e9, "AMD Instinct MI300X data sheet"),
+        DeviceKind("a100-40g", 312e12, int(39.5 * GIB), 1.555e12, 300e9, 25e9, "NVIDIA A100 data sheet; 39.5 GiB as torch reports it"),
+        DeviceKind("a100-80g", 312e12, int(79.25 * GIB), 2.039e12, 300e9, 25e9, "NVIDIA A100 data sheet"),
+        DeviceKind("h100-80g", 989e12, int(79.1 * GIB), 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM data sheet"),
+        DeviceKind("h200-141g", 989e12, int(139.8 * GIB), 4.8e12, 450e9, 50e9, "NVIDIA H200 data sheet"),
+        DeviceKind("a800-80g", 312e12, int(79.33 * GIB), 2.039e12, 200e9, 25e9, "NVIDIA A100 data sheet, NVLink at 400 GB/s both ways"),
+        DeviceKind("h20-96g", 148e12, int(95.0 * GIB), 4.0e12, 450e9, 50e9, "NVIDIA H20: 148 TFLOP/s, 96 GB at 4.0 TB/s, NVLink 900 GB/s"),
+        DeviceKind("b200-180g", 2250e12, int(178.3 * GIB), 7.7e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet"),
+        DeviceKind("gb200-186g", 2500e12, int(184.3 * GIB), 8.0e12, 900e9, 50e9, "NVIDIA GB200 NVL72: of 72, 360 PFLOP/s with sparsity"),
+        DeviceKind("mi300x-192g", 1307.4e12, int(191.98 * GIB), 5.3e12, 448e9, 50e9, "AMD Instinct MI300X data sheet"),
     )
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    device: Device
+    device: DeviceKind
     num_nodes: int
     devices_per_node: int
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.models.cluster import DEVICES, GIB, Cluster, Device
+from bpipe.models.cluster import DEVICES, GIB, Cluster, DeviceKind
 from bpipe.names import unknown
 from bpipe.values import load_json
 
@@ -59,7 +59,7 @@ def _size(path: Path, document: dict[str, Any], key: str, default: int | None) -
     return size
 
 
-def _device(path: Path, said: object) -> Device:
+def _device(path: Path, said: object) -> DeviceKind:
     if isinstance(said, str):
         return _known(path, "device", said)
     if not isinstance(said, dict):
@@ -76,10 +76,10 @@ def _device(path: Path, said: object) -> Device:
     missing = [f"device.{key}" for key in NUMBERS if key not in said]
     if missing:
         raise ValueError(f"{path}: {', '.join(missing)} missing: give all, or device.like")
-    return Device(name=name, source=str(path), **numbers)
+    return DeviceKind(name=name, source=str(path), **numbers)
 
 
-def _known(path: Path, key: str, name: object) -> Device:
+def _known(path: Path, key: str, name: object) -> DeviceKind:
     if not isinstance(name, str) or name not in DEVICES:
         raise ValueError(f"{path}: {key}: {unknown('device', str(name), DEVICES)}")
     return DEVICES[name]

@@ -1,4 +1,4 @@
-"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/planning.md). In: a Prediction. Out: plain values."""
+"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/planning.md). In: a prediction. Out: plain values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
-from bpipe.plan.predict import Prediction
+from bpipe.plan.predict import SetupPrediction
 
 
 def configuration(setup: Setup) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
     }
 
 
-def document(prediction: Prediction) -> dict[str, Any]:
+def document(prediction: SetupPrediction) -> dict[str, Any]:
     """One prediction. `stages` has one entry for each pipeline rank."""
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
     return {
@@ -58,7 +58,7 @@ def document(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _stage(prediction: Prediction, memory: RankMemory) -> dict[str, Any]:
+def _stage(prediction: SetupPrediction, memory: RankMemory) -> dict[str, Any]:
     return {
         "stage": memory.rank,
         "weights_bytes": memory.weights_bytes,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from bpipe.generate.families import default
 from bpipe.models.layout import Setup
-from bpipe.plan.predict import Prediction
+from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.search import Closest, Found, Outcome
 from bpipe.plan.space import CUTS, MIN_BALANCED_RANKS, Space, divisors, num_grids
 
@@ -134,7 +134,7 @@ def _fewer_activations(setup: Setup, space: Space) -> str:
     return " or ".join(ways) or "take more devices, or a shorter sequence"
 
 
-def _reason(plain: Prediction, balanced: Prediction) -> str:
+def _reason(plain: SetupPrediction, balanced: SetupPrediction) -> str:
     """What it does to a stage's speed, to the bubble, and to waiting."""
     bubbles = [100 * one.timing.bubble_of_makespan for one in (plain, balanced)]
     parts = [
@@ -147,7 +147,7 @@ def _reason(plain: Prediction, balanced: Prediction) -> str:
     return ", ".join(parts)
 
 
-def _while_busy(prediction: Prediction) -> float:
+def _while_busy(prediction: SetupPrediction) -> float:
     """Model FLOPs per second of computing: the MFU without the bubble."""
     return prediction.mfu / (1 - prediction.timing.bubble_of_makespan)
 

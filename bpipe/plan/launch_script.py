@@ -42,7 +42,7 @@ class Launch:
 
 def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
     """The script's training. `given` replaces what the script assigns. Raises ValueError where there is none or more than one."""
-    reader = _Reader(dict(given or {}))
+    reader = _ScriptReader(dict(given or {}))
     found = [(line, words) for line, words in reader.commands(text) if _trains(words)]
     if not found:
         raise ValueError(
@@ -64,7 +64,7 @@ def _trains(words: tuple[str, ...]) -> bool:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _ScriptReader:
     """`values` of variables: a list for arrays. `depth` counts open conditions, loops and functions; `chained`: behind `&&` or `||`."""
 
     given: dict[str, str]

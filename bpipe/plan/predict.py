@@ -1,4 +1,4 @@
-"""Predict one configuration: time, MFU, bubble, memory, transfers. In: a Setup and, if there is one, a Profile. Out: a `Prediction`.
+"""Predict one configuration: time, MFU, bubble, memory, transfers. In: a Setup and, if there is one, a Profile. Out: a `SetupPrediction`.
 
 The schedule is the very one that would run. Knows no command line and compares nothing.
 """
@@ -21,7 +21,7 @@ from bpipe.program import ProgramConfig, build
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Report
+from bpipe.simulate.report import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class SetupPrediction:
     setup: Setup
     formula: str
     mfu: float
@@ -76,19 +76,19 @@ def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
     return costs if profile is None else profile.apply(setup, costs)
 
 
-def report_of(setup: Setup, profile: Profile | None = None) -> Report:
+def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:
     """The simulation of every micro-batch."""
     return simulate(program(setup.program()), costs_of(setup, profile))
 
 
-def whole_timing(report: Report) -> Timing:
+def whole_timing(simulation: Simulation) -> Timing:
     return Timing(
-        float(report.makespan_s),
-        float(report.pipeline_s),
-        tuple(float(seconds) for seconds in report.exposed_s),
-        float(report.bubble_of_makespan),
-        float(report.bubble_of_span),
-        report.schedule.num_microbatches,
+        float(simulation.makespan_s),
+        float(simulation.pipeline_s),
+        tuple(float(seconds) for seconds in simulation.exposed_s),
+        float(simulation.bubble_of_makespan),
+        float(simulation.bubble_of_span),
+        simulation.schedule.num_microbatches,
     )
 
 
@@ -115,14 +115,16 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
     return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span, short + p)
 
 
-def predict(setup: Setup, profile: Profile | None = None, report: Report | None = None, formula: str = "megatron") -> Prediction:
-    """Everything about one setup. With a `report` of it the times are the report's, without they are those of the steady phase."""
-    costs = costs_of(setup, profile) if report is None else report.costs
-    timing = steady_timing(setup, costs) if report is None else whole_timing(report)
+def predict(
+    setup: Setup, profile: Profile | None = None, simulation: Simulation | None = None, formula: str = "megatron"
+) -> SetupPrediction:
+    """Everything about one setup. With a `simulation` of it the times are the simulation's, without they are those of the steady phase."""
+    costs = costs_of(setup, profile) if simulation is None else simulation.costs
+    timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.vocabulary)
     device, count = setup.cluster.device, setup.cluster.num_devices
     moves = _num_evictions(setup)
-    return Prediction(
+    return SetupPrediction(
         setup=setup,
         formula=formula,
         mfu=mfu(flops, timing.iteration_s, count, device.peak_flops_per_s),

@@ -1,4 +1,4 @@
-"""Find the fastest configurations of a space. In: the Space. Out: counts, and the best `Prediction`s, fastest first.
+"""Find the fastest configurations of a space. In: the Space. Out: counts, and the best `SetupPrediction`s, fastest first.
 
 Every configuration is enumerated and its memory predicted; what does not fit is dropped. The rest is ordered by a lower bound of its
 time (no pipeline is faster than its slowest rank's work between the first arrival and the last departure), and simulated in that order
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory, state_bytes
 from bpipe.models.profile import Profile
-from bpipe.plan.predict import Prediction, costs_of, predict
+from bpipe.plan.predict import SetupPrediction, costs_of, predict
 from bpipe.plan.space import Space, enumerate_setups
 from bpipe.simulate.cost import StageCost
 
@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 class Found:
     """`needs_bytes` is what a balanced setup's fullest rank would need without balancing, None where the setup is not balanced."""
 
-    prediction: Prediction
+    prediction: SetupPrediction
     needs_bytes: int | None
 
 

@@ -19,7 +19,7 @@ from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, w
 from bpipe.report.record import ONE_SIDED, Row
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Level, Report
+from bpipe.simulate.report import Level, Simulation
 
 # Fewer gaps than this, in either direction, tell nothing of a message.
 MIN_GAPS = 3
@@ -48,7 +48,7 @@ class Prediction:
     that was not: empty where there is nothing to balance.
     """
 
-    report: Report
+    report: Simulation
     basis: Basis
     sizes: tuple[RankSizes | None, ...]
     peaks: tuple[RankPeaks, ...]

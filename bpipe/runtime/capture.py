@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedStorage:
     """One storage of a micro-batch. `alone` is False where somebody else holds it too, by [1] or [2], or it is not the device's to move.
 
     `kind` is the kind of the node that saved it; of several, the first that the walk came to.
@@ -138,7 +138,7 @@ class _Uses:
         return stashed - 1 + (_HOLDERS_OF_BOTH if id(tensor) in self.saved else _HOLDERS_OF_STASHED)
 
 
-def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[Found, ...]:
+def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[SavedStorage, ...]:
     """Every storage saved in the graph behind `roots` (autograd nodes), each once; only what lies on `device` can be alone.
 
     `inputs` are tensors the pipeline loop itself holds but never reads again, the stage's received input: being held by it does not
@@ -172,7 +172,7 @@ def _collect(roots: Sequence[Any]) -> dict[int, _Uses]:
     return uses
 
 
-def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None], device: torch.device) -> Found:
+def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None], device: torch.device) -> SavedStorage:
     storage, originals = use.storage, use.originals
     use.originals = []
     expected = len(originals) + use.copies + 1  # our own hold on the storage
@@ -181,7 +181,7 @@ def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None], device: torch.devi
         tensor = originals.pop()
         if _python_holders(tensor) > use.holders(tensor) and not any(tensor is known for known in inputs):  # [2]
             alone = False
-    return Found(storage, storage.nbytes(), alone and storage.resizable() and _on(device, storage), use.kind)
+    return SavedStorage(storage, storage.nbytes(), alone and storage.resizable() and _on(device, storage), use.kind)
 
 
 def _on(device: torch.device, storage: torch.UntypedStorage) -> bool:
@@ -228,13 +228,13 @@ _HOLDERS_OF_STASHED = _measure_holders(saved=False, stashed=True)
 _HOLDERS_OF_BOTH = _measure_holders(saved=True, stashed=True)
 
 
-class Shared:
+class Claims:
     """Remember which micro-batch saved which storage, to notice one that two of them saved: rule [3]."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[StorageWeakRef, Hashable]] = {}
 
-    def claim(self, found: Sequence[Found], microbatch: Hashable) -> tuple[Found, ...]:
+    def claim(self, found: Sequence[SavedStorage], microbatch: Hashable) -> tuple[SavedStorage, ...]:
         """Those of `found` that no other living micro-batch saved; from now on they are this micro-batch's."""
         self._owners = {cdata: owner for cdata, owner in self._owners.items() if not owner[0].expired()}
         mine = []

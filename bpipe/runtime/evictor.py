@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 
 from bpipe.ir.action import Action
-from bpipe.runtime.capture import Found, Shared, find, hiding
+from bpipe.runtime.capture import Claims, SavedStorage, find, hiding
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.kept import Kept
 from bpipe.runtime.states import advance
@@ -102,7 +102,7 @@ class Evictor:
         self._poison = poison
         self._wait = wait
         self._kept = kept
-        self._shared = Shared()
+        self._claims = Claims()
         self._known: dict[Key, Activations] = {}
         self._announcement: Pending | None = None
         self._measured_kinds: dict[int, Counter[str]] = {}
@@ -113,7 +113,7 @@ class Evictor:
         if self._known:
             left = ", ".join(str(activations.forward) for activations in self._known.values())
             raise RuntimeFault(f"activations of {left} are left over from the last iteration: did a backward not run?")
-        self._shared.clear()
+        self._claims.clear()
 
     def remember(self, forward: Action, roots: Sequence[Any], inputs: Sequence[torch.Tensor | None]) -> None:
         """A forward has finished whose activations will leave, or tell how large they are."""
@@ -139,12 +139,12 @@ class Evictor:
         if self._stages <= self.sizes.keys():
             self._announcement = self._transport.announce(self.sizes, BufferLayout.of(self._stages_in_buffers, self.sizes))
 
-    def _own(self, activations: Activations) -> tuple[Found, ...]:
+    def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
         found = find(activations.roots, activations.inputs, self._device)
-        return self._shared.claim(found, _key(activations.forward))
+        return self._claims.claim(found, _key(activations.forward))
 
-    def _movable(self, own: Sequence[Found]) -> tuple[Found, ...]:
+    def _movable(self, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:
         return tuple(item for item in own if item.alone and item.nbytes >= self._minimum_bytes)
 
     def evict(self, action: Action, host_buffer: int) -> None:
@@ -164,7 +164,7 @@ class Evictor:
                 self._transport.put(host_buffer, _bytes_of(activations.storages)) if activations.storages else Done()
             )  # [2]
 
-    def _other_sizes(self, action: Action, movable: Sequence[Found], roots: Sequence[Any]) -> RuntimeFault:
+    def _other_sizes(self, action: Action, movable: Sequence[SavedStorage], roots: Sequence[Any]) -> RuntimeFault:
         """This micro-batch's storages are not those that were announced: say which kinds of nodes differ, or may hide what they saved."""
         announced = self.sizes.get(action.stage, ())
         before, now = self._measured_kinds.get(action.stage, Counter()), _by_kind(movable)
@@ -243,7 +243,7 @@ class Evictor:
         self._known.clear()
 
 
-def _by_kind(movable: Sequence[Found]) -> Counter[str]:
+def _by_kind(movable: Sequence[SavedStorage]) -> Counter[str]:
     """Bytes by the kind of node that saved them."""
     kinds: Counter[str] = Counter()
     for found in movable:

@@ -18,7 +18,7 @@ from statistics import median_low
 
 import torch
 
-from bpipe.runtime.capture import Found, only_holder
+from bpipe.runtime.capture import SavedStorage, only_holder
 
 # Below this share it is worth knowing what stays: the peak is planned as if all of it left.
 ENOUGH = 0.9
@@ -100,7 +100,7 @@ class Kept:
         """Whether what the walk finds of this micro-batch would say something new."""
         return self._open and stage not in self._seen and self._first.get(stage, microbatch) != microbatch
 
-    def saw(self, stage: int, own: Sequence[Found], hiding: Mapping[str, int]) -> None:
+    def saw(self, stage: int, own: Sequence[SavedStorage], hiding: Mapping[str, int]) -> None:
         """The walk found these storages, which no other micro-batch saved; those that may leave do."""
         staying: Counter[str] = Counter()
         for found in own:

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
-from bpipe.runtime.capture import Found
+from bpipe.runtime.capture import SavedStorage
 
 Key = tuple[int, int]
 
@@ -79,7 +79,7 @@ class Meter:
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
         self._storages, self._held = {}, {}
 
-    def saved(self, forward: Action, found: Sequence[Found], inputs: Sequence[torch.Tensor | None] = ()) -> None:
+    def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """A forward has finished and saved these storages; `inputs` are what the stage received for it."""
         received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None}
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)

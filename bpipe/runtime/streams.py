@@ -18,7 +18,7 @@ import torch
 
 from bpipe.transport.base import Pending
 from bpipe.transport.device import Device
-from bpipe.transport.lanes import Job, Lane, ThreadLane, Ticket
+from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
 
 # Whether a lane takes the time of what it is asked for now.
 _timed: ContextVar[bool] = ContextVar("timed", default=False)
@@ -99,7 +99,7 @@ class StreamLane:
         """Nothing of its own: the streams belong to the engine."""
 
 
-def lanes(device: torch.device, timeout_s: float) -> tuple[Lane, Lane]:
+def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:
     """What carries one-sided copies outbound and inbound beside the computation: the device's streams, or a thread each."""
     if device.type == "cuda":
         return StreamLane(), StreamLane()

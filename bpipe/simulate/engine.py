@@ -1,4 +1,4 @@
-"""Run a schedule on costs instead of devices. In: a checked Schedule and `Costs`. Out: a `Report` with the time of every action.
+"""Run a schedule on costs instead of devices. In: a checked Schedule and `Costs`. Out: a `Simulation` with the time of every action.
 
 Every rank keeps its own order and waits as the runtime does; the numbers are those of the code:
   [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived; two that overlap
@@ -28,7 +28,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
 from bpipe.simulate.cost import Costs, Number, StageCost, check_fits
-from bpipe.simulate.report import Report, Timed
+from bpipe.simulate.report import Simulation, Timed
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -39,7 +39,7 @@ _NOTHING = -1
 _Process = Generator[int, None, None]
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Report:
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Raises ValueError where the costs do not cover the schedule, or its ranks wait for each other."""
     split = sorted({cell.compute.stage for row in schedule.ranks for cell in row if cell.compute and cell.compute.kind is _WEIGHT})
     check_fits(costs, schedule.num_stages, schedule.num_ranks, split)
@@ -382,7 +382,7 @@ class _Run:
         transfer.is_let = True
         heapq.heappush(self.ready, (max(transfer.ready, now), transfer.event, *self._ports(sender, transfer.receiver), 0))
 
-    def report(self) -> Report:
+    def report(self) -> Simulation:
         moves: list[list[Timed]] = [[] for _ in range(self.schedule.num_ranks)]
         for transfer in self.transfers:
             for rank, action in transfer.actions.items():
@@ -393,7 +393,7 @@ class _Run:
         ]
         # The norm of all gradients scales every update, so no rank updates before the last has reduced.
         updates = [sum(stages[stage].optimizer_s for stage, of in enumerate(owner) if of == rank) for rank in range(len(self.clocks))]
-        return Report(
+        return Simulation(
             schedule=self.schedule,
             costs=self.costs,
             computations=tuple(tuple(row) for row in self.compute),

@@ -1,6 +1,6 @@
 """Say which of its acceptor's host buffers each transfer of a simulation takes.
 
-In: a Report and a rank. Out: its transfers, each with its buffer.
+In: a Simulation and a rank. Out: its transfers, each with its buffer.
 The buffers are those of `ir.host_buffers`, which both ends of a pair compute from the schedule. Knows no time of its own.
 """
 
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
-from bpipe.simulate.report import Report, Timed
+from bpipe.simulate.report import Simulation, Timed
 
 
-def with_host_buffers(report: Report, rank: int) -> Sequence[tuple[Timed, int]]:
+def with_host_buffers(simulation: Simulation, rank: int) -> Sequence[tuple[Timed, int]]:
     """The rank's transfers in order, with the host buffer on whichever of the pair hosts."""
-    schedule = report.schedule
+    schedule = simulation.schedule
     partner = rank if schedule.partners is None else schedule.partners[rank]
     buffers = {**host_buffers(schedule, rank), **host_buffers(schedule, partner)}
     stays: Counter[tuple[int, int]] = Counter()
     found = []
-    for timed in report.transfers[rank]:
+    for timed in simulation.transfers[rank]:
         key = (timed.action.stage, timed.action.microbatch)
         stays[key] += timed.action.kind in (Kind.EVICT, Kind.HOST)
         found.append((timed, buffers[Hosting(*key, stays[key] - 1)]))

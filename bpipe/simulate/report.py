@@ -1,4 +1,4 @@
-"""Hold what a simulation found. In: the times of every action. Out: a `Report`: makespan, bubbles, exposed transfer time, bytes over time.
+"""Hold what a simulation found. In: the times of every action. Out: a `Simulation`: makespan, bubbles, exposed time, bytes over time.
 
 Legend: busy = seconds a rank computes; span = from a rank's first computation to the end of its last.
 Knows no events and no device; draws nothing.
@@ -40,7 +40,7 @@ _GIVES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Simulation:
     """`computations[rank]` in order, `transfers[rank]` by start: both ends of a transfer are there, each on its rank.
 
     `pipeline_s` is when the last rank has computed, `makespan_s` when gradients are reduced and weights updated too. `exposed_s[rank]` is

@@ -1,4 +1,4 @@
-"""Write what ran, or what was simulated, as a Chrome trace. In: a `Track` a rank, or a Report. Out: JSON text for ui.perfetto.dev.
+"""Write what ran, or what was simulated, as a Chrome trace. In: a `Track` a rank, or a Simulation. Out: JSON text for ui.perfetto.dev.
 
 A process is a rank. Its threads are what it computes, what it evicts, what it loads, one for each slot in which it hosts, and where given
 what its host code did. Computations are named as Megatron's timers are, transfers by their action. An arrow leads from an eviction to the
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from bpipe.ir.action import COMPUTE, Action, Kind
 from bpipe.simulate.host_buffers import with_host_buffers
-from bpipe.simulate.report import Report
+from bpipe.simulate.report import Simulation
 
 # As Megatron's timers of the same spans; it has none for halves of a backward and for transfers.
 NAMES = {Kind.FORWARD: "forward-compute", Kind.BACKWARD: "backward-compute"}
@@ -61,13 +61,15 @@ class Track:
     levels: Sequence[tuple[float, int]] = ()
 
 
-def write_trace(report: Report) -> str:
+def write_trace(simulation: Simulation) -> str:
     """The trace of a simulation."""
     tracks = []
-    for rank in range(report.schedule.num_ranks):
-        slices = [Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in report.computations[rank]]
-        slices += [Slice(timed.action, float(timed.start_s), float(timed.end_s), slot) for timed, slot in with_host_buffers(report, rank)]
-        levels = [(float(level.start_s), level.held_bytes) for level in report.levels(rank)]
+    for rank in range(simulation.schedule.num_ranks):
+        slices = [Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in simulation.computations[rank]]
+        slices += [
+            Slice(timed.action, float(timed.start_s), float(timed.end_s), slot) for timed, slot in with_host_buffers(simulation, rank)
+        ]
+        levels = [(float(level.start_s), level.held_bytes) for level in simulation.levels(rank)]
         tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda one: one.start_s), levels=levels))
     return write_tracks(tracks)
 

@@ -21,7 +21,7 @@ from bpipe.transport.device import Device
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, PairGroups, destroy_groups, new_group, pair_groups
 from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
-from bpipe.transport.lanes import Lane
+from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
 from bpipe.transport.probe import measure
@@ -47,7 +47,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What was found of one pair: the transport chosen, bytes a second of each candidate there and back, and why others cannot."""
 
     ranks: tuple[int, int]
@@ -90,10 +90,12 @@ def choose(bytes_per_s: Mapping[str, float]) -> str:
 class Connection:
     """This rank's way to its partner. `transport()` makes the transport for one program; all of them share groups and lanes."""
 
-    def __init__(self, partner: int, control: Control, groups: Mapping[str, PairGroups], device: Device, lanes: tuple[Lane, Lane]) -> None:
+    def __init__(
+        self, partner: int, control: Control, groups: Mapping[str, PairGroups], device: Device, lanes: tuple[CopyLane, CopyLane]
+    ) -> None:
         self.partner = partner
         self.control = control
-        self.link: Link | None = None
+        self.link: MeasuredLink | None = None
         self.budget: Budget | None = None
         self._groups = dict(groups)
         self._device = device
@@ -113,7 +115,7 @@ class Connection:
         lender = DeviceMemory(self._device) if self._device.on_cuda else SharedMemory()
         return Reaching(Peer(self.control, lender), *self._lanes)
 
-    def settle(self, link: Link) -> None:
+    def settle(self, link: MeasuredLink) -> None:
         """Keep to this link. Both ranks call it with the same one.
 
         A communicator takes hundreds of megabytes of a GPU, so those that lost go. One that failed stays: to end it may take for ever.
@@ -129,7 +131,7 @@ class Connection:
 
 def connect(
     pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
-) -> tuple[Connection | None, list[Link]]:
+) -> tuple[Connection | None, list[MeasuredLink]]:
     """Connect all pairs: this rank's connection, or None where it is in no pair, and every pair's link, the same on all ranks.
 
     `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together. `buffers` are what this rank
@@ -165,16 +167,16 @@ def _neighbours(buffers: Buffers) -> list[Neighbour]:
     return [Neighbour(Buffers(**one), tuple(Room(**room) for room in limits)) for one, limits in everyone]
 
 
-def _all_links(mine: dict[str, Any] | None) -> list[Link]:
+def _all_links(mine: dict[str, Any] | None) -> list[MeasuredLink]:
     """What every pair found, each once. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     # Both ranks of a pair told the same.
-    links = {each["ranks"]: Link(**each) for each in everyone if each is not None}
+    links = {each["ranks"]: MeasuredLink(**each) for each in everyone if each is not None}
     return [links[ranks] for ranks in sorted(links)]
 
 
-def _refuse_without_transport(links: Sequence[Link], connection: Connection | None) -> None:
+def _refuse_without_transport(links: Sequence[MeasuredLink], connection: Connection | None) -> None:
     lines = [
         f"ranks {link.ranks[0]} and {link.ranks[1]}: {name}: {why}"
         for link in links
@@ -188,7 +190,7 @@ def _refuse_without_transport(links: Sequence[Link], connection: Connection | No
 
 
 def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Facts) -> dict[str, Any]:
-    """Try every candidate with the partner and agree on one. Returns a `Link`'s fields, the same on both ranks."""
+    """Try every candidate with the partner and agree on one. Returns a `MeasuredLink`'s fields, the same on both ranks."""
     partner = connection.partner
     theirs = Facts(**connection.control.exchange(About.FACTS, asdict(mine)))
     measured: dict[str, float] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bpipe.transport.lanes import Lane
+from bpipe.transport.lanes import CopyLane
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Device:
     """A device, and how to make lanes, to wait for it, to name its current stream, and to give back what torch's allocator keeps unused."""
 
     device: torch.device
-    lanes: Callable[[torch.device, float], tuple[Lane, Lane]]
+    lanes: Callable[[torch.device, float], tuple[CopyLane, CopyLane]]
     synchronize: Callable[[torch.device], None]
     current_stream: Callable[[], int]
     empty_cache: Callable[[], None]

@@ -17,7 +17,7 @@ from bpipe.transport.base import Pending
 Job = Callable[[], None]
 
 
-class Lane(Protocol):
+class CopyLane(Protocol):
     """Copies of one direction, in the order they are asked for."""
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:

@@ -20,7 +20,7 @@ from bpipe.transport.control import About, Control, Sent
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import Piece
 from bpipe.transport.host_memory import Budget
-from bpipe.transport.lanes import Lane
+from bpipe.transport.lanes import CopyLane
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Lender, Region, own_memory
 
@@ -170,7 +170,7 @@ class Reaching:
 
     one_sided: Literal[True] = True
 
-    def __init__(self, access: Access, outbound: Lane, inbound: Lane) -> None:
+    def __init__(self, access: Access, outbound: CopyLane, inbound: CopyLane) -> None:
         self._access = access
         self._outbound = outbound
         self._inbound = inbound
@@ -211,7 +211,7 @@ class Reaching:
 
     def _move(
         self,
-        lane: Lane,
+        lane: CopyLane,
         host_buffer: int,
         tensors: Sequence[torch.Tensor],
         copy_of: Callable[[Region], Copy],

@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from bpipe.simulate.bandwidth import steady_bytes_per_s
-from bpipe.transport.connect import Link
+from bpipe.transport.connect import MeasuredLink
 
 # Two global ranks, or the places of two ranks in their pipeline.
 Pair = tuple[int, int]
 
 
-def describe(links: Iterable[Link], stages: Mapping[Pair, Pair]) -> str:
+def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
     """One line for each pair of stages: the transport, what its links measured, and what else was tried."""
-    of_stages: dict[Pair, list[Link]] = defaultdict(list)
+    of_stages: dict[Pair, list[MeasuredLink]] = defaultdict(list)
     for link in links:
         low, high = sorted(stages[link.ranks])
         of_stages[low, high].append(link)
@@ -25,7 +25,7 @@ def describe(links: Iterable[Link], stages: Mapping[Pair, Pair]) -> str:
     return "\nbpipe: ".join(lines)
 
 
-def _chosen(name: str, links: Sequence[Link]) -> str:
+def _chosen(name: str, links: Sequence[MeasuredLink]) -> str:
     """What links of the same stages have in common: their transport, how fast they are, and what else was tried on the first of them."""
     count = "" if len(links) == 1 else f", {len(links)} pairs of ranks"
     others = [other for other in links[0].bytes_per_s if other != name]

@@ -29,7 +29,7 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, allocated_on
 from bpipe.transport.base import Transport
-from bpipe.transport.connect import Connection, Link
+from bpipe.transport.connect import Connection, MeasuredLink
 from bpipe.transport.table import sufficiency
 from megatron.scheduling import links, patches, upstream
 from megatron.scheduling.arguments import SchedulingConfig
@@ -61,7 +61,7 @@ class Hooks:
         self._own_time = OwnTime()
         self._num_iterations = 0
         self._programs: dict[int, ProgramConfig] = {}
-        self.links: list[Link] = []
+        self.links: list[MeasuredLink] = []
         self.recording = False
         self.watermark: Watermark | None = None
         self._at: Action | None = None

@@ -16,12 +16,14 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
-from bpipe.transport.connect import Connection, Link, connect
+from bpipe.transport.connect import Connection, MeasuredLink, connect
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
 
 
-def connect_pairs(schedule: Schedule, wanted: str, timeout_s: float, device: torch.device) -> tuple[Connection | None, list[Link], str]:
+def connect_pairs(
+    schedule: Schedule, wanted: str, timeout_s: float, device: torch.device
+) -> tuple[Connection | None, list[MeasuredLink], str]:
     """This rank's connection, or None where it is in no pair; every pair's link; and the table of them. Collective over the world."""
     stages = stages_of_pairs(schedule)
     rank = int(parallel_state.get_pipeline_model_parallel_rank())

@@ -26,7 +26,7 @@ from bpipe.models.cluster import DEVICES
 from bpipe.program import ProgramConfig
 from bpipe.runtime.kept import Share
 from bpipe.runtime.recorder import COLUMNS
-from bpipe.transport.connect import Facts, Link
+from bpipe.transport.connect import Facts, MeasuredLink
 from megatron.scheduling import upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.watermark import Besides
@@ -97,7 +97,9 @@ class RunRecord:
         if dist.get_rank() == 0:
             (self._folder / FAILURE).unlink(missing_ok=True)
 
-    def add(self, iteration: int, recorded: Recorded, flops: float | None, links: Sequence[Link], besides: Callable[[], Besides]) -> None:
+    def add(
+        self, iteration: int, recorded: Recorded, flops: float | None, links: Sequence[MeasuredLink], besides: Callable[[], Besides]
+    ) -> None:
         """An iteration that was recorded is over, and its weights are updated."""
         head = "" if self._started else self._begin(flops, links, besides().now_bytes)
         line = {
@@ -119,7 +121,7 @@ class RunRecord:
         with self.path.open("a") as file:
             file.write(head + json.dumps(line, separators=(",", ":")) + "\n")
 
-    def _begin(self, flops: float | None, links: Sequence[Link], weights_bytes: int) -> str:
+    def _begin(self, flops: float | None, links: Sequence[MeasuredLink], weights_bytes: int) -> str:
         """Rank 0 says what run this is; every rank gets its header."""
         self._started = True
         if dist.get_rank() == 0:

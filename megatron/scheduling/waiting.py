@@ -15,7 +15,7 @@ from bpipe.check.deadlock import Waits
 from bpipe.check.rules import ScheduleError, check_waits
 from bpipe.ir.schedule import Schedule
 from bpipe.report.record import ONE_SIDED
-from bpipe.transport.connect import Link
+from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.arguments import SchedulingConfig
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -33,7 +33,7 @@ def waits_of(config: SchedulingConfig, device: torch.device) -> tuple[Waits, str
     return Waits.IN_EVERY_OPERATION, ""
 
 
-def refuse_standstill(schedule: Schedule, config: SchedulingConfig, device: torch.device, links: Iterable[Link]) -> None:
+def refuse_standstill(schedule: Schedule, config: SchedulingConfig, device: torch.device, links: Iterable[MeasuredLink]) -> None:
     """Raises ValueError where ranks would wait for each other. One-sided transfers wait for no partner."""
     waits, setting = waits_of(config, device)
     if not setting or all(link.transport in ONE_SIDED for link in links):

@@ -21,7 +21,7 @@ from bpipe.program import ProgramConfig, build
 from bpipe.runtime.capture import find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
-from bpipe.transport.lanes import Lane
+from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, moved_bytes, on_cuda, repeats, say, tidy
 from gpu.one_stage import Loop
@@ -148,7 +148,7 @@ def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
 
 
 def _look(
-    device: torch.device, stage: MegatronStage, sizes: Sizes, both: tuple[Lane, Lane], until: float, name: str, result: Result
+    device: torch.device, stage: MegatronStage, sizes: Sizes, both: tuple[CopyLane, CopyLane], until: float, name: str, result: Result
 ) -> None:
     plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
     loop = Loop(plan, 0, stage, stage.received)

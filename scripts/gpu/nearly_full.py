@@ -15,7 +15,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
-from bpipe.transport.lanes import Lane
+from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, tidy
 from gpu.one_stage import Delays, Loop, SmallStage
@@ -48,7 +48,7 @@ SIZES = {
 class Program:
     """Stage 0's program, without balancing or with it."""
 
-    def __init__(self, device: torch.device, stage: SmallStage, plan: Schedule, both: tuple[Lane, Lane]) -> None:
+    def __init__(self, device: torch.device, stage: SmallStage, plan: Schedule, both: tuple[CopyLane, CopyLane]) -> None:
         self._device = device
         self._stage = stage
         self._loop = Loop(plan, 0, stage, stage.received)

@@ -21,7 +21,7 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
 from bpipe.runtime.streams import Streams, lanes, synchronize
 from bpipe.transport.base import Done, Pending
-from bpipe.transport.lanes import Job, Lane
+from bpipe.transport.lanes import CopyLane, Job
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats, say
 from gpu.one_stage import Delays, Loop, SmallStage
@@ -53,7 +53,7 @@ SIZES = {
 class LateLane:
     """A lane whose copies are held back."""
 
-    def __init__(self, lane: Lane, device: torch.device, delays: Delays) -> None:
+    def __init__(self, lane: CopyLane, device: torch.device, delays: Delays) -> None:
         self._lane = lane
         self._device = device
         self._delays = delays
@@ -69,7 +69,7 @@ class LateLane:
         self._lane.close()
 
 
-def late_lanes(device: torch.device, timeout_s: float, delays: Delays) -> tuple[Lane, Lane]:
+def late_lanes(device: torch.device, timeout_s: float, delays: Delays) -> tuple[CopyLane, CopyLane]:
     outbound, inbound = (LateLane(lane, device, delays) for lane in lanes(device, timeout_s))
     return outbound, inbound
 

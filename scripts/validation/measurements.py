@@ -19,7 +19,7 @@ from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import moved_bytes, saves_input, sent_bytes, stage_bytes
-from bpipe.plan.predict import predict, report_of
+from bpipe.plan.predict import predict, simulation_of
 from bpipe.program import ProgramConfig, build
 from bpipe.report.memory import RankSizes, rank_peaks
 from bpipe.simulate.cost import Costs, StageCost
@@ -179,7 +179,7 @@ def grid_mfu() -> list[MfuRow]:
     """Every row of the paper's table, its times predicted by the roofline."""
     found = []
     for one in grid():
-        prediction = predict(one.setup, report=report_of(one.setup), formula="papers")
+        prediction = predict(one.setup, simulation=simulation_of(one.setup), formula="papers")
         found.append(MfuRow(one.row, float(one.row["mfu_percent"]), 100 * prediction.mfu))
     return found
 

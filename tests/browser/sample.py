@@ -18,7 +18,7 @@ from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Report, Timed
+from bpipe.simulate.report import Simulation, Timed
 
 SAVED = 11_000_000
 COST = StageCost(0.010, 0.020, transfer_s=0.012, sent_bytes=131_072, moved_bytes=SAVED, saved_bytes=SAVED)
@@ -75,7 +75,7 @@ def make_view(
     }
 
 
-def track(report: Report, rank: int, clock: Clock) -> dict[str, Any]:
+def track(report: Simulation, rank: int, clock: Clock) -> dict[str, Any]:
     """One side of one rank, on its clock."""
     computations = report.computations[rank]
     starts = [timed.start_s for timed in computations]
@@ -121,7 +121,7 @@ def _clock(end: float, chance: random.Random) -> Clock:
     return read
 
 
-def _stage(report: Report, rank: int, missing: bool) -> dict[str, Any]:
+def _stage(report: Simulation, rank: int, missing: bool) -> dict[str, Any]:
     schedule = report.schedule
     peak = peak_counts(schedule)[rank] * SAVED
     transfers = num_transfers(schedule, rank)

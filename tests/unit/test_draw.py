@@ -12,12 +12,12 @@ from bpipe.cli import main
 from bpipe.draw import png
 from bpipe.draw.picture import STYLES, lay_out
 from bpipe.draw.svg import render_svg, write_svg
-from bpipe.draw.timeline import MARGIN, WIDTH, lay_out_report
+from bpipe.draw.timeline import MARGIN, WIDTH, lay_out_simulation
 from bpipe.ir.memory import live_counts
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Report
+from bpipe.simulate.report import Simulation
 
 BALANCED = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -90,7 +90,7 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyP
     assert "pip install matplotlib, or write svg" in capfd.readouterr().err
 
 
-def simulated(seconds: float = 1.0, balance: str = "bpipe", chunks: int = 1, update_s: float = 0.0) -> Report:
+def simulated(seconds: float = 1.0, balance: str = "bpipe", chunks: int = 1, update_s: float = 0.0) -> Simulation:
     """Four ranks; a forward takes `seconds`, a micro-batch holds a GiB."""
     schedule = build(ProgramConfig("1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, chunks, balance))
     cost = StageCost(seconds, 2 * seconds, transfer_s=seconds / 2, saved_bytes=2**30, moved_bytes=2**30, optimizer_s=update_s)
@@ -99,7 +99,7 @@ def simulated(seconds: float = 1.0, balance: str = "bpipe", chunks: int = 1, upd
 
 def test_a_simulation_has_a_name_a_legend_and_an_axis_with_its_unit() -> None:
     """It had boxes, and neither what they were, nor of what, nor how long."""
-    picture = lay_out_report(simulated(), "gpt: t=1 p=4")
+    picture = lay_out_simulation(simulated(), "gpt: t=1 p=4")
     words = {word.text for word in picture.words}
     assert {"gpt: t=1 p=4", "forward", "backward", "evict, return", "load, host", "bytes of activations held", "time, s"} <= words
     assert "1f1b: 4 ranks, 8 micro-batches; iteration 33 s, bubble 27.3 %" in words
@@ -111,20 +111,20 @@ def test_a_simulation_has_a_name_a_legend_and_an_axis_with_its_unit() -> None:
 
 def test_a_boxs_place_is_its_time() -> None:
     report = simulated()
-    boxes = [shape for shape in lay_out_report(report).shapes if shape.style == "forward"][1:]
+    boxes = [shape for shape in lay_out_simulation(report).shapes if shape.style == "forward"][1:]
     starts = sorted(float(timed.start_s) for row in report.computations for timed in row if timed.action.kind.value == "F")
     assert sorted(min(x for x, _ in box.points) for box in boxes) == pytest.approx([MARGIN + start / 33 * WIDTH for start in starts])
 
 
 def test_short_simulations_are_in_milliseconds_and_the_update_is_named() -> None:
-    picture = lay_out_report(simulated(0.001, update_s=0.02))
+    picture = lay_out_simulation(simulated(0.001, update_s=0.02))
     words = {word.text for word in picture.words}
     assert {"time, ms", "reduction and update"} <= words
     assert any("iteration 53 ms" in word for word in words)
 
 
 def test_the_bound_is_a_line_that_no_curve_crosses() -> None:
-    picture = lay_out_report(simulated())
+    picture = lay_out_simulation(simulated())
     bounds = [shape.points[0][1] for shape in picture.shapes if shape.style == "bound"][1:]
     curves = [shape for shape in picture.shapes if shape.style == "curve"][1:]
     assert len(bounds) == len(curves) == 4
@@ -132,14 +132,14 @@ def test_the_bound_is_a_line_that_no_curve_crosses() -> None:
         assert min(y for _, y in curve.points) >= bound - 1e-9
     words = [word.text for word in picture.words]
     assert (words.count("bound 3.00 GiB"), words.count("peak 3.00 GiB"), words.count("peak 2.00 GiB")) == (4, 3, 1)
-    plain = lay_out_report(simulated(balance="none"))
+    plain = lay_out_simulation(simulated(balance="none"))
     assert not [word for word in plain.words if "bound" in word.text or "evict" in word.text]
     assert not [shape for shape in plain.shapes if shape.style == "bound"]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_simulations_words_and_shapes_are_inside(chunks: int) -> None:
-    picture = lay_out_report(simulated(chunks=chunks), "name")
+    picture = lay_out_simulation(simulated(chunks=chunks), "name")
     ElementTree.fromstring(render_svg(picture))
     for shape in picture.shapes:
         assert all(0 <= x <= picture.width and 0 <= y <= picture.height for x, y in shape.points)

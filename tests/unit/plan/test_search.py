@@ -12,7 +12,7 @@ from bpipe.models.memory import held_bytes, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.plan.explain import describe, only_balanced, verdict
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.predict import costs_of, predict, report_of, steady_timing, whole_timing
+from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import Outcome, lower_bound_s, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids
 from bpipe.program import ProgramConfig, build
@@ -115,7 +115,7 @@ def test_the_steady_phase_continued_is_the_whole(schedule: str, chunks: int, pip
         chunks=chunks,
         balance=balance,
     )
-    whole, steady = whole_timing(report_of(setup)), steady_timing(setup, costs_of(setup))
+    whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
     assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
     assert steady.bubble_of_makespan == pytest.approx(whole.bubble_of_makespan, rel=1e-6)
     assert steady.bubble_of_span == pytest.approx(whole.bubble_of_span, rel=1e-6)

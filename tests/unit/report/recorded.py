@@ -24,7 +24,7 @@ from bpipe.report.memory import own_peak
 from bpipe.report.record import ONE_SIDED
 from bpipe.simulate import engine
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
-from bpipe.simulate.report import Report
+from bpipe.simulate.report import Simulation
 
 SAVED, MOVED, RECEIVED = 11_000_000, 10_500_000, 32_768
 BEGIN_S = 1_763_721_600.0
@@ -126,7 +126,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
     return folder
 
 
-def _simulated(schedule: Schedule, truth: Truth, number: int) -> Report:
+def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
     """The iteration as it went."""
     times = truth.warm_up_times if truth.warm_up == number else 1.0
     moved = truth.moved_bytes if truth.balance != "none" else 0
@@ -178,7 +178,7 @@ class _Times:
         return self._seconds * (1 + truth.noise * self._source.uniform(-1, 1)) + truth.slow.get((self._number, str(action)), 0.0)
 
 
-def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Report) -> dict[str, Any]:
+def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Simulation) -> dict[str, Any]:
     """One rank's line of one iteration. Iterations follow each other; a rank's clock may be wrong by `clock_error_s`."""
     stages = [stage for stage, owner in enumerate(schedule.stage_to_rank) if owner == place]
     moves = {action.stage for slot in schedule.ranks[place] for action in slot.transfers if action.kind is Kind.EVICT}
@@ -209,7 +209,7 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
     }
 
 
-def _asked(report: Report, place: int, action: Action, start: float) -> float:
+def _asked(report: Simulation, place: int, action: Action, start: float) -> float:
     """When somebody waits for a two-sided transfer, which is all that is known of its end."""
     rows = report.computations[place]
     if action.kind is Kind.LOAD:
@@ -220,7 +220,7 @@ def _asked(report: Report, place: int, action: Action, start: float) -> float:
     return min((float(row.end_s) for row in rows if row.end_s > start), default=start)
 
 
-def _rows(schedule: Schedule, truth: Truth, place: int, report: Report, peak: int) -> list[list[Any]]:
+def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak: int) -> list[list[Any]]:
     """By start. What a rank waits for transfers, as much as the simulation says, is put on its first one."""
     partner = schedule.partners[place] if schedule.partners else place
     slots = {**host_buffers(schedule, place), **host_buffers(schedule, partner)}

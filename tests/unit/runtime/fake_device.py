@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.capture import Found
+from bpipe.runtime.capture import SavedStorage
 from bpipe.transport.memory import Region
 
 Unit = tuple[str, int]
@@ -357,9 +357,9 @@ class Microbatch:
             storage.resize_(0)
 
 
-def fake_find(roots: Sequence[Microbatch], inputs: object, device: object) -> tuple[Found, ...]:
+def fake_find(roots: Sequence[Microbatch], inputs: object, device: object) -> tuple[SavedStorage, ...]:
     """For `bpipe.runtime.evictor.find`."""
-    return tuple(Found(storage, storage.nbytes(), True) for root in roots for storage in root.storages)  # type: ignore[arg-type]
+    return tuple(SavedStorage(storage, storage.nbytes(), True) for root in roots for storage in root.storages)  # type: ignore[arg-type]
 
 
 def fake_bytes_of(storages: Sequence[FakeStorage]) -> list[FakeBuffer]:

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from bpipe.runtime.capture import STASH, Found, Shared, _names, _nodes, find, hiding
+from bpipe.runtime.capture import STASH, Claims, SavedStorage, _names, _nodes, find, hiding
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def there_and_back(found: Sequence[Found]) -> None:
+def there_and_back(found: Sequence[SavedStorage]) -> None:
     """Copy out, empty, fill, copy back."""
     copies = [torch.empty(0, dtype=torch.uint8).set_(item.storage).clone() for item in found]  # type: ignore[call-overload]
     for item in found:
@@ -134,7 +134,7 @@ def test_what_two_micro_batches_saved_is_nobodys() -> None:
         return (x * table).sum(), (x * table).sum(), address(table)
 
     first, second, table = two_graphs()
-    shared = Shared()
+    shared = Claims()
 
     def claim(out: torch.Tensor, microbatch: int) -> set[int]:
         return {item.storage._cdata for item in shared.claim(find([out.grad_fn], [x], CPU), microbatch)}
@@ -177,7 +177,7 @@ def test_in_place_resizing_restores_what_autograd_sees() -> None:
 def test_found_says_its_size() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     (only,) = find([(x * x).sum().grad_fn], [x], CPU)
-    assert isinstance(only, Found)
+    assert isinstance(only, SavedStorage)
     assert only.nbytes == 4 * 8 * 4
 
 

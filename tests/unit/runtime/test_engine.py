@@ -22,7 +22,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.runtime import engine as engine_module
 from bpipe.runtime import evictor
-from bpipe.runtime.capture import Found, find
+from bpipe.runtime.capture import SavedStorage, find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
@@ -254,7 +254,7 @@ def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
     """Without a meter, only what leaves is walked, and once the first micro-batch, to learn how large they are."""
     walks: list[int] = []
 
-    def counted(roots: Sequence[object], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[Found, ...]:
+    def counted(roots: Sequence[object], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[SavedStorage, ...]:
         walks.append(1)
         return find(roots, inputs, device)
 

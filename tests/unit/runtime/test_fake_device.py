@@ -88,7 +88,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
         monkeypatch.setattr(evictor_module, "find", fake_find)
         monkeypatch.setattr(evictor_module, "hiding", lambda roots: Counter())
         monkeypatch.setattr(evictor_module, "_bytes_of", fake_bytes_of)
-        monkeypatch.setattr(evictor_module, "Shared", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
+        monkeypatch.setattr(evictor_module, "Claims", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
 
     return put
 

@@ -13,7 +13,7 @@ from bpipe.ir.memory import live_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
 from bpipe.runtime import meter as meter_module
-from bpipe.runtime.capture import Found
+from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
 from tests.unit.runtime.loop import gradient, inputs_of, new_weight, schedule, stage
@@ -28,7 +28,7 @@ class Thorough(Meter):
         self.every: list[StorageWeakRef] = []
         self.pairs: list[tuple[int, int]] = []
 
-    def saved(self, forward: Action, found: Sequence[Found], inputs: Sequence[torch.Tensor | None] = ()) -> None:
+    def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
         super().saved(forward, found, inputs)
         self.every.extend(StorageWeakRef(item.storage) for item in found if item.alone)
 

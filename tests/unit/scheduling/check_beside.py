@@ -24,7 +24,7 @@ from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.transport.connect import Link
+from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import beside
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.hooks import Hooks
@@ -174,7 +174,7 @@ def below_their_level_timers_are_told_nothing() -> None:
 def a_run_that_would_stand_still_is_refused() -> None:
     """test_waiting.py says which; here that the hooks ask, once they know the links."""
     config = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
-    connected = None, [Link((0, 9), "gloo", {})], "a table"
+    connected = None, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.links.connect_pairs", return_value=connected),
         mock.patch("torch.distributed.get_rank", return_value=0),

@@ -7,7 +7,7 @@ import torch
 
 from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.program import ProgramConfig, build
-from bpipe.transport.connect import Link
+from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.waiting import refuse_standstill, waits_of
 
@@ -45,7 +45,10 @@ def test_what_makes_a_run_wait(
 def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert not blocked_ranks(STILL, Waits.IN_EVERY_OPERATION)
-    over_nccl, by_copies = [Link((0, 9), "nccl", {}), Link((1, 8), "peer", {})], [Link((0, 9), "peer", {}), Link((1, 8), "host", {})]
+    over_nccl, by_copies = (
+        [MeasuredLink((0, 9), "nccl", {}), MeasuredLink((1, 8), "peer", {})],
+        [MeasuredLink((0, 9), "peer", {}), MeasuredLink((1, 8), "host", {})],
+    )
     message = "with CUDA_DEVICE_MAX_CONNECTIONS=1 the ranks would wait for each other: drop it, or take --bpipe-transport peer. no deadlock"
     with pytest.raises(ValueError, match=message):
         refuse_standstill(STILL, PLAIN, CUDA, over_nccl)

@@ -18,7 +18,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Report, Timed
+from bpipe.simulate.report import Simulation, Timed
 
 UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
 
@@ -31,7 +31,7 @@ def schedules() -> Iterator[Schedule]:
     yield build(ProgramConfig("gpipe", 4, 6))
 
 
-def when(report: Report, rank: int, text: str) -> Timed:
+def when(report: Simulation, rank: int, text: str) -> Timed:
     return next(timed for timed in (*report.computations[rank], *report.transfers[rank]) if str(timed.action) == text)
 
 

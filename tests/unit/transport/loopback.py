@@ -17,7 +17,7 @@ import torch
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import About
-from bpipe.transport.lanes import Lane
+from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import Lender, SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
 
@@ -88,13 +88,15 @@ def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[Loopback
     return LoopbackControl(there, back, timeout_s, rendezvous), LoopbackControl(back, there, timeout_s, rendezvous)
 
 
-def peers(outbound: Lane, inbound: Lane, lender: Callable[[], Lender] = SharedMemory, timeout_s: float = 5.0) -> tuple[Reaching, Reaching]:
+def peers(
+    outbound: CopyLane, inbound: CopyLane, lender: Callable[[], Lender] = SharedMemory, timeout_s: float = 5.0
+) -> tuple[Reaching, Reaching]:
     """An evictor's transport, its copies on these lanes, and its acceptor's, which has no copies to make."""
     here, there = controls(timeout_s)
     return Reaching(Peer(here, lender()), outbound, inbound), Reaching(Peer(there, lender()), NoLane(), NoLane())  # type: ignore[arg-type]
 
 
-def alone(outbound: Lane, inbound: Lane) -> tuple[Reaching, Reaching]:
+def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[Reaching, Reaching]:
     """The same over the evictor's own memory."""
     return Reaching(Host(CPU), outbound, inbound), Reaching(Host(CPU), NoLane(), NoLane())
 

@@ -12,7 +12,7 @@ import torch
 
 from bpipe.runtime.streams import copying_on
 from bpipe.transport import AUTO, NAMES, connect
-from bpipe.transport.connect import Connection, Facts, Link, candidates, choose, obstacle
+from bpipe.transport.connect import Connection, Facts, MeasuredLink, candidates, choose, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.one_sided import Host, Peer, Reaching
 from tests.unit.transport.loopback import controls
@@ -103,7 +103,7 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
     lanes = device.lanes(device.device, 1.0)
     groups = {"gloo": PairGroups(1, None, None)}  # type: ignore[arg-type]
     connection = Connection(1, None, groups, device, lanes)  # type: ignore[arg-type]
-    connection.link = Link((0, 1), "peer", {})
+    connection.link = MeasuredLink((0, 1), "peer", {})
     chosen = connection.transport()
     assert isinstance(chosen, Reaching)
     assert isinstance(chosen._access, Peer)
@@ -132,7 +132,7 @@ def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
     destroyed: list[PairGroups] = []
     monkeypatch.setattr(connect, "destroy_groups", destroyed.append)
     connection = Connection(1, None, groups, copying_on(torch.device("cpu")), (None, None))  # type: ignore[arg-type]
-    connection.settle(Link((0, 1), chosen, measured))
+    connection.settle(MeasuredLink((0, 1), chosen, measured))
     assert destroyed == [groups[name] for name in gone]
     assert isinstance(connection.transport(), Distributed if chosen == "nccl" else Reaching)
     if gone:

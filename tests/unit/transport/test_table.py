@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
-from bpipe.transport.connect import Link
+from bpipe.transport.connect import MeasuredLink
 from bpipe.transport.table import describe, sufficiency
 
 
 def test_pairs_of_the_same_stages_share_a_line() -> None:
     links = [
-        Link((0, 6), "peer", {"nccl": 200e9, "peer": 180e9}, {"host": "RuntimeError: no pinned memory"}),
-        Link((1, 7), "peer", {"nccl": 210e9, "peer": 190e9}, {"host": "RuntimeError: no pinned memory"}),
-        Link((2, 4), "nccl", {"nccl": 20e9}, {"peer": "a and b are two machines"}),
+        MeasuredLink((0, 6), "peer", {"nccl": 200e9, "peer": 180e9}, {"host": "RuntimeError: no pinned memory"}),
+        MeasuredLink((1, 7), "peer", {"nccl": 210e9, "peer": 190e9}, {"host": "RuntimeError: no pinned memory"}),
+        MeasuredLink((2, 4), "nccl", {"nccl": 20e9}, {"peer": "a and b are two machines"}),
     ]
     stages = {(0, 6): (0, 3), (1, 7): (0, 3), (2, 4): (2, 1)}
     assert describe(links, stages).split("\nbpipe: ") == [
