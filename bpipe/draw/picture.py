@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import live_counts
+from bpipe.ir.memory import Count, live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 
 SLOT_WIDTH = 30
@@ -167,8 +167,8 @@ def _transfer(picture: Picture, x: float, y: float, index: int, count: int, acti
     )
 
 
-def _curve(picture: Picture, y: float, counts: tuple[int, ...], top: int, bound: int | None) -> None:
-    bottom, scale = y + CURVE_HEIGHT, CURVE_HEIGHT / top
+def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, bound: int | None) -> None:
+    bottom, scale = y + CURVE_HEIGHT, CURVE_HEIGHT / float(top)
     right = MARGIN_LEFT + len(counts) * SLOT_WIDTH
     picture.shapes.append(Shape("axis", ((MARGIN_LEFT, bottom), (right, bottom)), closed=False))
     points: list[tuple[float, float]] = [(MARGIN_LEFT, bottom)]
@@ -177,7 +177,7 @@ def _curve(picture: Picture, y: float, counts: tuple[int, ...], top: int, bound:
         points += [(MARGIN_LEFT + slot * SLOT_WIDTH, height), (MARGIN_LEFT + (slot + 1) * SLOT_WIDTH, height)]
     points.append((right, bottom))
     picture.shapes.append(Shape("curve", tuple(points), closed=False))
-    label = f"peak {max(counts)}"
+    label = f"peak {plain(max(counts))}"
     if bound is not None:
         height = bottom - bound * scale
         picture.shapes.append(Shape("bound", ((MARGIN_LEFT, height), (right, height)), closed=False))

@@ -35,7 +35,7 @@ _STYLE = {
 
 
 @dataclass(frozen=True, slots=True)
-class StageMemory:
+class StagePeaks:
     """Peaks of one stage's saved activations in two runs: bytes measured, bytes predicted, micro-batches held."""
 
     stage: int
@@ -67,7 +67,7 @@ class Ranked:
     note: str = ""
 
 
-def memory_chart(stages: Sequence[StageMemory], title: str) -> Figure:
+def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
     """Two bars a stage, without balancing and with it; a dash where the schedule alone said the bar would end."""
     if not stages:
         raise ValueError("there is no stage to draw")

@@ -1,20 +1,29 @@
-"""Count what a schedule keeps in memory. In: a Schedule, and bytes a stage where bytes are asked for. Out: counts or bytes a slot, peaks.
+"""Say what an action holds and gives back: THE memory rule. In: bytes a stage, or none, and a Schedule. Out: a table, curves, peaks.
 
-One rule, for the checker, the simulator and the run alike: a forward and a load (and the acceptor's half of an eviction) occupy memory
-from the start of their slot; a backward and an eviction (and the acceptor's half of a load) free it at the end of theirs.
-Knows no tensors and no clock.
+    F           takes what it saves                   B           gives all of it back
+    I           gives back what W does not need,      W           gives back what is left
+                or takes what W needs beyond it
+    LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back
+
+What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in seconds. Other
+actions hold nothing. Counts of micro-batches are the same rule with ones for bytes.
+Knows no tensors and no device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 
-_FORWARD, _BACKWARD, _WEIGHT, _LOAD, _HOST = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.LOAD, Kind.HOST
+# A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
+Count = int | Fraction
 
 
 class Transfers(NamedTuple):
@@ -26,55 +35,167 @@ class Transfers(NamedTuple):
     returns: int
 
 
-def live_counts(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Chunk micro-batches whose activations the rank holds during each slot, its own and hosted ones."""
-    ones = (1,) * schedule.num_stages
-    return live_bytes(schedule, rank, ones, ones)
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one micro-batch of a stage holds: `saved_bytes` from its forward on, `moved_bytes` of them move in a transfer.
 
-
-def live_bytes(schedule: Schedule, rank: int, saved_bytes: Sequence[int], moved_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Bytes of activations the rank holds during each slot.
-
-    `saved_bytes[stage]` is what one micro-batch of a stage saves, `moved_bytes[stage]` the part of it a transfer moves: the rest stays
-    on its own rank while the micro-batch is away, and the acceptor holds only the moved part.
+    `after_input_bytes` are held from the end of a backward's first half, I, to the end of its second, W. They may be more than were saved:
+    W also needs the gradients of outputs, which tensor parallelism may have gathered.
     """
+
+    saved_bytes: int
+    moved_bytes: int
+    after_input_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The rule for stages of these sizes. `takes[kind][stage]` at the start of an action, `gives[kind][stage]` at its end.
+
+    A kind that never takes, or gives, anything has no entry there; `changes[kind][stage]` has both numbers for every kind.
+    Sizes are whole numbers of 1/`parts` of a `unit`.
+    """
+
+    stages: tuple[StageMemory, ...]
+    unit: str = "bytes"
+    parts: int = 1
+    takes: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
+    gives: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
+    changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        saved, moved, after = ([getattr(stage, name) for stage in self.stages] for name in StageMemory.__dataclass_fields__)
+        takes = {Kind.FORWARD: saved, Kind.LOAD: moved, Kind.HOST: moved}
+        gives = {Kind.BACKWARD: saved, Kind.BACKWARD_WEIGHT: after, Kind.EVICT: moved, Kind.RETURN: moved}
+        if after != saved:
+            takes[Kind.BACKWARD_INPUT] = [max(0, stage.after_input_bytes - stage.saved_bytes) for stage in self.stages]
+            gives[Kind.BACKWARD_INPUT] = [max(0, stage.saved_bytes - stage.after_input_bytes) for stage in self.stages]
+        zeros = [0] * len(self.stages)
+        changes = {kind: list(zip(takes.get(kind, zeros), gives.get(kind, zeros), strict=True)) for kind in {**takes, **gives}}
+        nothing = list(zip(zeros, zeros, strict=True))
+        object.__setattr__(self, "takes", takes)
+        object.__setattr__(self, "gives", gives)
+        object.__setattr__(self, "changes", {kind: changes.get(kind, nothing) for kind in Kind})
+
+    def amount(self, size: int) -> Count:
+        """A size in units."""
+        return size if self.parts == 1 else Fraction(size, self.parts)
+
+    def words(self, size: int) -> str:
+        """A size in units, for people."""
+        return f"{plain(self.amount(size))} {self.unit}"
+
+    def check(self, num_stages: int) -> None:
+        """Raises ValueError where these are not the sizes of so many stages, or a transfer moves more than there is."""
+        if len(self.stages) != num_stages:
+            raise ValueError(f"sizes of {len(self.stages)} stages, the schedule has {num_stages}: give one for each stage")
+        for stage, size in enumerate(self.stages):
+            if not 0 <= size.moved_bytes <= size.saved_bytes:
+                raise ValueError(f"stage {stage}: moved_bytes {size.moved_bytes} must lie between 0 and saved_bytes {size.saved_bytes}")
+            if size.after_input_bytes < 0:
+                raise ValueError(f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but nothing holds less than nothing")
+
+
+def memory_of(
+    saved_bytes: Sequence[int], moved_bytes: Sequence[int] | None = None, after_input_bytes: Sequence[int] | None = None
+) -> Memory:
+    """The rule for sizes by stage. By default a transfer moves all that is saved, and W needs all of it.
+
+    What is not moved stays on its own rank while the micro-batch is away; the acceptor holds the moved part only.
+    """
+    moved = saved_bytes if moved_bytes is None else moved_bytes
+    after = saved_bytes if after_input_bytes is None else after_input_bytes
+    for name, sizes in (("moved_bytes", moved), ("after_input_bytes", after)):
+        if len(sizes) != len(saved_bytes):
+            raise ValueError(f"{name} has {len(sizes)} entries, saved_bytes {len(saved_bytes)}: give one for each stage")
+    return Memory(tuple(map(StageMemory, saved_bytes, moved, after)))
+
+
+@lru_cache(maxsize=16)
+def counting(num_stages: int, after_input: Fraction = Fraction(1)) -> Memory:
+    """The rule that counts micro-batches, of which the share `after_input` is held between I and W."""
+    whole, part = after_input.denominator, after_input.numerator
+    return Memory((StageMemory(whole, whole, part),) * num_stages, "micro-batches", whole)
+
+
+def counts_of(schedule: Schedule) -> Memory:
+    """The rule by which a schedule's own counts, peaks and bounds are meant."""
+    return counting(schedule.num_stages)
+
+
+def plain(count: Count) -> int | float:
+    """A count as it is written: without a point where it is whole. Exact, as the shares that a schedule may have are."""
+    return int(count) if count == int(count) else float(count)
+
+
+def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
+    """Chunk micro-batches whose activations the rank holds during each slot, its own and hosted ones."""
+    memory = counts_of(schedule)
+    held = live_bytes(schedule, rank, memory)
+    return held if memory.parts == 1 else tuple(map(memory.amount, held))
+
+
+def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
+    """Bytes of activations the rank holds during each slot."""
+    changes = memory.changes
     held = 0
     curve = []
     for slot in schedule.ranks[rank]:
         freed = 0
         compute = slot.compute
         if compute is not None:
-            kind = compute.kind
-            if kind is _FORWARD:
-                held += saved_bytes[compute.stage]
-            elif kind is _BACKWARD or kind is _WEIGHT:
-                freed = saved_bytes[compute.stage]
-            if slot.overlapped is not None and slot.overlapped.kind is _BACKWARD:
-                freed += saved_bytes[slot.overlapped.stage]
+            takes, freed = changes[compute.kind][compute.stage]
+            held += takes
+            beside = slot.overlapped
+            if beside is not None:
+                takes, gives = changes[beside.kind][beside.stage]
+                held += takes
+                freed += gives
         for transfer in slot.transfers:
-            if transfer.kind is _LOAD or transfer.kind is _HOST:
-                held += moved_bytes[transfer.stage]
-            else:
-                freed += moved_bytes[transfer.stage]
+            takes, gives = changes[transfer.kind][transfer.stage]
+            held += takes
+            freed += gives
         curve.append(held)
         held -= freed
     return tuple(curve)
 
 
-def peak_counts(schedule: Schedule) -> tuple[int, ...]:
+class Timed(Protocol):
+    """An action and when it ran, by anybody's clock."""
+
+    @property
+    def action(self) -> Action: ...
+    @property
+    def start_s(self) -> int | float | Fraction: ...
+    @property
+    def end_s(self) -> int | float | Fraction: ...
+
+
+def changes_in_time(rows: Iterable[Timed], memory: Memory) -> list[tuple[int | float | Fraction, int]]:
+    """When one rank takes memory (above 0) and gives it back, in order.
+
+    At one instant giving back comes first: what starts there waited for it.
+    """
+    changes: list[tuple[int | float | Fraction, int]] = []
+    for row in rows:
+        kind, stage = row.action.kind, row.action.stage
+        if kind in memory.takes:
+            changes.append((row.start_s, memory.takes[kind][stage]))
+        if kind in memory.gives:
+            changes.append((row.end_s, -memory.gives[kind][stage]))
+    return sorted(changes)
+
+
+def peak_counts(schedule: Schedule) -> tuple[Count, ...]:
     """The most chunk micro-batches each rank ever holds."""
-    return tuple(max(live_counts(schedule, rank)) for rank in range(schedule.num_ranks))
+    memory = counts_of(schedule)
+    return tuple(memory.amount(max(live_bytes(schedule, rank, memory))) for rank in range(schedule.num_ranks))
 
 
-def peak_bytes(schedule: Schedule, saved_bytes: Sequence[int], moved_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The most bytes of activations each rank ever holds; arguments as in `live_bytes`."""
-    for name, sizes in (("saved_bytes", saved_bytes), ("moved_bytes", moved_bytes)):
-        if len(sizes) != schedule.num_stages:
-            raise ValueError(f"{name} has {len(sizes)} entries, the schedule {schedule.num_stages} stages: give one for each stage")
-    for stage, (saved, moved) in enumerate(zip(saved_bytes, moved_bytes, strict=True)):
-        if not 0 <= moved <= saved:
-            raise ValueError(f"stage {stage}: moved_bytes {moved} must lie between 0 and its saved_bytes {saved}")
-    return tuple(max(live_bytes(schedule, rank, saved_bytes, moved_bytes)) for rank in range(schedule.num_ranks))
+def peak_bytes(schedule: Schedule, memory: Memory) -> tuple[int, ...]:
+    """The most bytes of activations each rank ever holds."""
+    memory.check(schedule.num_stages)
+    return tuple(max(live_bytes(schedule, rank, memory)) for rank in range(schedule.num_ranks))
 
 
 def num_transfers(schedule: Schedule, rank: int) -> Transfers:

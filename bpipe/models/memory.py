@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import live_bytes
+from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
 from bpipe.models.saved import core_bytes, element_bytes, layer_bytes, num_tokens, sent_bytes, shared, stage_bytes
@@ -125,7 +125,7 @@ def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[i
     own = [size if of == rank else 0 for size, of in zip(saved, owner, strict=True)]
     partner = schedule.partners[rank] if schedule.partners else rank
     slot = max(size for size, of in zip(saved, owner, strict=True) if of == partner)
-    return max(live_bytes(schedule, rank, own, own)), num_host_buffers(schedule, rank) * slot
+    return max(live_bytes(schedule, rank, memory_of(own))), num_host_buffers(schedule, rank) * slot
 
 
 @lru_cache(maxsize=1024)

@@ -10,21 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from bpipe.ir.action import OTHER_END, Action
-from bpipe.ir.memory import live_bytes, peak_counts
+from bpipe.ir.memory import Memory, counts_of, live_bytes, peak_counts
 from bpipe.ir.pairing import pairing
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a micro-batch of each stage saves and what a transfer of it moves, and the unit of both."""
-
-    saved: tuple[int, ...]
-    moved: tuple[int, ...]
-    unit: str
 
 
 def balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None = None) -> Schedule:
@@ -32,34 +24,27 @@ def balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] |
 
     Raises ValueError where a bound cannot be kept, naming the smallest that can.
     """
-    ones = (1,) * schedule.num_stages
-    return replace(_balance(schedule, bounds, Sizes(ones, ones, "micro-batches"), partners), bounds=tuple(bounds))
+    return replace(_balance(schedule, bounds, counts_of(schedule), partners), bounds=tuple(bounds))
 
 
-def balance_bytes(
-    schedule: Schedule,
-    bound_bytes: Sequence[int],
-    saved_bytes: Sequence[int],
-    moved_bytes: Sequence[int],
-    partners: Sequence[int] | None = None,
-) -> Schedule:
+def balance_bytes(schedule: Schedule, bound_bytes: Sequence[int], memory: Memory, partners: Sequence[int] | None = None) -> Schedule:
     """The schedule with evictions that keep every rank's activations within its bound in bytes.
 
-    `saved_bytes` and `moved_bytes` as in `peak_bytes`: a stage of which only some layers move has moved less than saved. The bounds of the
-    result are the counts it reaches. Raises ValueError where a bound cannot be kept, naming the smallest that can.
+    A stage of which only some layers move has moved less than saved. The bounds of the result are the counts it reaches. Raises ValueError
+    where a bound cannot be kept, naming the smallest that can.
     """
-    balanced = _balance(schedule, bound_bytes, Sizes(tuple(saved_bytes), tuple(moved_bytes), "bytes"), partners)
-    return replace(balanced, bounds=peak_counts(balanced))
+    balanced = _balance(schedule, bound_bytes, memory, partners)
+    return replace(balanced, bounds=tuple(map(ceil, peak_counts(balanced))))
 
 
-def _balance(schedule: Schedule, bounds: Sequence[int], sizes: Sizes, partners: Sequence[int] | None) -> Schedule:
+def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners: Sequence[int] | None) -> Schedule:
     chosen = pairing(schedule.num_ranks, partners)
-    _check_input(schedule, bounds, sizes)
+    _check_input(schedule, bounds, memory)
     rows = list(schedule.ranks)
     for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
-        outcome = share(schedule, pair, [bounds[rank] for rank in pair], sizes)
+        outcome = share(schedule, pair, [bounds[rank] for rank in pair], memory)
         if outcome.refusal is not None:
-            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, sizes)}")
+            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
         for rank, row in zip(pair, outcome.rows, strict=True):
             rows[rank] = row
     return replace(schedule, ranks=tuple(rows), partners=chosen)
@@ -74,54 +59,53 @@ class Shared:
     refusal: str | None = None
 
 
-def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], sizes: Sizes) -> Shared:
+def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], memory: Memory) -> Shared:
     """Balance one pair; a rank paired with itself can only be within its bound as it is."""
     rows = [schedule.ranks[rank] for rank in pair]
-    peaks = tuple(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
+    peaks = tuple(max(live_bytes(schedule, rank, memory)) for rank in pair)
     over = [index for index in (0, 1) if peaks[index] > bounds[index]]
     if not over:
         return Shared(tuple(rows), peaks)
     if pair[0] == pair[1]:
-        return Shared(refusal=f"rank {pair[0]} has no partner and holds up to {peaks[0]} {sizes.unit}, its bound is {bounds[0]}")
+        return Shared(refusal=f"rank {pair[0]} has no partner and holds up to {peaks[0]} {memory.unit}, its bound is {bounds[0]}")
     for index in over:
-        plan = _plan(schedule, pair[index], bounds[index], sizes)
+        plan = _plan(schedule, pair[index], bounds[index], memory)
         if isinstance(plan, str):
             return Shared(refusal=plan)
         rows = [_with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
-    peaks = tuple(_peak(schedule, rank, row, sizes) for rank, row in zip(pair, rows, strict=True))
+    peaks = tuple(_peak(schedule, rank, row, memory) for rank, row in zip(pair, rows, strict=True))
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
-            return Shared(refusal=f"rank {rank}, hosting for rank {other}, holds up to {peak} {sizes.unit}, its bound is {bound}")
+            return Shared(refusal=f"rank {rank}, hosting for rank {other}, holds up to {peak} {memory.unit}, its bound is {bound}")
     return Shared(tuple(rows), peaks)
 
 
-def _plan(schedule: Schedule, rank: int, bound: int, sizes: Sizes) -> Plan | str:
+def _plan(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | str:
     """What the rank evicts, or why no plan keeps the bound."""
     try:
-        return plan_evictions(schedule, rank, bound, sizes.saved, sizes.moved)
+        return plan_evictions(schedule, rank, bound, memory)
     except OverBound as over:
-        reason = f"rank {rank} cannot keep to {bound} {sizes.unit}: in slot {over.slot} it needs {over.needed} at once"
-        return f"{reason}, {_least(schedule, rank, over.needed, sizes)} over all slots"
+        reason = f"rank {rank} cannot keep to {bound} {memory.unit}: in slot {over.slot} it needs {over.needed} at once"
+        return f"{reason}, {_least(schedule, rank, over.needed, memory)} over all slots"
 
 
 def smallest_bounds(schedule: Schedule, partners: Sequence[int] | None = None) -> tuple[int, ...]:
     """For every rank the smallest count that it and its partner can both keep."""
     chosen = pairing(schedule.num_ranks, partners)
-    ones = (1,) * schedule.num_stages
-    sizes = Sizes(ones, ones, "micro-batches")
-    _check_input(schedule, ones[: schedule.num_ranks], sizes)
-    return tuple(smallest_bound(schedule, (min(rank, partner), max(rank, partner)), sizes) for rank, partner in enumerate(chosen))
+    memory = counts_of(schedule)
+    _check_input(schedule, (1,) * schedule.num_ranks, memory)
+    return tuple(smallest_bound(schedule, (min(rank, partner), max(rank, partner)), memory) for rank, partner in enumerate(chosen))
 
 
-def smallest_bound(schedule: Schedule, pair: tuple[int, int], sizes: Sizes) -> int:
+def smallest_bound(schedule: Schedule, pair: tuple[int, int], memory: Memory) -> int:
     """The smallest bound that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one.
 
     The search halves: a higher bound takes no more evictions, so it asks no more of the partner either.
     """
-    low, high = 0, max(max(live_bytes(schedule, rank, sizes.saved, sizes.moved)) for rank in pair)
+    low, high = 0, max(max(live_bytes(schedule, rank, memory)) for rank in pair)
     while high - low > 1:
         middle = (low + high) // 2
-        outcome = share(schedule, pair, (middle, middle), sizes)
+        outcome = share(schedule, pair, (middle, middle), memory)
         if outcome.refusal is None:
             high = max(outcome.peaks)
         else:
@@ -129,21 +113,21 @@ def smallest_bound(schedule: Schedule, pair: tuple[int, int], sizes: Sizes) -> i
     return high
 
 
-def _least(schedule: Schedule, rank: int, needed: int, sizes: Sizes) -> int:
+def _least(schedule: Schedule, rank: int, needed: int, memory: Memory) -> int:
     """The smallest bound the rank keeps if its partner hosts whatever it sends."""
     while True:
         try:
-            plan_evictions(schedule, rank, needed, sizes.saved, sizes.moved)
+            plan_evictions(schedule, rank, needed, memory)
             return needed
         except OverBound as over:
             needed = over.needed
 
 
-def _way_out(schedule: Schedule, pair: tuple[int, int], sizes: Sizes) -> str:
-    smallest = smallest_bound(schedule, pair, sizes)
+def _way_out(schedule: Schedule, pair: tuple[int, int], memory: Memory) -> str:
+    smallest = smallest_bound(schedule, pair, memory)
     if pair[0] == pair[1]:
         return f". Give it {smallest}, or a partner"
-    return f". The smallest bound that ranks {pair[0]} and {pair[1]} can both keep is {smallest} {sizes.unit}"
+    return f". The smallest bound that ranks {pair[0]} and {pair[1]} can both keep is {smallest} {memory.unit}"
 
 
 def _with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, ...]:
@@ -155,12 +139,12 @@ def _with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot,
     return tuple(slots)
 
 
-def _peak(schedule: Schedule, rank: int, row: tuple[Slot, ...], sizes: Sizes) -> int:
+def _peak(schedule: Schedule, rank: int, row: tuple[Slot, ...], memory: Memory) -> int:
     rows = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
-    return max(live_bytes(replace(schedule, ranks=rows), rank, sizes.saved, sizes.moved))
+    return max(live_bytes(replace(schedule, ranks=rows), rank, memory))
 
 
-def _check_input(schedule: Schedule, bounds: Sequence[int], sizes: Sizes) -> None:
+def _check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> None:
     if len(bounds) != schedule.num_ranks:
         raise ValueError(f"{len(bounds)} bounds for {schedule.num_ranks} ranks: give one for all or one for each")
     for rank, bound in enumerate(bounds):
@@ -172,9 +156,7 @@ def _check_input(schedule: Schedule, bounds: Sequence[int], sizes: Sizes) -> Non
     overlapping = next((slot for row in schedule.ranks for slot in row if slot.overlapped is not None), None)
     if overlapping is not None:
         raise ValueError(f"{overlapping.compute} and {overlapping.overlapped} overlap: only schedules of single computations are balanced")
-    for name, values in (("saved", sizes.saved), ("moved", sizes.moved)):
-        if len(values) != schedule.num_stages:
-            raise ValueError(f"{name}_bytes has {len(values)} entries, the schedule {schedule.num_stages} stages: give one for each stage")
-    for stage, (saved, moved) in enumerate(zip(sizes.saved, sizes.moved, strict=True)):
-        if not 0 <= moved <= saved or saved < 1:
-            raise ValueError(f"stage {stage}: moved_bytes {moved} must lie between 0 and saved_bytes {saved}, and that above 0")
+    memory.check(schedule.num_stages)
+    for stage, size in enumerate(memory.stages):
+        if size.saved_bytes < 1:
+            raise ValueError(f"stage {stage}: saved_bytes is {size.saved_bytes}, but a forward saves more than nothing")

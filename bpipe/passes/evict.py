@@ -1,4 +1,4 @@
-"""Plan one rank's transfers. In: a Schedule, a rank, its bound and the sizes of its stages. Out: evictions and loads by slot.
+"""Plan one rank's transfers. In: a Schedule, a rank, its bound and what its stages hold. Out: evictions and loads by slot.
 
 Walk the rank's slots. When what starts in the next slot would exceed the bound, send away, beside this slot, the finished micro-batch
 needed furthest in the future; load it beside the slot before its backward. Each micro-batch is needed once more, so where all are of one
@@ -12,9 +12,10 @@ import heapq
 from collections.abc import Sequence
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import Memory
 from bpipe.ir.schedule import Schedule, Slot
 
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
 
 # One rank's own halves, by slot.
 Plan = dict[int, list[Action]]
@@ -28,17 +29,16 @@ class OverBound(ValueError):
         self.slot, self.needed = slot, needed
 
 
-def plan_evictions(schedule: Schedule, rank: int, bound: int, saved: Sequence[int], moved: Sequence[int]) -> Plan:
+def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan:
     """Evictions that keep what the rank itself saves within `bound`, each as late as can be, and their loads.
 
-    `saved[stage]` is what a micro-batch of a stage holds, `moved[stage]` the part of it that a transfer moves, in the unit of `bound`.
-    Raises OverBound where no plan can keep the bound.
+    `bound` is of the same unit and parts as `memory`. Raises OverBound where no plan can keep it.
     """
-    walk = _Walk(schedule.ranks[rank], bound, saved, moved)
+    walk = _Walk(schedule.ranks[rank], bound, memory)
     for slot in range(len(schedule.ranks[rank])):
         walk.step(slot)
-    own = {stage for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
-    if len({saved[stage] for stage in own}) > 1 or len({moved[stage] for stage in own}) > 1:
+    own = {memory.stages[stage] for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
+    if len({size.saved_bytes for size in own}) > 1 or len({size.moved_bytes for size in own}) > 1:
         walk.leave_out()
     plan: Plan = {}
     for evicted, (loaded, stage, microbatch) in walk.stays:
@@ -50,8 +50,8 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, saved: Sequence[in
 class _Walk:
     """The state of the walk. A stay is (slot of the eviction, (slot of the load, stage, micro-batch))."""
 
-    def __init__(self, row: Sequence[Slot], bound: int, saved: Sequence[int], moved: Sequence[int]) -> None:
-        self.bound, self.saved, self.moved = bound, saved, moved
+    def __init__(self, row: Sequence[Slot], bound: int, memory: Memory) -> None:
+        self.bound, self.changes, self.moved = bound, memory.changes, [stage.moved_bytes for stage in memory.stages]
         self.computes = [slot.compute for slot in row] + [None, None]
         self.needed_at: dict[tuple[int, int], int] = {}
         for slot, compute in enumerate(self.computes):
@@ -71,8 +71,8 @@ class _Walk:
         self.curve.append(self.held)
         if self.held > self.bound:
             raise OverBound(slot, self.held)
-        if compute is not None and (compute.kind is _BACKWARD or compute.kind is _WEIGHT):
-            self.held -= self.saved[compute.stage]
+        if compute is not None:
+            self.held -= self.changes[compute.kind][compute.stage][1]
         # No eviction from here on adds to it: what leaves now returns in the slot after the next at the earliest.
         self.starting = self._starting(slot + 1)
         while self.held + self.starting > self.bound:
@@ -85,7 +85,7 @@ class _Walk:
     def _starting(self, slot: int) -> int:
         """What a slot adds at its start."""
         compute = self.computes[slot]
-        added = self.saved[compute.stage] if compute is not None and compute.kind is _FORWARD else 0
+        added = 0 if compute is None else self.changes[compute.kind][compute.stage][0]
         return added + self.moved[self.loads[slot]] if slot in self.loads else added
 
     def _evict(self, slot: int) -> None:

@@ -12,6 +12,7 @@ from statistics import median
 
 from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import changes_in_time, counting
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.report.record import Iteration, RankRecord, Row, Run
@@ -20,7 +21,8 @@ from bpipe.report.record import Iteration, RankRecord, Row, Run
 SLOWER = 1.1
 MOST_STAGES = 0.75
 
-_OWN = {Kind.EVICT, Kind.LOAD}
+# The halves of transfers that a rank has of its own activations.
+OWN_TRANSFERS = {Kind.EVICT, Kind.LOAD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +271,9 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
     completed = list(lanes)
     for place, lane in enumerate(lanes):
         partner = lanes[schedule.partners[place]]
-        if lane is None or partner is None or any(row.action.kind not in _OWN for row in lane.transfers):
+        if lane is None or partner is None or any(row.action.kind not in OWN_TRANSFERS for row in lane.transfers):
             continue
-        ends = [_other_end(row) for row in partner.transfers if row.action.kind in _OWN]
+        ends = [_other_end(row) for row in partner.transfers if row.action.kind in OWN_TRANSFERS]
         if ends:
             transfers = sorted((*lane.transfers, *ends), key=lambda row: row.start_s)
             completed[place] = Lane(lane.source, lane.computations, tuple(transfers))
@@ -286,18 +288,11 @@ def _other_end(row: Row) -> Row:
 def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
     """The most micro-batches the rank held at once, by the times of its rows, with the slots preallocated for its partner.
 
-    As in the schedule's own count: a forward and a load take at their start, a backward and an eviction give back at their end. What ends
-    when something starts was waited for, so it is over first.
+    As in the schedule's own count, whole micro-batches only: none is away between the halves of its backward.
     """
-    last = {Kind.BACKWARD_WEIGHT} if any(row.action.kind is Kind.BACKWARD_WEIGHT for row in lane.computations) else {Kind.BACKWARD}
-    changes = []
-    for row in (*lane.computations, *lane.transfers):
-        if row.action.kind in (Kind.FORWARD, Kind.LOAD):
-            changes.append((row.start_s, 1))
-        elif row.action.kind in last or row.action.kind is Kind.EVICT:
-            changes.append((row.end_s, -1))
+    rows = (*lane.computations, *(row for row in lane.transfers if row.action.kind in OWN_TRANSFERS))
     held = most = 0
-    for _, change in sorted(changes):
+    for _, change in changes_in_time(rows, counting(schedule.num_stages)):
         held += change
         most = max(most, held)
     # Where the partner keeps its activations itself, or moves none, no slot was made here.
@@ -312,7 +307,7 @@ def ended_transfers(measured: Measured, timelines: Sequence[Timeline], place: in
         for _, lane in lanes_of(timelines, place)
         if record is not None
         for row in lane.transfers
-        if row.action.kind in _OWN and stage in (None, row.action.stage) and row.seconds > 0 and record.ended(row)
+        if row.action.kind in OWN_TRANSFERS and stage in (None, row.action.stage) and row.seconds > 0 and record.ended(row)
     ]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import live_bytes, peak_bytes
+from bpipe.ir.memory import live_bytes, memory_of, peak_bytes
 from bpipe.ir.schedule import Schedule
 
 
@@ -43,7 +43,7 @@ def own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Map
     how its communication overlaps; there an input more or less is not predicted.
     """
     stages = range(schedule.num_stages)
-    curve = live_bytes(schedule, rank, [saved.get(stage, 0) for stage in stages], [moved.get(stage, 0) for stage in stages])
+    curve = live_bytes(schedule, rank, memory_of([saved.get(stage, 0) for stage in stages], [moved.get(stage, 0) for stage in stages]))
     peak = 0
     after_backward = False
     for slot, held in zip(schedule.ranks[rank], curve, strict=True):
@@ -84,5 +84,4 @@ def whole_peaks(schedule: Schedule, saved_bytes: Mapping[int, int]) -> tuple[int
     """Peaks of a run that has not been made, every transfer moving all that is saved; None unless every stage's size is known."""
     if not all(stage in saved_bytes for stage in range(schedule.num_stages)):
         return None
-    sizes = [saved_bytes[stage] for stage in range(schedule.num_stages)]
-    return peak_bytes(schedule, sizes, sizes)
+    return peak_bytes(schedule, memory_of([saved_bytes[stage] for stage in range(schedule.num_stages)]))

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from bpipe.ir.action import Kind
+from bpipe.ir.memory import changes_in_time
 from bpipe.program import ProgramConfig, build
-from bpipe.report.measured import Measured, Timeline, ended_transfers, lanes_of
+from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
 from bpipe.report.record import ONE_SIDED, Row
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Level, Simulation
+from bpipe.simulate.report import Level, Simulation, levels_of
 
 # Fewer gaps than this, in either direction, tell nothing of a message.
 MIN_GAPS = 3
@@ -66,25 +67,14 @@ class Prediction:
         """Neither computing nor waiting for a transfer: waiting for neighbours."""
         return self.span_s - float(self.report.busy_s(place)) - float(self.report.exposed_s[place])
 
-    def levels(self, place: int) -> list[Level]:
+    def levels(self, place: int) -> tuple[Level, ...]:
         """Bytes over time as the run counts them: slots for the partner held throughout."""
         size = self.sizes[place]
         if size is None:
-            return []
-        stages = self.report.costs.stages
-        changes: list[tuple[float, int]] = [(0.0, size.host_bytes)]
-        for timed in (*self.report.computations[place], *self.report.transfers[place]):
-            kind, cost = timed.action.kind, stages[timed.action.stage]
-            if kind is _FORWARD or kind is Kind.LOAD:
-                changes.append((float(timed.start_s), cost.saved_bytes if kind is _FORWARD else cost.moved_bytes))
-            elif kind in (_BACKWARD, Kind.BACKWARD_WEIGHT, Kind.EVICT):
-                changes.append((float(timed.end_s), -(cost.moved_bytes if kind is Kind.EVICT else cost.saved_bytes)))
-        levels: dict[float, int] = {}
-        held = 0
-        for time, change in sorted(changes):
-            held += change
-            levels[time] = held
-        return [Level(time, held) for time, held in levels.items()]
+            return ()
+        moved = (timed for timed in self.report.transfers[place] if timed.action.kind in OWN_TRANSFERS)
+        changes = changes_in_time((*self.report.computations[place], *moved), self.report.costs.memory)
+        return levels_of([(0.0, size.host_bytes), *((float(time), change) for time, change in changes)])
 
 
 def replay(measured: Measured) -> Prediction:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
+from bpipe.ir.memory import Memory, memory_of
+
 Number = int | float | Fraction
 
 
@@ -21,7 +23,8 @@ class StageCost:
     `forward_s` and `backward_s` are its layers alone; the output layer with its loss and the embedding come on top where the stage has
     them. `weight_s` is the part of `backward_s` that computes weight gradients: only schedules with split backwards need it.
     `sent_bytes` is what the stage hands to the next one (and the size of the gradient that comes back), `moved_bytes` what a balancing
-    transfer moves, `saved_bytes` what a forward saves. `transfer_s`, where given, is how long such a transfer takes, whatever the link.
+    transfer moves, `saved_bytes` what a forward saves, `after_input_bytes` what of a split backward is held between its halves (None: all
+    that was saved). `transfer_s`, where given, is how long such a transfer takes, whatever the link.
     Per iteration: `reduction_s` reduces gradients over replicas (the part that nothing hides), `optimizer_s` updates the weights.
     """
 
@@ -38,6 +41,7 @@ class StageCost:
     sent_bytes: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0
+    after_input_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -116,6 +120,12 @@ class Costs:
     blocking: bool = False
     one_sided: frozenset[int] = frozenset()
     synchronous: bool = False
+
+    @property
+    def memory(self) -> Memory:
+        """What every stage holds."""
+        after = [cost.saved_bytes if cost.after_input_bytes is None else cost.after_input_bytes for cost in self.stages]
+        return memory_of([cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after)
 
 
 def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:

@@ -6,11 +6,13 @@ Knows no events and no device; draws nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action
+from bpipe.ir.memory import changes_in_time
 from bpipe.ir.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number
 
@@ -28,15 +30,6 @@ class Level(NamedTuple):
 
     start_s: Number
     held_bytes: int
-
-
-_TAKES = {Kind.FORWARD: "saved_bytes", Kind.LOAD: "moved_bytes", Kind.HOST: "moved_bytes"}
-_GIVES = {
-    Kind.BACKWARD: "saved_bytes",
-    Kind.BACKWARD_WEIGHT: "saved_bytes",
-    Kind.EVICT: "moved_bytes",
-    Kind.RETURN: "moved_bytes",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,32 +73,25 @@ class Simulation:
         return _share(sum(self.busy_s(rank) for rank in ranks), sum(self.span_s(rank) for rank in ranks))
 
     def levels(self, rank: int) -> tuple[Level, ...]:
-        """Bytes of activations the rank holds over time, its own and hosted ones.
-
-        Memory is taken when a forward, a load or a hosting starts and given back when a backward, an eviction or a return ends; at one
-        instant giving back comes first: what starts there waited for it.
-        """
-        stages = self.costs.stages
-        changes: list[tuple[Number, int]] = []
-        for timed in (*self.computations[rank], *self.transfers[rank]):
-            kind, cost = timed.action.kind, stages[timed.action.stage]
-            if kind in _TAKES:
-                changes.append((timed.start_s, getattr(cost, _TAKES[kind])))
-            if kind in _GIVES:
-                changes.append((timed.end_s, -getattr(cost, _GIVES[kind])))
-        levels: list[Level] = []
-        held = 0
-        for time, change in sorted(changes):
-            held += change
-            if levels and levels[-1].start_s == time:
-                levels[-1] = Level(time, held)
-            else:
-                levels.append(Level(time, held))
-        return tuple(levels)
+        """Bytes of activations the rank holds over time, its own and hosted ones."""
+        return levels_of(changes_in_time((*self.computations[rank], *self.transfers[rank]), self.costs.memory))
 
     def peak_bytes(self, rank: int) -> int:
         """The most of `levels`."""
         return max((level.held_bytes for level in self.levels(rank)), default=0)
+
+
+def levels_of(changes: Iterable[tuple[Number, int]]) -> tuple[Level, ...]:
+    """What is held from when on, from changes in the order of their times."""
+    levels: list[Level] = []
+    held = 0
+    for time, change in changes:
+        held += change
+        if levels and levels[-1].start_s == time:
+            levels[-1] = Level(time, held)
+        else:
+            levels.append(Level(time, held))
+    return tuple(levels)
 
 
 def _share(busy: Number, whole: Number) -> Number:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import live_bytes, num_transfers
+from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
@@ -108,7 +108,7 @@ def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
     # What it hosts is in its host buffers, and they are there all the time.
     own = [moved if stage == rank else 0 for stage in range(plan.num_stages)]
     extra = {Kind.FORWARD: parts.forward_extra, Kind.BACKWARD: parts.backward_extra}
-    held = live_bytes(plan, rank, (parts.saved,) * plan.num_stages, own)
+    held = live_bytes(plan, rank, memory_of((parts.saved,) * plan.num_stages, own))
     return max(nbytes + (extra[slot.compute.kind] if slot.compute else 0) for nbytes, slot in zip(held, plan.ranks[rank], strict=True))
 
 

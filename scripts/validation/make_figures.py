@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bpipe.draw.picture import lay_out, stack
-from bpipe.draw.plots import Overhead, Ranked, StageMemory, memory_chart, overhead_chart, ranking_chart, write
+from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, write
 from bpipe.draw.png import render_png
 from bpipe.draw.svg import render_svg
 from bpipe.models.cluster import parse_cluster
@@ -50,7 +50,7 @@ def draw_schedule(stem: Path) -> list[Path]:
     return files
 
 
-def read_memory(runs: Path) -> list[StageMemory]:
+def read_memory(runs: Path) -> list[StagePeaks]:
     """Both runs of a quickstart. Raises ReportError where a rank's file is missing or the folders are swapped."""
     reports = [read_json(path, read_text(path)) for path in sorted((runs / "plain").glob("rank_*.json"))]
     if not reports:
@@ -58,7 +58,7 @@ def read_memory(runs: Path) -> list[StageMemory]:
     num_stages = 1 + max(int(report.get("stage", 0)) for report in reports)
     plain, balanced = (read_stages(runs / name, num_stages, name == "balanced") for name in ("plain", "balanced"))
     return [
-        StageMemory(
+        StagePeaks(
             stage,
             plain[stage]["peak_bytes"],
             plain[stage]["predicted_bytes"],

@@ -15,7 +15,7 @@ from bpipe.draw.svg import write_svg
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
-from bpipe.ir.memory import live_bytes, live_counts, peak_counts
+from bpipe.ir.memory import live_bytes, live_counts, memory_of, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
@@ -114,7 +114,7 @@ def test_neither_may_need_what_the_slot_itself_makes() -> None:
 def test_a_pair_holds_both_until_it_is_over() -> None:
     schedule = read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert live_counts(schedule, 0) == (1, 2, 1)
-    assert live_bytes(schedule, 0, (10,), (10,)) == (10, 20, 10)
+    assert live_bytes(schedule, 0, memory_of((10,))) == (10, 20, 10)
     halves = read_csv("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n")
     check(halves)
     assert live_counts(halves, 0) == (1, 2, 2, 1)

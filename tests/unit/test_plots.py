@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bpipe.draw.picture import lay_out, stack
-from bpipe.draw.plots import Overhead, Ranked, StageMemory, memory_chart, overhead_chart, ranking_chart, to_png, to_svg
+from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, to_png, to_svg
 from bpipe.draw.svg import render_svg
 from bpipe.program import ProgramConfig, build
 
@@ -18,7 +18,7 @@ MIB = 2**20
 PLAIN = (86.06, 73.80, 63.30, 52.79, 42.28, 31.77, 21.27, 12.27)
 BALANCED = (53.81, 52.80, 52.80, 52.79, 42.28, 52.77, 52.77, 55.27)
 STAGES = tuple(
-    StageMemory(stage, round(one * MIB), round(one * MIB), 8 - stage, round(other * MIB), round((other + 1) * MIB), 5 - (stage == 4))
+    StagePeaks(stage, round(one * MIB), round(one * MIB), 8 - stage, round(other * MIB), round((other + 1) * MIB), 5 - (stage == 4))
     for stage, (one, other) in enumerate(zip(PLAIN, BALANCED, strict=True))
 )
 LINES = (

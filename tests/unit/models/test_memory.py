@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.ir.memory import peak_bytes
+from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import PARAMETER_BYTES, predict_memory
@@ -161,7 +161,7 @@ def test_activations_are_the_schedules_own_peak() -> None:
     for chunks, schedule in ((1, "1f1b"), (2, "interleaved-1f1b")):
         for balance in ("none", "bpipe"):
             mine = setup(p=4, t=2, cluster="a100-80g:1x8", schedule=schedule, chunks=chunks, balance=balance, global_batch=32)
-            exact = peak_bytes(build(mine.program()), stage_bytes(mine), stage_bytes(mine))
+            exact = peak_bytes(build(mine.program()), memory_of(stage_bytes(mine)))
             predicted = [rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(mine)]
             # Host buffers are there throughout, own micro-batches not always with them.
             assert all(mine_bytes >= exact_bytes for mine_bytes, exact_bytes in zip(predicted, exact, strict=True))

@@ -17,7 +17,7 @@ from unittest import mock
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
-from bpipe.ir.memory import live_bytes
+from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ProgramConfig, build
 from bpipe.report.memory import own_peak
@@ -239,7 +239,7 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
         slot = slots[Hosting(*key, stays[key] - 1)]
         rows.append([str(action), start, end, left if own else 0.0, start, end, truth.moved_bytes, slot, None, None])
         left = 0.0 if own else left
-    levels = live_bytes(schedule, place, *([_saved(stage) for stage in range(schedule.num_stages)],) * 2)
+    levels = live_bytes(schedule, place, memory_of([_saved(stage) for stage in range(schedule.num_stages)]))
     live = [held for held, slot in zip(levels, schedule.ranks[place], strict=True) if slot.compute is not None]
     top = live.index(max(live))
     for index, timed in enumerate(report.computations[place]):

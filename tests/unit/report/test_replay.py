@@ -108,7 +108,7 @@ def test_a_stage_without_a_record_is_taken_to_be_like_the_others(tmp_path: Path)
     assert prediction.basis.seconds[3, Kind.FORWARD] == pytest.approx(0.01)
     assert prediction.peaks[3].num_bytes is None
     assert prediction.peaks[3].microbatches == 5
-    assert prediction.levels(3) == []
+    assert prediction.levels(3) == ()
 
 
 def test_the_predicted_curve_stays_within_the_predicted_peak_and_ends_at_the_slots(tmp_path: Path) -> None:
