@@ -26,7 +26,7 @@ from bpipe.ir.messages import has_messages, read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
-from bpipe.program import BALANCES, ProgramConfig, adopt, build
+from bpipe.program import BALANCES, ScheduleConfig, adopt, balancing, build
 
 SUFFIXES = ("grid", "csv", "json", "svg", "png")
 # The last is CSV, too, so a file's name does not tell.
@@ -167,14 +167,12 @@ def _generated(options: argparse.Namespace) -> Schedule:
     if options.align:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
     return build(
-        ProgramConfig(
+        ScheduleConfig(
             options.schedule,
             options.stages,
             options.microbatches,
             options.chunks,
-            options.balance,
-            options.bound,
-            options.partners,
+            balancing(options.balance, options.bound, options.partners),
             options.group,
         )
     )
@@ -195,7 +193,7 @@ def _imported(options: argparse.Namespace) -> Schedule:
     except TextError as error:
         raise TextError(f"{source}: {error}") from None
     try:
-        return adopt(align(schedule) if options.align else schedule, options.balance, options.bound, options.partners)
+        return adopt(align(schedule) if options.align else schedule, balancing(options.balance, options.bound, options.partners))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -1,20 +1,22 @@
-"""Build the schedule a configuration asks for: the one door. In: a `ProgramConfig`. Out: a checked Schedule.
+"""Build the schedule a configuration asks for: the one door. In: a `ScheduleConfig`. Out: a checked Schedule.
 
 The command, the planner and the trainer's hooks all ask here, so they cannot differ. Knows no tensors and no command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES, that_take_chunks, that_take_groups
-from bpipe.generate.family import Family
+from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
 from bpipe.passes.balance import balance, smallest_bounds
 
+# What commands and files call no `BalanceConfig`, and one.
 BALANCES = ("none", "bpipe")
 
 # About a gigabyte and a half of schedule, and a minute and a half to build it.
@@ -24,33 +26,41 @@ Pass = Callable[[Schedule], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramConfig:
-    """What to build. `num_stages` is the number of pipeline ranks p; with `num_chunks` v each rank computes v of p*v stages.
+class BalanceConfig:
+    """How to balance. `bounds` holds one number for every rank, or the same for all; by default the schedule's own balanced bound.
 
-    `bounds` holds one number for every rank, or the same for all; by default the schedule's own balanced bound. `partners[rank]` is the
-    rank that hosts for it; by default rank s and rank p-1-s are a pair. Both need `balance="bpipe"`. `group_size` is for an interleaved
-    schedule: how many micro-batches go through a chunk before they go through the next, by default as many as there are ranks.
+    `partners[rank]` is the rank that hosts for it; by default rank s and rank p-1-s are a pair.
+    """
+
+    bounds: tuple[int, ...] | None = None
+    partners: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """What to build: `num_ranks` p pipeline ranks; with `num_chunks` v each of them computes v of p*v stages. Without `balance` as it is.
+
+    `group_size`: how many micro-batches of an interleaved schedule go through a chunk before they go through the next, by default as many
+    as there are ranks. `costs` are for families that choose among their rules.
     """
 
     schedule: str
-    num_stages: int
+    num_ranks: int
     num_microbatches: int
     num_chunks: int = 1
-    balance: str = "none"
-    bounds: tuple[int, ...] | None = None
-    partners: tuple[int, ...] | None = None
+    balance: BalanceConfig | None = None
     group_size: int | None = None
+    costs: UnitCosts = ALIKE
 
     def __post_init__(self) -> None:
         if self.schedule not in FAMILIES:
             raise ValueError(unknown("schedule", self.schedule, FAMILIES))
-        for name in ("num_stages", "num_microbatches", "num_chunks"):
+        for name in ("num_ranks", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
-        computations = 2 * self.num_stages * self.num_microbatches * self.num_chunks
+        computations = 2 * self.num_ranks * self.num_microbatches * self.num_chunks
         if computations > MAX_COMPUTATIONS:
             raise ValueError(f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
-        _check_balance(self.balance, self.bounds, self.partners)
         self._check_chunks(FAMILIES[self.schedule])
         if self.group_size is not None and not FAMILIES[self.schedule].takes_groups:
             others = f"leave the group out, or choose from {that_take_groups()}"
@@ -65,34 +75,45 @@ class ProgramConfig:
                 f"leave it at {family.max_chunks}, or choose a schedule with chunks ({that_take_chunks()})"
             )
 
+    @property
+    def balance_name(self) -> str:
+        return BALANCES[self.balance is not None]
 
-def build(config: ProgramConfig) -> Schedule:
+
+def balancing(name: str, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None) -> BalanceConfig | None:
+    """What a command or a file means by such a name."""
+    if name not in BALANCES:
+        raise ValueError(unknown("balance", name, BALANCES))
+    if name != BALANCES[0]:
+        return BalanceConfig(None if bounds is None else tuple(bounds), None if partners is None else tuple(partners))
+    if bounds is not None or partners is not None:
+        raise ValueError('bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out')
+    return None
+
+
+def build(config: ScheduleConfig) -> Schedule:
     """Generate, then run the passes, checking the schedule after each.
 
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
-    p, m, v, g = config.num_stages, config.num_microbatches, config.num_chunks, config.group_size
-    family = FAMILIES[config.schedule]
-    bounds = (family.balanced_bound(p, m, v, g),) if config.bounds is None else config.bounds
-    return run(family.generate(p, m, v, g), passes(config.balance, bounds, config.partners))
+    p, m, v, g, family = config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size, FAMILIES[config.schedule]
+    how = config.balance
+    if how is not None and how.bounds is None:
+        how = replace(how, bounds=(family.balanced_bound(p, m, v, g),))
+    return run(family.generate(p, m, v, g, config.costs), passes(how))
 
 
-def adopt(
-    schedule: Schedule, balance: str = "none", bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None
-) -> Schedule:
+def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:
     """A schedule from elsewhere, checked, and balanced if asked: by default to the smallest bound every pair of it can keep."""
-    _check_balance(balance, bounds, partners)
     check(schedule)
-    if balance != "none" and bounds is None:
-        bounds = (max(smallest_bounds(schedule, partners)),)
-    return run(schedule, passes(balance, bounds, partners))
+    if how is not None and how.bounds is None:
+        how = replace(how, bounds=(max(smallest_bounds(schedule, how.partners)),))
+    return run(schedule, passes(how))
 
 
-def passes(balance: str, bounds: Sequence[int] | None, partners: Sequence[int] | None) -> tuple[Pass, ...]:
-    """The passes that such a choice asks for, in order."""
-    if balance == "none" or bounds is None:
-        return ()
-    return (lambda schedule: balanced(schedule, bounds, partners),)
+def passes(how: BalanceConfig | None) -> tuple[Pass, ...]:
+    """The passes that a configuration asks for, in order."""
+    return () if how is None else (lambda schedule: balanced(schedule, how),)
 
 
 def run(schedule: Schedule, changes: Sequence[Pass]) -> Schedule:
@@ -104,16 +125,33 @@ def run(schedule: Schedule, changes: Sequence[Pass]) -> Schedule:
     return schedule
 
 
-def balanced(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:
+def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
     """The balancing pass with one bound for each rank, or one for all."""
+    assert how.bounds is not None
     p = schedule.num_ranks
-    if len(bounds) not in (1, p):
-        raise ValueError(f"{len(bounds)} bounds for {p} stages: give one for all or one for each")
-    return balance(schedule, tuple(bounds) * (p if len(bounds) == 1 else 1), partners)
+    if len(how.bounds) not in (1, p):
+        raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
+    return balance(schedule, how.bounds * (p if len(how.bounds) == 1 else 1), how.partners)
 
 
-def _check_balance(balance: str, bounds: Sequence[int] | None, partners: Sequence[int] | None) -> None:
-    if balance not in BALANCES:
-        raise ValueError(unknown("balance", balance, BALANCES))
-    if balance == "none" and (bounds is not None or partners is not None):
-        raise ValueError('bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out')
+def as_document(config: ScheduleConfig) -> dict[str, Any]:
+    """As a run records it: under the names that its files always had (`num_stages` is p), without what is not given."""
+    how = config.balance or BalanceConfig()
+    values = {
+        "schedule": config.schedule,
+        "num_stages": config.num_ranks,
+        "num_microbatches": config.num_microbatches,
+        "num_chunks": config.num_chunks,
+        "balance": config.balance_name,
+        "bounds": how.bounds,
+        "partners": how.partners,
+        "group_size": config.group_size,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def from_document(found: Mapping[str, Any]) -> ScheduleConfig:
+    """Read back; the caller has looked at the values' types. Raises KeyError where one is missing, and ValueError like the values."""
+    how = balancing(found.get("balance") or BALANCES[0], found.get("bounds"), found.get("partners"))
+    sizes = (found["num_stages"], found["num_microbatches"], found.get("num_chunks") or 1)
+    return ScheduleConfig(found["schedule"], *sizes, how, found.get("group_size"))

@@ -19,7 +19,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import copying_on
@@ -110,7 +110,7 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=STAGES)
     results = []
     for balance in ("none", "bpipe"):
-        schedule = build(ProgramConfig(schedule="1f1b", num_stages=STAGES, num_microbatches=MICROBATCHES, balance=balance))
+        schedule = build(ScheduleConfig(schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=balancing(balance)))
         pipeline = Pipeline(schedule, rank)
         losses = [pipeline.iteration().hex() for _ in range(ITERATIONS)]
         weights = [parameter.detach() for parameter in pipeline.model.parameters()]

@@ -12,7 +12,7 @@ from bpipe.generate.families import default
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
 from bpipe.placement import Topology, pair_adjacent
-from bpipe.program import ProgramConfig
+from bpipe.program import ScheduleConfig, balancing
 
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "flash")
@@ -105,9 +105,10 @@ class Setup:
         """Over how many devices the parts of a layer between its matrices are divided."""
         return self.tensor if self.sequence_parallel else 1
 
-    def program(self, num_microbatches: int | None = None) -> ProgramConfig:
+    def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
         """What the one door builds for this setup."""
-        return ProgramConfig(self.schedule, self.pipeline, num_microbatches or self.num_microbatches, self.chunks, self.balance)
+        count = num_microbatches or self.num_microbatches
+        return ScheduleConfig(self.schedule, self.pipeline, count, self.chunks, balancing(self.balance))
 
     def nodes(self) -> tuple[int, ...]:
         """The node of every pipeline rank of the first replica."""

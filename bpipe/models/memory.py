@@ -15,7 +15,7 @@ from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
 from bpipe.models.saved import core_bytes, element_bytes, layer_bytes, num_tokens, sent_bytes, shared, stage_bytes
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 
 MIB = 2**20
 
@@ -116,7 +116,7 @@ def overhead_bytes(setup: Setup) -> int:
 
 @lru_cache(maxsize=1024)
 def held(schedule: str, pipeline: int, num_microbatches: int, chunks: int, balance: str) -> Schedule:
-    return build(ProgramConfig(schedule, pipeline, num_microbatches, chunks, balance))
+    return build(ScheduleConfig(schedule, pipeline, num_microbatches, chunks, balancing(balance)))
 
 
 def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:

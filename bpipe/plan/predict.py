@@ -17,7 +17,7 @@ from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, build
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
@@ -66,7 +66,7 @@ class SetupPrediction:
 
 
 @lru_cache(maxsize=64)
-def program(config: ProgramConfig) -> Schedule:
+def program(config: ScheduleConfig) -> Schedule:
     """Built once: thousands of configurations share few schedules."""
     return build(config)
 

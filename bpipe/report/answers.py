@@ -51,10 +51,10 @@ def _beside_bound(over: int, bound_bytes: int) -> str:
 
 def _balancing(comparison: Comparison) -> str:
     program = comparison.measured.program
-    if program.balance == "none":
+    if program.balance is None:
         return _would_buy(comparison)
     if not any(slot.transfers for row in comparison.measured.schedule.ranks for slot in row):
-        sizes = f"{counted(program.num_stages, 'stage')} and {counted(program.num_microbatches, 'micro-batch', 'es')}"
+        sizes = f"{counted(program.num_ranks, 'stage')} and {counted(program.num_microbatches, 'micro-batch', 'es')}"
         return f"With {sizes} there was nothing to balance."
     said = "; ".join(part for part in (_bought(comparison), _cost(comparison)) if part) + "."
     return said[0].upper() + said[1:]
@@ -104,7 +104,7 @@ def _would_buy(comparison: Comparison) -> str:
     if after is None or not before:
         return "Balancing was off."
     if not after:
-        return f"Balancing was off, and with {counted(comparison.measured.program.num_stages, 'stage')} there is nothing to balance."
+        return f"Balancing was off, and with {counted(comparison.measured.program.num_ranks, 'stage')} there is nothing to balance."
     return (
         f"Balancing was off: with --bpipe the fullest stage would hold about {bytes_text(max(after))} of activations instead of "
         f"{bytes_text(max(before))}."

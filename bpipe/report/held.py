@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bpipe.program import ProgramConfig
+from bpipe.program import ScheduleConfig, from_document
 
 VERSION = 1
 _FILE = re.compile(r"memory_(\d+)\.jsonl")
@@ -26,7 +26,7 @@ class Mark:
     action: str | None
     error: str | None
     out_of_memory: bool
-    program: ProgramConfig | None
+    program: ScheduleConfig | None
     microbatches: tuple[tuple[int, int, int], ...]
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
@@ -160,12 +160,10 @@ def _mark(line: Mapping[str, Any]) -> Mark:
     )
 
 
-def _program(found: Mapping[str, Any]) -> ProgramConfig:
-    values = {name: found[name] for name in ProgramConfig.__dataclass_fields__ if name in found}
+def _program(found: Mapping[str, Any]) -> ScheduleConfig:
     for name in ("num_stages", "num_microbatches", "num_chunks"):
-        _number(values.get(name, 1), name)
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return ProgramConfig(**given)
+        _number(found.get(name, 1), name)
+    return from_document(found)
 
 
 def _by_stage(found: Mapping[str, Any]) -> dict[int, int]:

@@ -14,7 +14,7 @@ from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import changes_in_time, counting
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, build
 from bpipe.report.record import Iteration, RankRecord, Row, Run
 
 # Slower by less than this is not called slower; an iteration is a warm-up if this share of its stages were.
@@ -100,7 +100,7 @@ class Measured:
     """
 
     run: Run
-    program: ProgramConfig
+    program: ScheduleConfig
     schedule: Schedule
     pipeline: int
     records: tuple[RankRecord | None, ...]

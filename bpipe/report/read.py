@@ -16,7 +16,7 @@ from typing import Any
 
 from bpipe.ir.text import read_action
 from bpipe.models.flops import mfu
-from bpipe.program import ProgramConfig
+from bpipe.program import ScheduleConfig, from_document
 from bpipe.report.record import Iteration, LinkSpeed, RankRecord, Row, Run, RunInfo
 from bpipe.values import LARGEST, LARGEST_BYTES, Fields, a_list, a_number, a_text, a_whole, an_object, load_json
 
@@ -223,22 +223,24 @@ def _row(values: Sequence[Any], elapsed_s: float) -> Row:
         raise ValueError(f"{row.action} {error}") from None
 
 
-def _program(found: object) -> ProgramConfig:
+def _program(found: object) -> ScheduleConfig:
     fields = Fields(found, "program")
 
     def numbers(name: str) -> tuple[int, ...] | None:
         values = fields.known(name, None)
         return None if values is None else tuple(a_whole(one, f"program.{name}") for one in a_list(values, f"program.{name}"))
 
-    return ProgramConfig(
-        schedule=a_text(fields.needed("schedule"), "program.schedule"),
-        num_stages=a_whole(fields.needed("num_stages"), "program.num_stages", 1),
-        num_microbatches=a_whole(fields.needed("num_microbatches"), "program.num_microbatches", 1),
-        num_chunks=fields.whole("num_chunks", 1) or 1,
-        balance=fields.text("balance") or "none",
-        bounds=numbers("bounds"),
-        partners=numbers("partners"),
-        group_size=fields.whole("group_size", 1),
+    return from_document(
+        {
+            "schedule": a_text(fields.needed("schedule"), "program.schedule"),
+            "num_stages": a_whole(fields.needed("num_stages"), "program.num_stages", 1),
+            "num_microbatches": a_whole(fields.needed("num_microbatches"), "program.num_microbatches", 1),
+            "num_chunks": fields.whole("num_chunks", 1),
+            "balance": fields.text("balance"),
+            "bounds": numbers("bounds"),
+            "partners": numbers("partners"),
+            "group_size": fields.whole("group_size", 1),
+        }
     )
 
 
@@ -254,7 +256,7 @@ def _check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> 
                 f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline {record.pipeline}. "
                 f"{_EMPTY_IT}"
             )
-    widest = max((one.program.num_stages for record in ranks for one in record.iterations.values()), default=0)
+    widest = max((one.program.num_ranks for record in ranks for one in record.iterations.values()), default=0)
     if widest > (info.world_size or _MOST_RANKS):
         raise ValueError(f"{folder}: {widest} stages were run, but run.json says {info.world_size or 'no number of'} ranks. {_EMPTY_IT}")
     for number in sorted({number for record in ranks for number in record.iterations}):
@@ -280,8 +282,8 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
             raise ValueError(
                 f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program {needed} computations"
             )
-        if not 0 <= record.place < program.num_stages:
-            raise ValueError(f"{folder}: rank {record.rank} is at place {record.place} of a pipeline of {program.num_stages}. {_EMPTY_IT}")
+        if not 0 <= record.place < program.num_ranks:
+            raise ValueError(f"{folder}: rank {record.rank} is at place {record.place} of a pipeline of {program.num_ranks}. {_EMPTY_IT}")
     late = max(ranks, key=lambda record: record.iterations[number].begin_s)
     early = min(ranks, key=lambda record: record.iterations[number].begin_s + record.iterations[number].elapsed_s)
     began, ended = late.iterations[number].begin_s, early.iterations[number].begin_s + early.iterations[number].elapsed_s
@@ -291,10 +293,10 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
         )
 
 
-def _described(program: ProgramConfig) -> str:
+def _described(program: ScheduleConfig) -> str:
     return (
-        f"{program.schedule} of {program.num_stages} stages, {program.num_microbatches} micro-batches, {program.num_chunks} chunks, "
-        f"balance {program.balance}"
+        f"{program.schedule} of {program.num_ranks} stages, {program.num_microbatches} micro-batches, {program.num_chunks} chunks, "
+        f"balance {program.balance_name}"
     )
 
 
@@ -305,7 +307,7 @@ def _missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
         noun = "rank" if len(absent) == 1 else "ranks"
         return [f"no record of {noun} {_listed(list(map(str, absent)))} (of {info.world_size})"] if absent else []
     num_pipelines = max(record.pipeline for record in ranks) + 1
-    num_places = max(iteration.program.num_stages for record in ranks for iteration in record.iterations.values())
+    num_places = max(iteration.program.num_ranks for record in ranks for iteration in record.iterations.values())
     if num_pipelines * num_places > _MOST_RANKS:
         raise ValueError(f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: that many ranks there are not")
     missing = set(product(range(num_pipelines), range(num_places))) - {(record.pipeline, record.place) for record in ranks}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bpipe.ir.action import Action
-from bpipe.program import ProgramConfig
+from bpipe.program import ScheduleConfig
 
 # Transports whose copies tell when they really ended.
 ONE_SIDED = frozenset(("peer", "host"))
@@ -50,7 +50,7 @@ class Iteration:
     """
 
     iteration: int
-    program: ProgramConfig
+    program: ScheduleConfig
     begin_s: float
     elapsed_s: float
     saved_bytes: Mapping[int, int]

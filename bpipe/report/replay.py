@@ -14,7 +14,7 @@ from statistics import median
 
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import changes_in_time
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
 from bpipe.report.record import ONE_SIDED, Row
@@ -116,7 +116,7 @@ def replay(measured: Measured) -> Prediction:
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
         unbalanced=tuple(rank_peaks(plain, place, _without_slots(size)) for place, size in enumerate(sizes)),
-        balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance == "none" else None,
+        balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance is None else None,
     )
 
 
@@ -130,9 +130,9 @@ def _without_slots(size: RankSizes | None) -> RankSizes | None:
     return None if size is None else RankSizes(size.saved_bytes, {}, size.received_bytes, 0)
 
 
-def _balanced(program: ProgramConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
+def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
     """What balancing would make of a run without it: nothing where there is nothing to balance, None where a size is not known."""
-    schedule = build(replace(program, balance="bpipe"))
+    schedule = build(replace(program, balance=BalanceConfig()))
     if not any(slot.transfers for row in schedule.ranks for slot in row):
         return ()
     saved = {stage: size for one in sizes if one is not None for stage, size in one.saved_bytes.items()}

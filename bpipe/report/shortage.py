@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.held import Held, Mark, RankHeld
 from bpipe.report.memory import own_peak
 from bpipe.report.units import bytes_text, counted
@@ -53,7 +53,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    program: ProgramConfig
+    program: ScheduleConfig
     iteration: int
     stages: tuple[StageNeed, ...]
     ways: tuple[Way, ...]
@@ -151,10 +151,10 @@ def _fullest(rank: RankHeld) -> Mark:
     return out or max(rank.marks, key=lambda mark: mark.activations_bytes)
 
 
-def _ways(program: ProgramConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int]) -> tuple[Way, ...]:
+def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int]) -> tuple[Way, ...]:
     """As it was; balanced; with half the micro-batch; with both."""
     ways = [_way("as it was run", program, ranks, sizes, 1)]
-    balanced = None if program.balance == "bpipe" else _balanced(program)
+    balanced = _balanced(program) if program.balance is None else None
     if balanced is not None:
         ways.append(_way("with --bpipe", balanced, ranks, sizes, 1))
     batch = next((rank.micro_batch for rank in ranks.values() if rank.micro_batch), None)
@@ -162,19 +162,19 @@ def _ways(program: ProgramConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[
         halved = replace(program, num_microbatches=2 * program.num_microbatches)
         flag = f"--micro-batch-size {batch // 2}"
         ways.append(_way(f"with {flag}", halved, ranks, sizes, 2))
-        both = _balanced(halved) if program.balance != "bpipe" else None
+        both = _balanced(halved) if program.balance is None else None
         if both is not None:
             ways.append(_way(f"with {flag} and --bpipe", both, ranks, sizes, 2))
     return tuple(ways)
 
 
-def _balanced(program: ProgramConfig) -> ProgramConfig | None:
+def _balanced(program: ScheduleConfig) -> ScheduleConfig | None:
     """None where balancing would move nothing."""
-    config = replace(program, balance="bpipe")
+    config = replace(program, balance=BalanceConfig())
     return config if any(slot.transfers for row in build(config).ranks for slot in row) else None
 
 
-def _way(name: str, program: ProgramConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int], parts: int) -> Way:
+def _way(name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int], parts: int) -> Way:
     """The stage that comes nearest to its limit. Of a micro-batch in `parts`, activations and what else was allocated shrink alike."""
     schedule = build(program)
     smaller = {stage: size // parts for stage, size in sizes.items()}

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from bpipe.generate.families import default
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
@@ -60,7 +61,7 @@ class Hooks:
         self._first_loop = True
         self._own_time = OwnTime()
         self._num_iterations = 0
-        self._programs: dict[int, ProgramConfig] = {}
+        self._programs: dict[int, ScheduleConfig] = {}
         self.links: list[MeasuredLink] = []
         self.recording = False
         self.watermark: Watermark | None = None
@@ -202,12 +203,12 @@ class Hooks:
     def _schedule(self, num_microbatches: int, group_size: int) -> Schedule:
         """`group_size` is Megatron's, which without chunks is there and means nothing."""
         interleaved = self._config.num_chunks > 1
-        program = ProgramConfig(
-            schedule="interleaved-1f1b" if interleaved else "1f1b",
-            num_stages=self._config.num_ranks,
+        program = ScheduleConfig(
+            schedule=default(self._config.num_chunks),
+            num_ranks=self._config.num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=self._config.num_chunks,
-            balance="bpipe" if self._config.balance else "none",
+            balance=BalanceConfig() if self._config.balance else None,
             group_size=group_size if interleaved and group_size != self._config.num_ranks else None,
         )
         schedule = build(program)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.models.cluster import DEVICES
-from bpipe.program import ProgramConfig
+from bpipe.program import ScheduleConfig, as_document
 from bpipe.runtime.kept import Share
 from bpipe.runtime.recorder import COLUMNS
 from bpipe.transport.connect import Facts, MeasuredLink
@@ -59,7 +59,7 @@ def peak_of(device_name: str, given_tflops: float | None) -> Peak | None:
 class Recorded:
     """What a rank noted of one iteration's pipelined loop. `begin_s`: unix time; rows as in `bpipe.runtime.recorder.COLUMNS`."""
 
-    program: ProgramConfig
+    program: ScheduleConfig
     begin_s: float
     elapsed_s: float
     rows: Sequence[Sequence[Any]]
@@ -104,7 +104,7 @@ class RunRecord:
         head = "" if self._started else self._begin(flops, links, besides().now_bytes)
         line = {
             "iteration": iteration,
-            "program": {name: value for name, value in asdict(recorded.program).items() if value is not None},
+            "program": as_document(recorded.program),
             "begin_s": round(recorded.begin_s - self._clock_ahead_s, 6),
             "elapsed_s": round(recorded.elapsed_s, 9),
             "saved_bytes": recorded.saved_bytes,

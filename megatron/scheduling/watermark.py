@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.ir.action import Action
-from bpipe.program import ProgramConfig
+from bpipe.program import ScheduleConfig, as_document
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.failures import cause_of
 from bpipe.runtime.meter import Meter
@@ -123,13 +123,13 @@ class Watermark:
         }
         self._guard.run(lambda: _start(self._path, header), self._path)
 
-    def saw(self, action: Action, meter: Meter, engine: Engine, program: ProgramConfig) -> None:
+    def saw(self, action: Action, meter: Meter, engine: Engine, program: ScheduleConfig) -> None:
         """A forward has run. Costs a comparison, unless more was held than ever before."""
         if meter.peak_bytes > self._most:
             self._most = meter.peak_bytes
             self._append({"action": str(action)}, meter, engine, program)
 
-    def failed(self, error: BaseException, at: Action | None, meter: Meter, engine: Engine | None, program: ProgramConfig | None) -> None:
+    def failed(self, error: BaseException, at: Action | None, meter: Meter, engine: Engine | None, program: ScheduleConfig | None) -> None:
         """The training ends here. `at` was running, or None outside of the pipelined loop."""
         line = {
             "action": None if at is None else str(at),
@@ -138,12 +138,12 @@ class Watermark:
         }
         self._append(line, meter, engine, program)
 
-    def _append(self, line: Mapping[str, Any], meter: Meter, engine: Engine | None, program: ProgramConfig | None) -> None:
+    def _append(self, line: Mapping[str, Any], meter: Meter, engine: Engine | None, program: ScheduleConfig | None) -> None:
         sizes = meter.held()
         whole = {
             "iteration": self.iteration,
             **line,
-            "program": None if program is None else {name: value for name, value in asdict(program).items() if value is not None},
+            "program": None if program is None else as_document(program),
             "microbatches": [[stage, microbatch, num_bytes] for (stage, microbatch), num_bytes in sorted(sizes.items())],
             "saved_bytes": meter.saved_bytes,
             "moved_bytes": {} if engine is None else engine.moved_bytes,

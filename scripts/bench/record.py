@@ -26,7 +26,7 @@ import torch
 
 from bench.transfer import spread
 from bpipe.ir.action import Action
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    schedule = build(ProgramConfig("1f1b", arguments.stages, arguments.microbatches, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", arguments.stages, arguments.microbatches, balance=BalanceConfig()))
     layer = torch.nn.TransformerEncoderLayer(arguments.hidden, 8, 4 * arguments.hidden, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False).to(device)
     inputs = torch.randn(1, arguments.sequence, arguments.hidden, device=device)

@@ -115,10 +115,10 @@ def uncollected_ours(name: str, p: int, v: int, m: int) -> dict[str, float]:
 
 
 def memory(name: str, p: int, v: int, m: int) -> dict[str, float]:
-    from bpipe.program import ProgramConfig, build
+    from bpipe.program import BalanceConfig, ScheduleConfig, build
 
     tracemalloc.start()
-    schedule = build(ProgramConfig(name, p, m, v, "bpipe"))
+    schedule = build(ScheduleConfig(name, p, m, v, BalanceConfig()))
     held, _ = tracemalloc.get_traced_memory()
     actions = sum((slot.compute is not None) + len(slot.transfers) for row in schedule.ranks for slot in row)
     return {"bytes": held / actions}

@@ -37,7 +37,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import Streams, copying_on
@@ -269,7 +269,7 @@ class Loop:
 def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """Iterations without balancing and with it, over each transport, asynchronously and not."""
     plans = {
-        balance: build(ProgramConfig(schedule="1f1b", num_stages=STAGES, num_microbatches=MICROBATCHES, balance=balance))
+        balance: build(ScheduleConfig(schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=balancing(balance)))
         for balance in ("none", "bpipe")
     }
     partners = plans["bpipe"].partners

@@ -16,7 +16,7 @@ import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.steps import steps
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.base import Done, Pending, Transport
@@ -107,7 +107,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
 
 
 def _let_go(device: torch.device, rank: int, transport: Transport, sizes: Sizes, name: str, result: Result) -> None:
-    plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     stage = SmallStage(device, sizes.rows, sizes.width, Delays(), seed=rank)
     engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, minimum_bytes=1, timeout_s=TIMEOUT_S))
     loop = Loop(plan, rank, stage, stage.received)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.capture import find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
@@ -150,7 +150,7 @@ def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
 def _look(
     device: torch.device, stage: MegatronStage, sizes: Sizes, both: tuple[CopyLane, CopyLane], until: float, name: str, result: Result
 ) -> None:
-    plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     loop = Loop(plan, 0, stage, stage.received)
     # Functions are compiled, and compiled again for what they did not expect, with the first calls.
     for microbatch in range(3):

@@ -17,7 +17,7 @@ import torch
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import lanes
@@ -93,7 +93,7 @@ class Watch:
 
 def measure_parts(device: torch.device, stage: GptStage) -> Parts:
     """A micro-batch alone. On a CPU nobody counts allocations: the meter's count of what is saved stands for them."""
-    loop = Loop(build(ProgramConfig("1f1b", 1, 1)), 0, stage, stage.received)
+    loop = Loop(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received)
     if on_cuda(device):
         watch = Watch()
         loop.iteration(watch)
@@ -211,7 +211,10 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
     result.facts = {"parts": vars(parts), "stages": []}
     extra = f"a forward takes {_mib(parts.forward_extra)} more while it runs, a backward {_mib(parts.backward_extra)}"
     say(f"one micro-batch leaves {_mib(parts.saved)}; {extra}")
-    plans = {balance: build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance=balance)) for balance in ("none", "bpipe")}
+    plans = {
+        balance: build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=balancing(balance)))
+        for balance in ("none", "bpipe")
+    }
     tolerance = TOLERANCE_BYTES if on_cuda(device) else 0
     moved = reached = 0
     for rank in repeats(sizes.stages, until):

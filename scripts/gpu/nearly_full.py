@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import CopyLane
@@ -77,7 +77,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     both = lanes(device, TIMEOUT_S)
     stage = SmallStage(device, sizes.rows, sizes.width, Delays())
     plain, balanced = (
-        Program(device, stage, build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance=balance)), both)
+        Program(device, stage, build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=balancing(balance))), both)
         for balance in ("none", "bpipe")
     )
     expected = plain.gradient()

@@ -19,7 +19,7 @@ import torch
 
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.recorder import COLUMNS, Recorder
 from bpipe.runtime.streams import Clock, lanes
@@ -100,7 +100,7 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
     tidy(device)
     stage = GptStage(shape, device)
     wants = need(device, stage, sizes.minimum_bytes)
-    plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     loop = Loop(plan, 0, stage, stage.received)
     both = lanes(device, TIMEOUT_S)
 

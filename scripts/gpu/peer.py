@@ -23,7 +23,7 @@ from torch.multiprocessing import start_processes
 
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import Streams, copying_on, synchronize
 from bpipe.transport.base import Transport
@@ -260,7 +260,7 @@ def engine_of(
     rank: int, device: torch.device, transport: Transport, sizes: EngineSizes, rounds: Iterable[int], delays: Delays
 ) -> dict[str, Any]:
     """This process's stage of the pair, iteration after iteration, against itself without an engine."""
-    plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     place = 0 if rank == EVICTOR else sizes.stages - 1
     stage = SmallStage(device, sizes.rows, sizes.width, delays, seed=place)
     loop = Loop(plan, place, stage, stage.received)

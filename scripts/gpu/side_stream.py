@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bpipe.ir.memory import num_transfers
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.one_sided import Reaching
@@ -116,7 +116,7 @@ class Stage:
 
 def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     result = Result()
-    plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     both = lanes(device, TIMEOUT_S)
     stage = Stage(device, sizes)
     loop = Loop(plan, 0, stage, stage.received)

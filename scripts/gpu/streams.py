@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from bpipe.ir.memory import num_transfers
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
 from bpipe.runtime.streams import Streams, lanes, synchronize
@@ -135,7 +135,7 @@ class Stage0:
         self.delays = Delays()
         self._device = device
         self._stage = SmallStage(device, sizes.rows, sizes.width, self.delays)
-        self.plan = build(ProgramConfig("1f1b", sizes.stages, sizes.microbatches, balance="bpipe"))
+        self.plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
         self._loop = Loop(self.plan, 0, self._stage, self._stage.received)
         self._lanes = late_lanes(device, TIMEOUT_S, self.delays)
         self.expected = self.gradient(None)

@@ -35,7 +35,7 @@ from bpipe.ir.messages import write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import write_csv
 from bpipe.passes.align import align
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.record import Row
 from tests.unit.oracle import is_sound
 from tests.unit.report.recorded import write_run
@@ -318,11 +318,11 @@ def _computed(done: set[str]) -> set[str]:
 
 
 SMALL = (
-    ProgramConfig("1f1b", 3, 4, balance="bpipe"),
-    ProgramConfig("interleaved-1f1b", 2, 4, 2, "bpipe"),
-    ProgramConfig("1f1b", 4, 8, 1, "bpipe"),
+    ScheduleConfig("1f1b", 3, 4, balance=BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 2, 4, 2, BalanceConfig()),
+    ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig()),
 )
-PLAIN = (ProgramConfig("1f1b", 3, 4), ProgramConfig("gpipe", 2, 3), ProgramConfig("interleaved-1f1b", 2, 4, 2))
+PLAIN = (ScheduleConfig("1f1b", 3, 4), ScheduleConfig("gpipe", 2, 3), ScheduleConfig("interleaved-1f1b", 2, 4, 2))
 
 
 def balanced_texts(writer: Callable[[Schedule], str]) -> Callable[[Path], list[str]]:

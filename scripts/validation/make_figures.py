@@ -28,7 +28,7 @@ from bpipe.draw.svg import render_svg
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import PRESETS
 from bpipe.plan.search import Space, search
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
 from compare_runs import read_stages
@@ -43,7 +43,7 @@ SCOPES = {"none": "nothing recomputed", "selective": "attention recomputed", "fu
 def draw_schedule(stem: Path) -> list[Path]:
     """Two halves, in the project's own picture of a schedule."""
     subtitles = {"none": "without balancing", "bpipe": "with balancing"}
-    halves = stack([lay_out(build(ProgramConfig("1f1b", 4, 8, balance=balance)), text) for balance, text in subtitles.items()])
+    halves = stack([lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance))), text) for balance, text in subtitles.items()])
     files = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
     files[0].write_text(render_svg(halves), encoding="utf-8")
     files[1].write_bytes(render_png(halves))
@@ -82,9 +82,9 @@ def overheads(times: StageTimes, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> 
     for size in batch_sizes:
         if size % times.micro_batch:
             raise ValueError(f"batch size {size} is no multiple of the micro-batch size {times.micro_batch}")
-        config = ProgramConfig("1f1b", times.pipeline, size // times.micro_batch)
+        config = ScheduleConfig("1f1b", times.pipeline, size // times.micro_batch)
         plain = simulate(build(config), costs).makespan_s
-        balanced = build(replace(config, balance="bpipe"))
+        balanced = build(replace(config, balance=BalanceConfig()))
         for kind, found in percents.items():
             report = simulate(balanced, replace(costs, synchronous=kind))
             found.append(100 * (float(report.makespan_s / plain) - 1))

@@ -20,7 +20,7 @@ from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import moved_bytes, saves_input, sent_bytes, stage_bytes
 from bpipe.plan.predict import predict, simulation_of
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.memory import RankSizes, rank_peaks
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
@@ -103,7 +103,7 @@ def replays() -> list[Replay]:
             StageCost(int(forward) / 1e6, int(backward) / 1e6, sent_bytes=sent_bytes(setup), optimizer_s=update)
             for forward, backward in times
         )
-        report = simulate(build(ProgramConfig("1f1b", 8, int(row["micro_batches"]))), Costs(stages, links(setup), blocking=True))
+        report = simulate(build(ScheduleConfig("1f1b", 8, int(row["micro_batches"]))), Costs(stages, links(setup), blocking=True))
         found.append(Replay(row["method"], int(row["vocabulary"]), float(row["iteration_ms"]) / 1e3, float(report.makespan_s)))
     return found
 
@@ -115,7 +115,7 @@ def predicted_mfu(times: StageTimes) -> float:
     """Percent, from the stage times alone, balanced, with the papers' FLOPs: the stage times contain the output layer's share."""
     model = PRESETS[times.model]
     microbatches = times.global_batch // times.micro_batch
-    schedule = build(ProgramConfig("1f1b", times.pipeline, microbatches, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", times.pipeline, microbatches, balance=BalanceConfig()))
     cost = StageCost(times.forward_ms / 1e3, times.backward_ms / 1e3, transfer_s=times.transfer_ms / 1e3)
     report = simulate(schedule, Costs((cost,) * times.pipeline))
     devices = parse_cluster(times.cluster).num_devices

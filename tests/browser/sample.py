@@ -15,7 +15,7 @@ from typing import Any
 
 from bpipe.ir.action import COMPUTE, Action
 from bpipe.ir.memory import num_transfers, peak_counts
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
@@ -30,7 +30,7 @@ def make_view(
     num_stages: int = 8, num_microbatches: int = 16, seed: int = 7, missing: tuple[int, ...] = (), iterations: int = 1
 ) -> dict[str, Any]:
     """Balanced 1F1B. Ranks in `missing` have no record."""
-    schedule = build(ProgramConfig("1f1b", num_stages, num_microbatches, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", num_stages, num_microbatches, balance=BalanceConfig()))
     predicted = simulate(schedule, replace(uniform(num_stages, COST, LINKS), blocking=True))
     simulated = [track(predicted, rank, float) for rank in range(num_stages)]
     shown = []

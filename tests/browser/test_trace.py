@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.out.trace import write_trace
 from bpipe.report.report import report_of
 from bpipe.simulate import trace as simulated
@@ -133,7 +133,7 @@ def test_perfetto_keeps_every_slice_of_a_run(opened: Callable[[str], Query], tmp
 
 def simulated_trace(*config: Any) -> str:
     """Transfers that take as long as many computations."""
-    schedule = build(ProgramConfig(*config, balance="bpipe"))
+    schedule = build(ScheduleConfig(*config, balance=BalanceConfig()))
     costs = uniform(schedule.num_stages, StageCost(0.01, 0.02, transfer_s=0.05, moved_bytes=90, saved_bytes=100))
     return simulated.write_trace(simulate(schedule, costs))
 

@@ -29,7 +29,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import Connection, connect
@@ -84,7 +84,7 @@ class Rank:
         torch.manual_seed(rank)
         # Stages differ, so what leaves a stage is not what its host would have saved itself.
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * rank) / 16)
-        self.plans = [build(ProgramConfig("1f1b", scenario.stages, m, balance="bpipe")) for m, _ in PROGRAMS]
+        self.plans = [build(ScheduleConfig("1f1b", scenario.stages, m, balance=BalanceConfig())) for m, _ in PROGRAMS]
         pairs: set[tuple[int, int]] = set()
         for plan in self.plans:
             assert plan.partners is not None

@@ -14,7 +14,7 @@ import torch
 
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of, peak_bytes
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.evictor import Evictor
 from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
@@ -324,7 +324,7 @@ def test_what_needs_a_gpu_says_why_it_is_skipped(check: ModuleType) -> None:
 
 def test_a_prediction_adds_what_an_operation_needs_while_it_runs(check: ModuleType) -> None:
     parts = check.memory.Parts(saved=100, forward_extra=7, backward_extra=20)
-    plain, balanced = (build(ProgramConfig("1f1b", 4, 8, balance=balance)) for balance in ("none", "bpipe"))
+    plain, balanced = (build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance))) for balance in ("none", "bpipe"))
     assert [check.memory.predicted_bytes(plain, rank, parts, 0) for rank in range(4)] == [420, 320, 220, 120]
     assert check.memory.predicted_bytes(balanced, 0, parts, 90) == peak_bytes(balanced, memory_of((100,) * 4, (90,) * 4))[0] + 20
     # What it hosts is no part of it: host buffers are there all the time, and are added as they are.

@@ -17,7 +17,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance, balance_bytes, smallest_bounds
 from bpipe.passes.evict import OverBound, plan_evictions
 from bpipe.passes.levels import level_bytes
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -97,7 +97,7 @@ def test_1f1b_takes_as_few_evictions_as_trying_all(p: int, m: int) -> None:
 
 def test_interleaved_evicts_the_furthest_needed() -> None:
     """Evicting the latest finished instead costs 3 evictions here, because backwards are not first in, first out."""
-    balanced = build(ProgramConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance="bpipe"))
+    balanced = build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()))
     assert num_transfers(balanced, 0) == (2, 2, 0, 0)
     assert num_transfers(balanced, 3) == (0, 0, 2, 2)
     assert peak_counts(balanced) == (9, 9, 7, 7)
@@ -105,7 +105,7 @@ def test_interleaved_evicts_the_furthest_needed() -> None:
 
 @pytest.mark.parametrize(("p", "v", "ahead"), [(4, 2, [2, 0]), (8, 2, [6, 4, 2, 0]), (4, 3, [2, 0])])
 def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list[int]) -> None:
-    balanced = build(ProgramConfig("interleaved-1f1b", p, 4 * p, v, "bpipe"))
+    balanced = build(ScheduleConfig("interleaved-1f1b", p, 4 * p, v, BalanceConfig()))
     for rank, expected in enumerate(ahead):
         first_load = next(
             (slot for slot, cell in enumerate(balanced.ranks[rank]) if any(a.kind is Kind.LOAD for a in cell.transfers)), None
@@ -177,13 +177,13 @@ def test_a_rank_without_partner_cannot_be_balanced() -> None:
 
 def test_balancing_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="already has transfers"):
-        balance(build(ProgramConfig("1f1b", 4, 8, balance="bpipe")), [3] * 4)
+        balance(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), [3] * 4)
 
 
 def test_gpipe_has_no_room_to_share() -> None:
     plain = generate("gpipe", 4, 8)
     assert smallest_bounds(plain) == (8,) * 4
-    assert build(ProgramConfig("gpipe", 4, 8, balance="bpipe")).ranks == plain.ranks
+    assert build(ScheduleConfig("gpipe", 4, 8, balance=BalanceConfig())).ranks == plain.ranks
 
 
 def test_equal_sizes_in_bytes_are_counts() -> None:
@@ -283,7 +283,7 @@ def test_moved_bytes_cannot_exceed_saved_bytes() -> None:
 
 
 def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
-    balanced = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    balanced = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     assert host_buffers(balanced, 3) == {Hosting(0, 1, 0): 0, Hosting(0, 3, 0): 1, Hosting(0, 5, 0): 0}
     assert host_buffers(balanced, 0) == {}
     assert (num_host_buffers(balanced, 3), num_host_buffers(balanced, 0)) == (2, 0)
@@ -291,7 +291,7 @@ def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
 
 @pytest.mark.parametrize(("p", "v"), [(8, 1), (16, 1), (8, 2), (6, 3)])
 def test_host_buffers_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
-    balanced = build(ProgramConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, v, "bpipe"))
+    balanced = build(ScheduleConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, v, BalanceConfig()))
     for rank in range(p):
         own = live_counts(FAMILIES[balanced.name].generate(p, 4 * p, v), rank)
         hosted = [all_held - one for all_held, one in zip(live_counts(balanced, rank), own, strict=True)]

@@ -10,7 +10,7 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_counts, num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
 LARGE = [pytest.param(p, m, marks=pytest.mark.slow) for p in range(17, 33) for m in (p - 1, p, p + 1, 3 * p, 6 * p)]
@@ -48,7 +48,7 @@ def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]
 
 
 def test_the_worked_example() -> None:
-    schedule = build(ProgramConfig("1f1b", num_stages=4, num_microbatches=8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", num_ranks=4, num_microbatches=8, balance=BalanceConfig()))
     computed = "F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7"
     moved = " .  . E1  .  .  .  . E3 L1  .  . E5 L3  .  .  . L5  .  .  .  .  ."
     hosted = " .  . H1  .  .  .  . H3 R1  .  . H5 R3  .  .  . R5  .  .  .  .  ."
@@ -69,7 +69,7 @@ def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
     plain = FAMILIES["1f1b"].generate(p, m, 1)
     assert len(plain.ranks[0]) == 2 * (m + p - 1)
     assert peak_counts(plain) == tuple(min(p - stage, m) for stage in range(p))
-    balanced = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    balanced = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
     assert max(peak_counts(balanced)) <= mu_opt(p)
     for stage in range(p // 2):
         made = {
@@ -100,13 +100,13 @@ FEWEST = {
 
 @pytest.mark.parametrize(("p", "m"), FEWEST)
 def test_evictions_are_as_few_as_exhaustive_search_finds(p: int, m: int) -> None:
-    balanced = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    balanced = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
     assert [num_transfers(balanced, stage).evictions for stage in range((p - 4) // 2 + 1)] == FEWEST[p, m]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_nothing_moves_below_four_stages(p: int) -> None:
-    schedule = build(ProgramConfig("1f1b", p, 8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", p, 8, balance=BalanceConfig()))
     assert not any(slot.transfers for row in schedule.ranks for slot in row)
 
 

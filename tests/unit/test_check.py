@@ -13,14 +13,14 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import read_action
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 #      slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21
 # rank 0 C  F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7
 #        T   .  . E1  .  .  .  . E3 L1  .  . E5 L3  .  .  . L5  .  .  .  .  .
 # rank 3 C   .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
 #        T   .  . H1  .  .  .  . H3 R1  .  . H5 R3  .  .  . R5  .  .  .  .  .
-BALANCED = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 
 
 def changed(schedule: Schedule, *cells: tuple[int, int, str]) -> Schedule:

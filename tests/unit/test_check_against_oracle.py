@@ -10,15 +10,15 @@ import pytest
 from bpipe.check.rules import RULES, Case, ScheduleError, check_no_deadlock
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from tests.unit.oracle import is_sound
 from tests.unit.test_overlap import OVERLAPPED
 
 CONFIGS = [
-    ProgramConfig("1f1b", 4, 8, balance="bpipe"),
-    ProgramConfig("1f1b", 5, 7, balance="bpipe"),
-    ProgramConfig("interleaved-1f1b", 4, 6, 2, "bpipe"),
-    ProgramConfig("gpipe", 3, 4),
+    ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()),
+    ScheduleConfig("1f1b", 5, 7, balance=BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 4, 6, 2, BalanceConfig()),
+    ScheduleConfig("gpipe", 3, 4),
 ]
 
 

@@ -21,10 +21,10 @@ from bpipe.commands.parser import positive
 from bpipe.ir.document import read_json
 from bpipe.ir.grid import read_grid
 from bpipe.ir.text import read_csv
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--balance", "bpipe"]
-SCHEDULE = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 
 GRID = """\
 # bpipe schedule=1f1b microbatches=8 stage_to_rank=0,1,2,3 partners=3,2,1,0 bounds=3,3,3,3

@@ -14,7 +14,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance, smallest_bounds
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
 def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
@@ -46,7 +46,7 @@ def default_plans(stages: Iterable[int], chunks: int, rounds: Iterable[int], mor
     """What a training runs: balanced to the schedule's own bound. With chunks Megatron takes multiples of the number of stages."""
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
     sizes = [(p, m) for p in stages for m in (*(p * times for times in rounds), *(p + above for above in more))]
-    return [build(ProgramConfig(name, p, m, chunks, "bpipe")) for p, m in sizes]
+    return [build(ScheduleConfig(name, p, m, chunks, BalanceConfig())) for p, m in sizes]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

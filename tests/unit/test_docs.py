@@ -14,7 +14,7 @@ import pytest
 
 from bpipe import cli
 from bpipe.ir.memory import num_transfers, peak_counts
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
 
@@ -119,7 +119,7 @@ def test_the_readmes_table_is_what_the_schedules_are(row: str, schedule: str, ch
     bubble, plain_peak, balanced_peak, evictions = (cell.strip() for cell in cells)
     balances = ("none",) if balanced_peak == "not balanced" else ("none", "bpipe")
     for balance, peak in zip(balances, (plain_peak, balanced_peak), strict=False):
-        program = build(ProgramConfig(schedule, 8, 32, chunks, balance))
+        program = build(ScheduleConfig(schedule, 8, 32, chunks, balancing(balance)))
         # Bytes that take no time: what transfers cost is another table's.
         cost = StageCost(forward_s=Fraction(1, chunks), backward_s=Fraction(2, chunks), saved_bytes=1, moved_bytes=1)
         assert f"{100 * float(simulate(program, uniform(8 * chunks, cost)).bubble_of_makespan):.1f} %" == bubble

@@ -14,12 +14,12 @@ from bpipe.draw.picture import STYLES, lay_out
 from bpipe.draw.svg import render_svg, write_svg
 from bpipe.draw.timeline import MARGIN, WIDTH, lay_out_simulation
 from bpipe.ir.memory import live_counts
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
-BALANCED = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -56,7 +56,7 @@ def test_nothing_is_told_by_colour_alone() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_svg_is_well_formed(chunks: int) -> None:
-    schedule = BALANCED if chunks == 1 else build(ProgramConfig("interleaved-1f1b", 4, 8, 2, "bpipe"))
+    schedule = BALANCED if chunks == 1 else build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig()))
     root = ElementTree.fromstring(write_svg(schedule))
     assert root.tag == f"{SVG}svg"
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -71,9 +71,9 @@ def test_svg_is_well_formed(chunks: int) -> None:
 
 def test_png() -> None:
     pytest.importorskip("matplotlib")
-    image = png.write_png(build(ProgramConfig("1f1b", 2, 2)))
+    image = png.write_png(build(ScheduleConfig("1f1b", 2, 2)))
     assert image.startswith(b"\x89PNG\r\n")
-    picture = lay_out(build(ProgramConfig("1f1b", 2, 2)))
+    picture = lay_out(build(ScheduleConfig("1f1b", 2, 2)))
     assert (int.from_bytes(image[16:20], "big"), int.from_bytes(image[20:24], "big")) == (picture.width, picture.height)
 
 
@@ -92,7 +92,7 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 def simulated(seconds: float = 1.0, balance: str = "bpipe", chunks: int = 1, update_s: float = 0.0) -> Simulation:
     """Four ranks; a forward takes `seconds`, a micro-batch holds a GiB."""
-    schedule = build(ProgramConfig("1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, chunks, balance))
+    schedule = build(ScheduleConfig("1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, chunks, balancing(balance)))
     cost = StageCost(seconds, 2 * seconds, transfer_s=seconds / 2, saved_bytes=2**30, moved_bytes=2**30, optimizer_s=update_s)
     return simulate(schedule, uniform(4 * chunks, cost))
 

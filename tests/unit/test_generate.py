@@ -18,7 +18,7 @@ from bpipe.ir.grid import write_grid
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.align import align
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 
 PACKAGE = Path(bpipe.__file__).parent
 
@@ -89,7 +89,7 @@ def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: i
     schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, g)
     check(schedule)
     assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
-    balanced = build(ProgramConfig("interleaved-1f1b", p, m, v, "bpipe", group_size=g))
+    balanced = build(ScheduleConfig("interleaved-1f1b", p, m, v, BalanceConfig(), group_size=g))
     assert max(peak_counts(balanced)) <= (v - 1) * g + p + 1
     assert not blocked_ranks(balanced)
 
@@ -101,9 +101,9 @@ def test_a_group_of_as_many_as_there_are_ranks_is_the_default() -> None:
 @pytest.mark.parametrize("g", [3, 9])
 def test_a_group_outside_what_can_be_is_refused(g: int) -> None:
     with pytest.raises(ValueError, match=f"a group of {g} micro-batches is outside 4 to 8"):
-        build(ProgramConfig("interleaved-1f1b", 4, 8, 2, group_size=g))
+        build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, group_size=g))
     with pytest.raises(ValueError, match=r"schedule 1f1b has no groups of micro-batches: .* interleaved-1f1b"):
-        build(ProgramConfig("1f1b", 4, 8, group_size=g))
+        build(ScheduleConfig("1f1b", 4, 8, group_size=g))
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
@@ -162,7 +162,9 @@ def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -
     fill = FAMILIES[name].fill
     for p in (1, 2, 3, 4, 6):
         for balance in ("none", "bpipe"):
-            full, more = (peak_counts(build(ProgramConfig(name, p, rounds * p, v, balance))) for rounds in (fill or 3, 2 + (fill or 3)))
+            full, more = (
+                peak_counts(build(ScheduleConfig(name, p, rounds * p, v, balancing(balance)))) for rounds in (fill or 3, 2 + (fill or 3))
+            )
             assert more == (5 * p,) * p if fill is None else all(one <= other for one, other in zip(more, full, strict=True))
 
 

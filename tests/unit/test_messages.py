@@ -10,7 +10,7 @@ from bpipe.check.rules import check
 from bpipe.cli import main, read
 from bpipe.ir.messages import has_messages, read_runtime, write_runtime
 from bpipe.ir.text import TextError, read_csv
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, build
 from tests.unit.test_overlap import OVERLAPPED
 
 # Two ranks in V shape: stages 0 and 3 on rank 0. Torch's own, with ScheduleDualPipeV(p=2, m=4).
@@ -42,7 +42,7 @@ def test_messages_are_dropped() -> None:
     assert read(TORCH).ranks == OVERLAPPED.ranks
     check(read_runtime(SMALL))
     assert read_runtime(write_runtime(OVERLAPPED), "dualpipev") == OVERLAPPED
-    for config in (ProgramConfig("1f1b", 4, 6), ProgramConfig("interleaved-1f1b", 3, 6, 2), ProgramConfig("gpipe", 1, 2)):
+    for config in (ScheduleConfig("1f1b", 4, 6), ScheduleConfig("interleaved-1f1b", 3, 6, 2), ScheduleConfig("gpipe", 1, 2)):
         schedule = build(config)
         assert read_runtime(write_runtime(schedule), config.schedule) == schedule
 

@@ -19,7 +19,7 @@ from bpipe.ir.memory import live_bytes, live_counts, memory_of, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
-from bpipe.program import adopt
+from bpipe.program import BalanceConfig, adopt
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -193,7 +193,7 @@ def test_the_drawing_has_both() -> None:
 
 def test_balancing_says_that_it_does_not_take_them() -> None:
     with pytest.raises(ValueError, match="0F3 and 3B1 overlap: only schedules of single computations are balanced"):
-        adopt(OVERLAPPED, "bpipe", (5,))
+        adopt(OVERLAPPED, BalanceConfig((5,)))
 
 
 def test_the_command_reads_torchs_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from bpipe.draw.picture import lay_out, stack
 from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, to_png, to_svg
 from bpipe.draw.svg import render_svg
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20
@@ -124,7 +124,8 @@ def test_nothing_to_draw_is_said(draw: object) -> None:
 
 def test_halves_lie_below_each_other() -> None:
     halves = [
-        lay_out(build(ProgramConfig("1f1b", 4, 8, balance=balance)), text) for balance, text in (("none", "without"), ("bpipe", "with"))
+        lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance))), text)
+        for balance, text in (("none", "without"), ("bpipe", "with"))
     ]
     both = stack(halves)
     assert (both.width, both.height) == (max(half.width for half in halves), sum(half.height for half in halves))

@@ -19,25 +19,25 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
 from bpipe.ir.text import read_csv, write_csv
 from bpipe.passes.balance import balance, smallest_bounds
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
 @st.composite
-def configs(draw: st.DrawFn, max_stages: int = 12) -> ProgramConfig:
+def configs(draw: st.DrawFn, max_stages: int = 12) -> ScheduleConfig:
     name = draw(st.sampled_from(sorted(FAMILIES)))
     p = draw(st.integers(1, max_stages))
     m = draw(st.integers(1, 6 * p))
     chunks = draw(st.integers(2, 4)) if FAMILIES[name].max_chunks is None else 1
     group = draw(st.none() | st.integers(p, m)) if FAMILIES[name].takes_groups and p <= m else None
-    return ProgramConfig(name, p, m, chunks, draw(st.sampled_from(["none", "bpipe"])), group_size=group)
+    return ScheduleConfig(name, p, m, chunks, draw(st.sampled_from([None, BalanceConfig()])), group_size=group)
 
 
-def holds_what_must(config: ProgramConfig) -> Schedule:
+def holds_what_must(config: ScheduleConfig) -> Schedule:
     schedule = build(config)
-    p, m, v, g = config.num_stages, config.num_microbatches, config.num_chunks, config.group_size
+    p, m, v, g = config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size
     check(schedule)
     assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 2 * p * v * m
-    if config.balance == "bpipe":
+    if config.balance is not None:
         plain = FAMILIES[config.schedule].generate(p, m, v, g)
         assert max(peak_counts(schedule)) <= FAMILIES[config.schedule].balanced_bound(p, m, v, g)
         for before, after in zip(plain.ranks, schedule.ranks, strict=True):
@@ -61,7 +61,7 @@ def comes_back(schedule: Schedule) -> None:
 
 @settings(max_examples=40)
 @given(configs())
-def test_every_schedule_keeps_every_rule_and_comes_back_from_text(config: ProgramConfig) -> None:
+def test_every_schedule_keeps_every_rule_and_comes_back_from_text(config: ScheduleConfig) -> None:
     comes_back(holds_what_must(config))
 
 
@@ -69,18 +69,18 @@ def test_every_schedule_keeps_every_rule_and_comes_back_from_text(config: Progra
 @pytest.mark.timeout(900)
 @settings(max_examples=150)
 @given(configs(max_stages=32))
-def test_large_schedules_keep_every_rule(config: ProgramConfig) -> None:
+def test_large_schedules_keep_every_rule(config: ScheduleConfig) -> None:
     comes_back(holds_what_must(config))
 
 
 @settings(max_examples=30)
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
-def test_any_pairing_and_any_bound_above_its_smallest(config: ProgramConfig, above: int, rng: random.Random) -> None:
+def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, above: int, rng: random.Random) -> None:
     """Rank by rank its own bound: the pair's smallest and up to four more."""
-    plain = FAMILIES[config.schedule].generate(config.num_stages, config.num_microbatches, config.num_chunks, config.group_size)
-    ranks = list(range(config.num_stages))
+    plain = FAMILIES[config.schedule].generate(config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size)
+    ranks = list(range(config.num_ranks))
     rng.shuffle(ranks)
-    partners = list(range(config.num_stages))
+    partners = list(range(config.num_ranks))
     for one, other in zip(ranks[::2], ranks[1::2], strict=False):
         partners[one], partners[other] = other, one
     least = smallest_bounds(plain, partners)
@@ -88,7 +88,7 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ProgramConfig, abo
     balanced = balance(plain, bounds, partners)
     check(balanced)
     assert balanced.bounds == tuple(bounds)
-    for rank in range(config.num_stages):
+    for rank in range(config.num_ranks):
         tighter = [bound - (one in (rank, partners[rank])) for one, bound in enumerate(least)]
         if min(tighter) >= 1:
             with pytest.raises(ValueError, match=f"both keep is {least[rank]} |Give it {least[rank]},"):
@@ -99,7 +99,7 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ProgramConfig, abo
 @given(st.integers(4, 32), st.integers(1, 64))
 def test_evictions_of_1f1b(p: int, m: int) -> None:
     """Warm-up sends min(p - s, m) - mu_opt ahead; every load that a forward precedes makes room by one more eviction."""
-    schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
     bound = -(-(p + 2) // 2)
     for stage, row in enumerate(schedule.ranks[: p // 2]):
         ahead = max(0, min(p - stage, m) - bound)

@@ -21,17 +21,17 @@ from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import TextError, read_action, read_csv, write_csv
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 
-BALANCED = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 CONFIGS = [
-    ProgramConfig("1f1b", 1, 1),
-    ProgramConfig("1f1b", 4, 8),
-    ProgramConfig("1f1b", 4, 8, balance="bpipe"),
-    ProgramConfig("1f1b", 3, 2, balance="bpipe"),
-    ProgramConfig("gpipe", 3, 4),
-    ProgramConfig("interleaved-1f1b", 4, 8, 2, "bpipe"),
-    ProgramConfig("interleaved-1f1b", 12, 13, 2, "bpipe"),
+    ScheduleConfig("1f1b", 1, 1),
+    ScheduleConfig("1f1b", 4, 8),
+    ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()),
+    ScheduleConfig("1f1b", 3, 2, balance=BalanceConfig()),
+    ScheduleConfig("gpipe", 3, 4),
+    ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 12, 13, 2, BalanceConfig()),
 ]
 
 CSV = """\
@@ -54,7 +54,7 @@ JSON = """\
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_format_is_exact_both_ways(config: ProgramConfig) -> None:
+def test_every_format_is_exact_both_ways(config: ScheduleConfig) -> None:
     schedule = build(config)
     assert read_csv(write_csv(schedule), schedule.name) == schedule
     assert read_json(write_json(schedule)) == schedule
@@ -66,11 +66,11 @@ def test_every_format_is_exact_both_ways(config: ProgramConfig) -> None:
 
 
 def test_csv() -> None:
-    assert write_csv(build(ProgramConfig("1f1b", 4, 4, balance="bpipe"))) == CSV
+    assert write_csv(build(ScheduleConfig("1f1b", 4, 4, balance=BalanceConfig()))) == CSV
 
 
 def test_json() -> None:
-    assert write_json(build(ProgramConfig("1f1b", 2, 1))) == JSON
+    assert write_json(build(ScheduleConfig("1f1b", 2, 1))) == JSON
 
 
 def test_json_is_what_the_manual_says() -> None:
@@ -234,7 +234,7 @@ def test_any_value_anywhere_in_a_document_is_read_or_refused(value: object, numb
 def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
     """Compute-only files go through torch.distributed.pipelining's parser, and come out as what we wrote."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for config in (ProgramConfig("1f1b", 4, 8), ProgramConfig("gpipe", 3, 4), ProgramConfig("interleaved-1f1b", 4, 8, 2)):
+    for config in (ScheduleConfig("1f1b", 4, 8), ScheduleConfig("gpipe", 3, 4), ScheduleConfig("interleaved-1f1b", 4, 8, 2)):
         schedule = build(config)
         path = tmp_path / "schedule.csv"
         path.write_text(write_csv(schedule))

@@ -15,7 +15,7 @@ from bpipe.ir.messages import read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, build
 from tests.unit.oracle import is_sound
 from tests.unit.torch_schedules import LOOPED, MULTIPLE, SINGLE, as_csv, parsed, peak, rows, torch_schedule
 
@@ -46,7 +46,7 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
 def test_our_generators_hold_what_torchs_do(ours: str, theirs: str, p: int, m: int) -> None:
     assert ours in FAMILIES
     plain = torch_schedule(theirs, p, m)
-    assert list(peak_counts(build(ProgramConfig(ours, p, m)))) == [peak(plain, rank, [rank]) for rank in range(p)]
+    assert list(peak_counts(build(ScheduleConfig(ours, p, m)))) == [peak(plain, rank, [rank]) for rank in range(p)]
 
 
 @pytest.mark.parametrize("name", MULTIPLE)
@@ -87,7 +87,7 @@ def test_runtime_files_are_read_and_what_we_write_torch_takes(name: str, p: int,
 
 
 def test_our_schedules_in_the_runtimes_form() -> None:
-    for config in (ProgramConfig("1f1b", 4, 8), ProgramConfig("gpipe", 3, 4), ProgramConfig("interleaved-1f1b", 4, 8, 2)):
+    for config in (ScheduleConfig("1f1b", 4, 8), ScheduleConfig("gpipe", 3, 4), ScheduleConfig("interleaved-1f1b", 4, 8, 2)):
         schedule = build(config)
         written = write_runtime(schedule)
         assert read(written) == replace(schedule, name="csv")

@@ -28,10 +28,10 @@ def document(report: Report) -> dict[str, Any]:
         },
         "program": {
             "schedule": program.schedule,
-            "num_stages": program.num_stages,
+            "num_stages": program.num_ranks,
             "num_microbatches": program.num_microbatches,
             "num_chunks": program.num_chunks,
-            "balance": program.balance,
+            "balance": program.balance_name,
         },
         "iterations": [timeline.iteration for timeline in measured.shown],
         "warm_up_iteration": measured.warm_up,

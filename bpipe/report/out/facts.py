@@ -21,8 +21,8 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("run", run_name(measured)),
         ("started", info.started or "not known"),
         ("host", hosts(measured)),
-        ("schedule", f"{program.schedule}, {counted(program.num_stages, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
-        ("balance", program.balance + (", synchronous transfers" if info.synchronous else "")),
+        ("schedule", f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
+        ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
         ("device", device),
         *((name.replace("_", "-"), version) for name, version in info.versions),
     ]

@@ -17,8 +17,8 @@ def text(held: Held) -> str:
     found = shortage_of(held)
     program = found.program
     lines = wrapped(
-        f"{program.schedule}, {counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
-        f"{program.balance}; what was held until iteration {found.iteration}",
+        f"{program.schedule}, {counted(program.num_ranks, 'stage')}, {counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
+        f"{program.balance_name}; what was held until iteration {found.iteration}",
         "",
     )
     lines += ["", *_table(found.stages), "", "needed at the fullest, by the schedule's peak of such micro-batches:"]
@@ -68,10 +68,10 @@ def document(held: Held) -> dict[str, Any]:
         "version": VERSION,
         "program": {
             "schedule": found.program.schedule,
-            "num_stages": found.program.num_stages,
+            "num_stages": found.program.num_ranks,
             "num_microbatches": found.program.num_microbatches,
             "num_chunks": found.program.num_chunks,
-            "balance": found.program.balance,
+            "balance": found.program.balance_name,
         },
         "iteration": found.iteration,
         "failure": None if held.failure is None else asdict(held.failure),

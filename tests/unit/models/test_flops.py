@@ -13,7 +13,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS, find_model
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -39,7 +39,7 @@ def test_the_papers_formula() -> None:
 
 def test_the_papers_mfu_from_the_papers_stage_times() -> None:
     """GPT-3 96B, t=4, p=8, b=2: 143.37 ms forward, 287.90 ms backward, transfers of 15.63 ms: 50.64 % measured."""
-    schedule = build(ProgramConfig("1f1b", 8, 64, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 8, 64, balance=BalanceConfig()))
     report = simulate(schedule, Costs((StageCost(0.14337, 0.2879, transfer_s=0.01563),) * 8))
     assert report.exposed_transfer_s == 0
     flops = training_flops(PRESETS["gpt3-96b"], 128, 2048, "papers")

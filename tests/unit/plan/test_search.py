@@ -15,7 +15,7 @@ from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import Outcome, lower_bound_s, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 
 A100 = parse_cluster("a100-80g:4x8")
 UNFUSED = Space(PRESETS["gpt3-96b"], A100, 128, 2048, "unfused", precision="fp16")
@@ -125,7 +125,7 @@ def test_the_steady_phase_continued_is_the_whole(schedule: str, chunks: int, pip
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_few_micro_batches_hold_as_much_as_many(schedule: str, chunks: int, balance: str) -> None:
     for p in (4, 6):
-        few, many = (build(ProgramConfig(schedule, p, m, chunks, balance)) for m in ((2 if chunks == 1 else 3) * p, 7 * p))
+        few, many = (build(ScheduleConfig(schedule, p, m, chunks, balancing(balance))) for m in ((2 if chunks == 1 else 3) * p, 7 * p))
         ones = (1,) * few.num_stages
         for rank in range(p):
             assert all(less >= more for less, more in zip(held_bytes(few, ones, rank), held_bytes(many, ones, rank), strict=True))

@@ -19,7 +19,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.report.memory import own_peak
 from bpipe.report.record import ONE_SIDED
 from bpipe.simulate import engine
@@ -70,8 +70,8 @@ class Truth:
     seed: int = 1
 
     @property
-    def program(self) -> ProgramConfig:
-        return ProgramConfig(self.schedule, self.num_stages, self.num_microbatches, self.num_chunks, self.balance)
+    def program(self) -> ScheduleConfig:
+        return ScheduleConfig(self.schedule, self.num_stages, self.num_microbatches, self.num_chunks, balancing(self.balance))
 
 
 COLUMNS = ["action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes", "left_bytes"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.memory import RankSizes, own_peak, rank_peaks, whole_peaks, without_transfers
 
-BALANCED = build(ProgramConfig("1f1b", 8, 16, balance="bpipe"))
+BALANCED = build(ScheduleConfig("1f1b", 8, 16, balance=BalanceConfig()))
 
 
 def test_an_evictor_holds_its_bound_what_stays_behind_and_the_last_input() -> None:
@@ -35,7 +35,7 @@ def test_without_sizes_there_are_counts_only() -> None:
 
 @pytest.mark.parametrize("config", [("1f1b", 8, 16, 1), ("interleaved-1f1b", 4, 8, 2), ("gpipe", 4, 8, 1)])
 def test_without_transfers_a_program_is_the_one_that_is_not_balanced(config: tuple[str, int, int, int]) -> None:
-    assert without_transfers(build(ProgramConfig(*config, balance="bpipe"))) == build(ProgramConfig(*config))
+    assert without_transfers(build(ScheduleConfig(*config, balance=BalanceConfig()))) == build(ScheduleConfig(*config))
 
 
 def test_whole_peaks_need_every_size() -> None:

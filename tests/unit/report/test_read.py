@@ -33,7 +33,7 @@ def test_everything_is_read(folder: Path) -> None:
     assert run.info.links[0].ranks == {0, 3}
     assert set(run.step_s) == {5, 6}
     one = run.ranks[0].iterations[6]
-    assert one.program.balance == "bpipe"
+    assert one.program.balance_name == "bpipe"
     assert one.saved_bytes == {0: 11_000_000}
     assert str(one.rows[0].action) == "0F0"
     assert {str(row.action) for row in one.rows if row.slot is not None} == {"0EVICT1", "0LOAD1"}

@@ -13,14 +13,14 @@ import torch
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
-from bpipe.program import ProgramConfig, build
+from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine
 
 WIDTH = 32
 
 
 def schedule(p: int = 4, m: int = 8, balance: str = "bpipe") -> Schedule:
-    return build(ProgramConfig(schedule="1f1b", num_stages=p, num_microbatches=m, balance=balance))
+    return build(ScheduleConfig(schedule="1f1b", num_ranks=p, num_microbatches=m, balance=balancing(balance)))
 
 
 def inputs_of(microbatch: int, rows: int = 16) -> torch.Tensor:

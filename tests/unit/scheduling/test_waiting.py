@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.waiting import refuse_standstill, waits_of
@@ -16,7 +16,7 @@ PLAIN = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2)
 SYNCHRONOUS = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
 TIMED = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, timers_interval=100)
 # One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still all the same.
-STILL = build(ProgramConfig("interleaved-1f1b", 10, 21, 2, "bpipe"))
+STILL = build(ScheduleConfig("interleaved-1f1b", 10, 21, 2, BalanceConfig()))
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
         refuse_standstill(STILL, PLAIN, CUDA, over_nccl)
     refuse_standstill(STILL, PLAIN, CUDA, by_copies)
     refuse_standstill(STILL, PLAIN, CPU, over_nccl)
-    refuse_standstill(build(ProgramConfig("interleaved-1f1b", 10, 20, 2, "bpipe")), PLAIN, CUDA, over_nccl)
+    refuse_standstill(build(ScheduleConfig("interleaved-1f1b", 10, 20, 2, BalanceConfig())), PLAIN, CUDA, over_nccl)

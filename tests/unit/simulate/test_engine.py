@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
@@ -25,10 +25,10 @@ UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
 
 def schedules() -> Iterator[Schedule]:
     for balance in ("none", "bpipe"):
-        yield build(ProgramConfig("1f1b", 4, 8, balance=balance))
-        yield build(ProgramConfig("1f1b", 8, 20, balance=balance))
-        yield build(ProgramConfig("interleaved-1f1b", 4, 8, 2, balance=balance))
-    yield build(ProgramConfig("gpipe", 4, 6))
+        yield build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance)))
+        yield build(ScheduleConfig("1f1b", 8, 20, balance=balancing(balance)))
+        yield build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, balance=balancing(balance)))
+    yield build(ScheduleConfig("gpipe", 4, 6))
 
 
 def when(report: Simulation, rank: int, text: str) -> Timed:
@@ -65,7 +65,7 @@ def test_two_ranks_by_hand() -> None:
     rank 0  F0 0-3  F1 3-6          B0 14-19                B1 22-27
     rank 1    F0 4.5-7.5  B0 7.5-12.5   F1 12.5-15.5  B1 15.5-20.5
     """
-    schedule = build(ProgramConfig("1f1b", 2, 2))
+    schedule = build(ScheduleConfig("1f1b", 2, 2))
     report = simulate(schedule, uniform(2, StageCost(3, 5, sent_bytes=2), Links(Link(4, 1))))
     half = Fraction(1, 2)
     assert [tuple(timed[1:]) for timed in report.computations[0]] == [(0, 3), (3, 6), (14, 19), (22, 27)]
@@ -81,7 +81,7 @@ def test_two_ranks_by_hand() -> None:
 
 
 def test_a_blocking_exchange_keeps_the_sender() -> None:
-    schedule = build(ProgramConfig("1f1b", 2, 2))
+    schedule = build(ScheduleConfig("1f1b", 2, 2))
     costs = Costs((StageCost(3, 5, sent_bytes=2),) * 2, Links(Link(2, 1)), blocking=True)
     report = simulate(schedule, costs)
     # Rank 0 sends F0 from 3 to 5 before it computes F1; then it is there for both, the output of F1 and the gradient of B0, at 8; rank 1
@@ -95,7 +95,7 @@ def test_a_blocking_exchange_keeps_the_sender() -> None:
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_eviction_holds_up_the_next_computation_and_not_the_output(blocking: bool) -> None:
     """0EVICT1 stands beside 0F2 and lasts five times as long: stage 1 has 0F2's output at once, stage 0 its memory only then."""
-    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     report = simulate(schedule, Costs((replace(UNIT, transfer_s=5),) * 4, blocking=blocking))
     assert when(report, 0, "0EVICT1").start_s == when(report, 0, "0F2").start_s == 2
     assert when(report, 1, "1F2").start_s == when(report, 0, "0F2").end_s == 3
@@ -105,7 +105,7 @@ def test_an_eviction_holds_up_the_next_computation_and_not_the_output(blocking: 
 
 def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None:
     """Stage 5 is on another node: its last gradient is on the way for longer than stage 0 takes to ask for micro-batch 10."""
-    schedule = build(ProgramConfig("1f1b", 6, 12, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig()))
     links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))
     costs = Costs((StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6, links, blocking=True)
     report = simulate(schedule, costs)
@@ -113,7 +113,7 @@ def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None
 
 
 def test_the_last_stages_output_layer_the_reduction_and_the_update_count() -> None:
-    schedule = build(ProgramConfig("1f1b", 4, 8))
+    schedule = build(ScheduleConfig("1f1b", 4, 8))
     plain = StageCost(2, 4, reduction_s=7, optimizer_s=1)
     last = replace(plain, output_forward_s=1, output_backward_s=2, reduction_s=0, optimizer_s=3)
     report = simulate(schedule, Costs((plain,) * 3 + (last,)))
@@ -125,14 +125,14 @@ def test_the_last_stages_output_layer_the_reduction_and_the_update_count() -> No
 @given(p=st.integers(1, 6), m=st.integers(1, 12), forward=st.integers(1, 9), backward=st.integers(1, 9))
 @settings(max_examples=40)
 def test_equal_stages_take_the_textbook_time(p: int, m: int, forward: int, backward: int) -> None:
-    report = simulate(build(ProgramConfig("1f1b", p, m)), uniform(p, StageCost(forward, backward)))
+    report = simulate(build(ScheduleConfig("1f1b", p, m)), uniform(p, StageCost(forward, backward)))
     assert report.makespan_s == (m + p - 1) * (forward + backward)
     assert report.bubble_of_makespan == Fraction(p - 1, m + p - 1)
 
 
 def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
     """With three units for each forward and backward a transfer of 3 hides; one of 5 keeps the evictor 2 more, every time."""
-    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     hidden, exposed = (simulate(schedule, uniform(4, StageCost(3, 3, transfer_s=seconds))) for seconds in (3, 5))
     assert hidden.exposed_transfer_s == 0
     assert exposed.exposed_s[0] > 0 == exposed.exposed_s[3]
@@ -141,7 +141,7 @@ def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
 
 def test_messages_and_transfers_share_a_port() -> None:
     """Rank 0 sends outputs to rank 1 and evictions to rank 3 through one port, unless the one is inside its node and the other is not."""
-    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     sized = StageCost(6, 6, moved_bytes=6, saved_bytes=6, sent_bytes=1)
     shared = simulate(schedule, uniform(4, sized, Links(Link(1))))
     apart = simulate(schedule, uniform(4, sized, Links(Link(1), Link(1), (0, 0, 1, 1))))
@@ -151,7 +151,7 @@ def test_messages_and_transfers_share_a_port() -> None:
 
 
 def test_a_slow_partner_is_waited_for() -> None:
-    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     costs = Costs((StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),))
     report = simulate(schedule, costs)
     evict, host = when(report, 0, "0EVICT1"), when(report, 3, "0HOST1")
@@ -160,7 +160,7 @@ def test_a_slow_partner_is_waited_for() -> None:
 
 def test_a_one_sided_transfer_waits_for_no_partner() -> None:
     """The last stage computes long when the first one evicts. Its program takes part only where the transport asks for it."""
-    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     stages = (StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),)
     met, alone = (simulate(schedule, Costs(stages, one_sided=ranks)) for ranks in (frozenset[int](), frozenset({0})))
     assert met.exposed_s[0] > 0 == alone.exposed_s[0]
@@ -175,7 +175,7 @@ def test_a_one_sided_transfer_waits_for_no_partner() -> None:
 @pytest.mark.parametrize("one_sided", [frozenset[int](), frozenset({0})])
 def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_sided: frozenset[int]) -> None:
     """Stage 0 of 4, 8 micro-batches: three evictions and three loads, nothing of them hidden."""
-    schedule = build(ProgramConfig("1f1b", 4, 8, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     costs = uniform(4, StageCost(10, 20, transfer_s=7))
     hidden, report = (simulate(schedule, replace(costs, one_sided=one_sided, synchronous=how)) for how in (False, True))
     assert hidden.exposed_s[0] == 0
@@ -200,7 +200,7 @@ def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_
 def test_everything_happens_after_what_it_needs(
     p: int, m: int, seconds: list[tuple[int, int, int]], blocking: bool, balanced: bool, one_sided: frozenset[int], synchronous: bool
 ) -> None:
-    schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe" if balanced else "none"))
+    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig() if balanced else None))
     stages = tuple(StageCost(f, b, transfer_s=t, sent_bytes=1, moved_bytes=1, saved_bytes=1) for f, b, t in seconds[:p])
     report = simulate(schedule, Costs(stages, Links(Link(2, 1)), blocking, one_sided, synchronous))
     times = {timed.action: timed for row in report.computations for timed in row}
@@ -226,7 +226,7 @@ def _needed(action: Action, p: int) -> Action | None:
 
 
 def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
-    schedule = build(ProgramConfig("1f1b", 4, 8))
+    schedule = build(ScheduleConfig("1f1b", 4, 8))
     with pytest.raises(ValueError, match="costs of 3 stages for a schedule of 4"):
         simulate(schedule, uniform(3, UNIT))
     with pytest.raises(ValueError, match="nodes of 2 ranks, the schedule has 4"):
@@ -240,7 +240,7 @@ def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
 @pytest.mark.parametrize(("p", "m", "limit_s"), [(16, 256, 0.2), pytest.param(64, 1024, 3.0, marks=pytest.mark.slow)])
 def test_it_is_fast(p: int, m: int, limit_s: float) -> None:
     """Processor time, the best of three: a shared machine takes its time."""
-    schedule = build(ProgramConfig("1f1b", p, m, balance="bpipe"))
+    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
     costs = uniform(p, StageCost(1.0, 2.0, sent_bytes=10, moved_bytes=100, saved_bytes=100), Links(Link(1000.0, 0.01)))
     times = []
     for _ in range(3):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
-from bpipe.program import ProgramConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout, aligned
 
 SIZES = st.dictionaries(st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4), min_size=1, max_size=3)
@@ -54,7 +54,7 @@ def test_buffers_take_no_more_than_their_largest_stage(drawn: tuple[list[frozens
 )
 def test_both_ends_of_a_pair_lay_out_the_same(p: int, rounds: int, lengths: list[int]) -> None:
     """The evictor from what it knows, the acceptor from the sizes that came as a message."""
-    plan = build(ProgramConfig(schedule="1f1b", num_stages=p, num_microbatches=p * rounds, balance="bpipe"))
+    plan = build(ScheduleConfig(schedule="1f1b", num_ranks=p, num_microbatches=p * rounds, balance=BalanceConfig()))
     assert plan.partners is not None
     for evictor, acceptor in enumerate(plan.partners):
         buffers = stages_in_buffers(host_buffers(plan, acceptor))
