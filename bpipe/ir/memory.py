@@ -160,7 +160,7 @@ def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]
     return tuple(curve)
 
 
-class Timed(Protocol):
+class TimedAction(Protocol):
     """An action and when it ran, by anybody's clock."""
 
     @property
@@ -171,7 +171,7 @@ class Timed(Protocol):
     def end_s(self) -> int | float | Fraction: ...
 
 
-def changes_in_time(rows: Iterable[Timed], memory: Memory) -> list[tuple[int | float | Fraction, int]]:
+def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[int | float | Fraction, int]]:
     """When one rank takes memory (above 0) and gives it back, in order.
 
     At one instant giving back comes first: what starts there waited for it.

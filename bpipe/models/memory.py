@@ -124,8 +124,8 @@ def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[i
     owner = schedule.stage_to_rank
     own = [size if of == rank else 0 for size, of in zip(saved, owner, strict=True)]
     partner = schedule.partners[rank] if schedule.partners else rank
-    slot = max(size for size, of in zip(saved, owner, strict=True) if of == partner)
-    return max(live_bytes(schedule, rank, memory_of(own))), num_host_buffers(schedule, rank) * slot
+    largest = max(size for size, of in zip(saved, owner, strict=True) if of == partner)
+    return max(live_bytes(schedule, rank, memory_of(own))), num_host_buffers(schedule, rank) * largest
 
 
 @lru_cache(maxsize=1024)
@@ -139,7 +139,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     """For every rank the bytes of its own micro-batches at their most, and of its host buffers.
 
     No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other numbers of
-    micro-batches, one slot fewer.
+    micro-batches, one host buffer fewer.
     """
     saved, p, m = stage_bytes(setup), setup.pipeline, setup.num_microbatches
     fill = FAMILIES[setup.schedule].fill
@@ -148,7 +148,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     if setup.chunks == 1:
         # Partners are p-1-s, and equal stages hold equal bytes: thousands of setups share a few counts.
         counts = held_counts(setup.schedule, p, min(m, fill * p), setup.balance)
-        return tuple((own * saved[rank], slots * saved[p - 1 - rank]) for rank, (own, slots) in enumerate(counts))
+        return tuple((own * saved[rank], buffers * saved[p - 1 - rank]) for rank, (own, buffers) in enumerate(counts))
     schedule = held(setup.schedule, p, min(m, fill * p), setup.chunks, setup.balance)
     return tuple(held_bytes(schedule, saved, rank) for rank in range(p))
 

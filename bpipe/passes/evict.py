@@ -34,7 +34,7 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
 
     `bound` is of the same unit and parts as `memory`. Raises OverBound where no plan can keep it.
     """
-    walk = _Walk(schedule.ranks[rank], bound, memory)
+    walk = _EvictionWalk(schedule.ranks[rank], bound, memory)
     for slot in range(len(schedule.ranks[rank])):
         walk.step(slot)
     own = {memory.stages[stage] for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
@@ -47,7 +47,7 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
     return plan
 
 
-class _Walk:
+class _EvictionWalk:
     """The state of the walk. A stay is (slot of the eviction, (slot of the load, stage, micro-batch))."""
 
     def __init__(self, row: Sequence[Slot], bound: int, memory: Memory) -> None:

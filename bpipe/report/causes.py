@@ -371,6 +371,6 @@ class OfPeak:
         return None
 
     def _left(self, comparison: Comparison) -> int:
-        """Bytes of activations that were there when every micro-batch was over, slots for the partner left out."""
+        """Bytes of activations that were there when every micro-batch was over, host buffers left out."""
         lanes = lanes_of(comparison.measured.typical, self.place)
         return max(((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for _, lane in lanes), default=0)

@@ -57,7 +57,7 @@ class Lane:
             if row.left_bytes is not None:
                 levels.append((row.end_s, row.left_bytes))
         if levels:
-            # Every micro-batch is over then; slots for the partner stay.
+            # Every micro-batch is over then; host buffers stay.
             levels.append((self.computations[-1].end_s, self.source.host_bytes))
         return levels
 
@@ -286,7 +286,7 @@ def _other_end(row: Row) -> Row:
 
 
 def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
-    """The most micro-batches the rank held at once, by the times of its rows, with the slots preallocated for its partner.
+    """The most micro-batches the rank held at once, by the times of its rows, with the host buffers for its partner.
 
     As in the schedule's own count, whole micro-batches only: none is away between the halves of its backward.
     """
@@ -295,7 +295,7 @@ def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
     for _, change in changes_in_time(rows, counting(schedule.num_stages)):
         held += change
         most = max(most, held)
-    # Where the partner keeps its activations itself, or moves none, no slot was made here.
+    # Where the partner keeps its activations itself, or moves none, no host buffer was made here.
     return most + (num_host_buffers(schedule, place) if lane.source.host_bytes else 0)
 
 

@@ -1,6 +1,6 @@
 """Say what a run will hold, as the run itself counts it. In: a Schedule, measured sizes of a micro-batch. Out: peaks and bounds in bytes.
 
-Beside `ir.memory` this knows two things of the run: slots for a partner are preallocated, so they are held throughout; and Megatron's
+Beside `ir.memory` this knows two things of the run: host buffers are preallocated, so they are held throughout; and Megatron's
 loop keeps the last backward's input until the next forward has returned. Knows no clock.
 """
 
@@ -17,7 +17,7 @@ from bpipe.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """What one rank measured: of one micro-batch by stage, what it receives for one, and what its slots occupy."""
+    """What one rank measured: of one micro-batch by stage, what it receives for one, and what its host buffers occupy."""
 
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
@@ -61,11 +61,11 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
     What stays behind of a micro-batch that is away, because it cannot move, is in both.
     """
     ones = {stage: 1 for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
-    # Where partners use their own host memory, no slot was made here.
-    slots = 0 if sizes is not None and not sizes.host_bytes else num_host_buffers(schedule, rank)
+    # Where partners use their own host memory, no host buffer was made here.
+    buffers = 0 if sizes is not None and not sizes.host_bytes else num_host_buffers(schedule, rank)
     # What moves nothing of itself does not leave.
     leave = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in ones}
-    count = own_peak(schedule, rank, ones, leave, 0) + slots
+    count = own_peak(schedule, rank, ones, leave, 0) + buffers
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
         return RankPeaks(count, None, bound, None)

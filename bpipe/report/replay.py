@@ -68,7 +68,7 @@ class Prediction:
         return self.span_s - float(self.report.busy_s(place)) - float(self.report.exposed_s[place])
 
     def levels(self, place: int) -> tuple[Level, ...]:
-        """Bytes over time as the run counts them: slots for the partner held throughout."""
+        """Bytes over time as the run counts them: host buffers held throughout."""
         size = self.sizes[place]
         if size is None:
             return ()
@@ -115,7 +115,7 @@ def replay(measured: Measured) -> Prediction:
         basis=Basis(seconds, speeds, sources, inside, between, assumed),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
-        unbalanced=tuple(rank_peaks(plain, place, _without_slots(size)) for place, size in enumerate(sizes)),
+        unbalanced=tuple(rank_peaks(plain, place, _without_buffers(size)) for place, size in enumerate(sizes)),
         balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance is None else None,
     )
 
@@ -126,7 +126,7 @@ def _one_sided(measured: Measured) -> frozenset[int]:
     return frozenset(found | {measured.schedule.partners[place] for place in found if measured.schedule.partners})
 
 
-def _without_slots(size: RankSizes | None) -> RankSizes | None:
+def _without_buffers(size: RankSizes | None) -> RankSizes | None:
     return None if size is None else RankSizes(size.saved_bytes, {}, size.received_bytes, 0)
 
 

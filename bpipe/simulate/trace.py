@@ -1,8 +1,8 @@
 """Write what ran, or what was simulated, as a Chrome trace. In: a `Track` a rank, or a Simulation. Out: JSON text for ui.perfetto.dev.
 
-A process is a rank. Its threads are what it computes, what it evicts, what it loads, one for each slot in which it hosts, and where given
-what its host code did. Computations are named as Megatron's timers are, transfers by their action. An arrow leads from an eviction to the
-slot and on to the load. Slices of one thread must not overlap, so what does gets a second thread of the same name. Times are in
+A process is a rank. Its threads are what it computes, what it evicts, what it loads, one for each host buffer, and where given what its
+host code did. Computations are named as Megatron's timers are, transfers by their action. An arrow leads from an eviction to the
+host buffer and on to the load. Slices of one thread must not overlap, so what does gets a second thread of the same name. Times are in
 microseconds. Draws nothing itself.
 """
 
@@ -25,18 +25,18 @@ LOOP = "forward-backward"
 _FLOW = "activations"
 # A host buffer's threads come after the three that every rank has, the host code's last.
 _THREADS = ("compute", "evict", "load")
-_FIRST_SLOT = len(_THREADS)
+_FIRST_BUFFER = len(_THREADS)
 _HOST_CODE = 9_999
 _MOST_THREADS = 10_000
 
 
 class Slice(NamedTuple):
-    """An action on the device. `extra` is shown beside it; slot and iteration tell stays of one micro-batch apart."""
+    """An action on the device. `extra` is shown beside it; host buffer and iteration tell stays of one micro-batch apart."""
 
     action: Action
     start_s: float
     end_s: float
-    slot: int | None = None
+    host_buffer: int | None = None
     iteration: int = 0
     extra: dict[str, Any] | None = None
 
@@ -67,7 +67,7 @@ def write_trace(simulation: Simulation) -> str:
     for rank in range(simulation.schedule.num_ranks):
         slices = [Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in simulation.computations[rank]]
         slices += [
-            Slice(timed.action, float(timed.start_s), float(timed.end_s), slot) for timed, slot in with_host_buffers(simulation, rank)
+            Slice(timed.action, float(timed.start_s), float(timed.end_s), buffer) for timed, buffer in with_host_buffers(simulation, rank)
         ]
         levels = [(float(level.start_s), level.held_bytes) for level in simulation.levels(rank)]
         tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda one: one.start_s), levels=levels))
@@ -129,11 +129,11 @@ class _Rank:
         ]
 
     def _stay(self, host: Slice, back: Slice) -> dict[str, Any]:
-        """From the hosting's start to the return's end the slot is taken; both transfers lie inside."""
-        slot, end_s = host.slot or 0, max(host.end_s, back.end_s)
-        thread = self._thread(f"host buffer {slot}", _FIRST_SLOT + slot, host.start_s, end_s)
+        """From the hosting's start to the return's end the buffer is taken; both transfers lie inside."""
+        buffer, end_s = host.host_buffer or 0, max(host.end_s, back.end_s)
+        thread = self._thread(f"host buffer {buffer}", _FIRST_BUFFER + buffer, host.start_s, end_s)
         action = host.action
-        args = {"stage": action.stage, "microbatch": action.microbatch, "slot": slot}
+        args = {"stage": action.stage, "microbatch": action.microbatch, "slot": buffer}
         event = self._event(thread, f"{action.stage}F{action.microbatch} hosted", "hosted", host.start_s, end_s, args)
         begins = max(host.start_s, min(back.start_s, end_s))
         self._slice(thread, str(action), host._replace(end_s=min(host.end_s, begins)))
@@ -153,8 +153,8 @@ class _Rank:
     def _slice(self, thread: int, name: str, one: Slice) -> dict[str, Any]:
         action = one.action
         args = {"action": str(action), "stage": action.stage, "microbatch": action.microbatch, **(one.extra or {})}
-        if one.slot is not None:
-            args["slot"] = one.slot
+        if one.host_buffer is not None:
+            args["slot"] = one.host_buffer
         return self._event(thread, name, action.kind.name.lower(), one.start_s, one.end_s, args)
 
     def _event(self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _arrows(flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> list[dic
         for phase in ("s", "t", "f"):
             if phase in ends:
                 slice_ = ends[phase]
-                # A slot may be waiting for the eviction before it starts: the arrow must not go back in time.
+                # A host buffer may be waiting for the eviction before it starts: the arrow must not go back in time.
                 at = min(max(at, slice_["ts"]), slice_["ts"] + slice_["dur"])
                 arrow = {"ph": phase, "id": number, "cat": _FLOW, "name": _FLOW, "pid": slice_["pid"], "tid": slice_["tid"], "ts": at}
                 found.append(arrow | ({"bp": "e"} if phase == "f" else {}))

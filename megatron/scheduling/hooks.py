@@ -180,7 +180,7 @@ class Hooks:
         """The engine for this many micro-batches, made at the first iteration that has them."""
         self._first_loop = self._last_num_microbatches != num_microbatches
         if self._last_num_microbatches not in (0, num_microbatches):
-            # Every rank changes over at once, so the slots of one program are enough.
+            # Every rank changes over at once, so the host buffers of one program are enough.
             self._engines[self._last_num_microbatches].release()
         self._last_num_microbatches = num_microbatches
         engine = self._engines.get(num_microbatches)

@@ -2,7 +2,7 @@
 
 In: what each stage measured in an iteration. Out: scalars, where Megatron has writers (the last rank of the world).
 
-    bpipe-activation-bytes/stage-0     the most bytes of saved activations the stage held, slots for its partner included
+    bpipe-activation-bytes/stage-0     the most bytes of saved activations the stage held, host buffers included
     bpipe-exposed-transfer-ms/stage-0  how long the stage's computation stood still for transfers
     bpipe-mfu                          model FLOPs of the iteration over what all devices could do; only where the peak is known
 """

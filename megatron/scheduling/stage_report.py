@@ -52,8 +52,8 @@ class StageReport:
     ) -> StageReport:
         """Lay the measurement beside what the schedule says for micro-batches of this size.
 
-        Slots are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its own
-        micro-batches occupy in any slot, and its slots. `received_bytes` is what of it the stage received.
+        Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its own
+        micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received.
         """
         # As the meter counts: a micro-batch of which less than half has left is still here.
         leaves = {

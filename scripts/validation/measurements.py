@@ -225,14 +225,14 @@ def cpu_runs() -> list[CpuRun]:
 
 
 def predicted_peaks(setup: Setup) -> tuple[int, ...]:
-    """What every rank holds at most as a run counts it: its own micro-batches, its slots, and the input that Megatron's loop keeps."""
+    """What every rank holds at most as a run counts it: its own micro-batches, host buffers, and the input that Megatron's loop keeps."""
     schedule, saved = build(setup.program()), stage_bytes(setup)
     moved = [moved_bytes(setup, stage, MINIMUM_BYTES) for stage in range(setup.num_stages)]
     peaks = []
     for rank in range(setup.pipeline):
         received = sent_bytes(setup) if rank and saves_input(setup) else 0
-        slots = num_host_buffers(schedule, rank) * moved[setup.pipeline - 1 - rank]
-        peak = rank_peaks(schedule, rank, RankSizes({rank: saved[rank]}, {rank: moved[rank]}, received, slots)).num_bytes
+        lent = num_host_buffers(schedule, rank) * moved[setup.pipeline - 1 - rank]
+        peak = rank_peaks(schedule, rank, RankSizes({rank: saved[rank]}, {rank: moved[rank]}, received, lent)).num_bytes
         assert peak is not None
         peaks.append(peak)
     return tuple(peaks)

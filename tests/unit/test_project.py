@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,26 @@ def test_both_halves_of_megatron_are_found(isolated: bool, tmp_path: Path) -> No
     assert Path(ours).parts[-3:] == ("megatron", "scheduling", "__init__.py")
     assert "site-packages" in theirs
     assert Path(bpipe).parts[-2:] == ("bpipe", "__init__.py")
+
+
+def classes(*folders: Path) -> dict[str, list[str]]:
+    """By name, where the classes of all modules below the folders are defined, those inside functions and classes too."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found[node.name].append(f"{path.relative_to(folder.parent)}:{node.lineno}")
+    return found
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    """There were two States, two Links, two Reports and ten more: an import had to be read to know which one was meant."""
+    found = classes(ROOT / "bpipe", ROOT / "megatron" / "scheduling")
+    assert "Engine" in found, "nothing was read"
+    # What is about to go: a simulation's own messages, and a page's marks.
+    twice = {name: places for name, places in found.items() if len(places) > 1 and name not in ("_Message", "Mark")}
+    assert not twice, f"give one of each another name: {twice}"
 
 
 def test_megatron_core_is_the_version_whose_signatures_were_read() -> None:

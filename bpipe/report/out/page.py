@@ -17,7 +17,7 @@ from bpipe.ir.action import Kind
 from bpipe.ir.text import TextError, read_action
 
 TICK_S = 1e-7
-# What no action has: a slot, or bytes, where there are none.
+# What no action has: a host buffer, or bytes, where there are none.
 NOTHING = -1
 
 SCRIPTS = ("data.js", "format.js", "tables.js", "bars.js", "paint.js", "lanes.js", "layout.js", "timeline.js", "input.js", "main.js")

@@ -97,9 +97,9 @@ def _simulated(prediction: Prediction, place: int) -> dict[str, Any]:
     for timed in report.computations[place]:
         size = stages[timed.action.stage].saved_bytes if timed.action.kind is Kind.FORWARD else None
         rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, None])
-    for timed, slot in with_host_buffers(report, place):
+    for timed, buffer in with_host_buffers(report, place):
         size = stages[timed.action.stage].moved_bytes
-        rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, slot])
+        rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, buffer])
     return {
         "actions": sorted(rows, key=lambda row: (row[1], row[2])),
         "memory": [[level.start_s, level.held_bytes] for level in prediction.levels(place)],
