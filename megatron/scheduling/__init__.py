@@ -25,10 +25,11 @@ def install(config: SchedulingConfig) -> Installed:
     ValueError says what of it cannot be balanced. The process groups may exist by then, so no rank is moved: that is `place`'s, before.
     """
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
+    from megatron.scheduling.driver import Driver
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import install as install_patches
 
-    hooks = Hooks(config)
-    installed = install_patches(hooks.wraps())
-    installed.closing(hooks.close)
+    driver = Driver(config)
+    installed = install_patches(Hooks(driver, config.num_ranks).wraps())
+    installed.closing(driver.close)
     return installed

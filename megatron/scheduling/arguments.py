@@ -22,7 +22,7 @@ TIMERS_LEVEL = 2
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """What the hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
+    """What driver and hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
     `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
     is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every

@@ -101,13 +101,14 @@ def scheduling(args: Any) -> Iterator[None]:
         starting.need_folder(config.report)
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
+    from megatron.scheduling.driver import Driver
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import install
     from megatron.scheduling.reporting import Reporter
 
-    hooks = Hooks(config)
-    reporter = Reporter(config, hooks) if config.report is not None else None
-    wraps = hooks.wraps()
+    driver = Driver(config)
+    reporter = Reporter(config, driver) if config.report is not None else None
+    wraps = Hooks(driver, config.num_ranks).wraps()
     if reporter is not None:
         wraps |= reporter.wraps()
     installed = install(wraps)
@@ -125,7 +126,7 @@ def scheduling(args: Any) -> Iterator[None]:
     finally:
         watch.end()
         installed.remove()
-        hooks.close()
+        driver.close()
 
 
 def main() -> None:

@@ -21,6 +21,11 @@ from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
 
 
+def moves_anything(schedule: Schedule) -> bool:
+    """Whether any rank evicts, so that there are pairs to connect."""
+    return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
+
+
 def connect_pairs(
     schedule: Schedule, wanted: str, timeout_s: float, device: torch.device
 ) -> tuple[Connection | None, list[MeasuredLink], str]:

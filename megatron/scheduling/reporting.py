@@ -28,19 +28,20 @@ from bpipe.models.flops import mfu
 from bpipe.runtime.failures import Failure
 from megatron.scheduling import metrics, patches
 from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.driver import Driver
 from megatron.scheduling.guard import Guard
-from megatron.scheduling.hooks import Hooks, say
+from megatron.scheduling.log import say
 from megatron.scheduling.recording import FAILURE, Peak, RunRecord, device_name, limit_bytes, peak_of, write_whole
 from megatron.scheduling.watermark import Watermark, held
 
 
 class Reporter:
-    """Collects what a run says of itself into a folder, from Megatron's training step and from the hooks."""
+    """Collects what a run says of itself into a folder, from Megatron's training step and from the driver."""
 
-    def __init__(self, config: SchedulingConfig, hooks: Hooks) -> None:
+    def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
         assert config.report is not None
         self._config = config
-        self._hooks = hooks
+        self._driver = driver
         self._folder = Path(config.report)
         self._guard = Guard("recording")
         self._writers = Guard("what TensorBoard and Weights & Biases are told")
@@ -70,22 +71,22 @@ class Reporter:
             record = self._record
             chosen = self._guard.open and self._first <= iteration <= self._last
             logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
-            self._hooks.recording = chosen or logged
+            self._driver.recording = chosen or logged
             begin_s = time.perf_counter()
             self._watermark.iteration = iteration
             try:
                 result = train_step(*args, **kwargs)
             except Exception as error:
-                self._hooks.failed(error)
+                self._driver.failed(error)
                 raise
             elapsed_s = time.perf_counter() - begin_s
             self._append(iteration, result, elapsed_s)
-            recorded = self._hooks.recorded
+            recorded = self._driver.recorded
             if recorded is not None:
                 flops = self._config.flops(recorded.program.num_microbatches)
                 if chosen:
                     besides = functools.partial(held, given["model"], given["optimizer"])
-                    self._guard.run(lambda: record.add(iteration, recorded, flops, self._hooks.links, besides), record.path)
+                    self._guard.run(lambda: record.add(iteration, recorded, flops, self._driver.links, besides), record.path)
                 if logged:
                     peak = self._peak
                     share = None if peak is None or flops is None else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
@@ -96,7 +97,7 @@ class Reporter:
 
     def _begin(self, record: RunRecord, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
         self._watermark.begin(record.pipeline, device_name(), limit_bytes(), held(model, optimizer))
-        self._hooks.watermark = self._watermark
+        self._driver.watermark = self._watermark
 
     def failed(self, first: Failure) -> None:
         """This rank found out which rank failed first."""
@@ -137,7 +138,7 @@ class Reporter:
             self._guard.run(lambda: self._finish(path, record.pipeline), path)
 
     def _finish(self, path: Path, pipeline: int) -> None:
-        report = self._hooks.stage_report(pipeline)
+        report = self._driver.stage_report(pipeline)
         if report is not None:
             write_whole(path, asdict(report))
 

@@ -85,7 +85,7 @@ def remark(line: str) -> None:
 
 
 # These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = ("beside", "hooks")
+OF_CONFIGURATION = ("beside", "driver", "hooks")
 
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It cannot
 # work without. A test holds this to the code.
@@ -101,7 +101,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "wandb_project",
     ),
     "beside": ("barrier_with_L1_time", "finalize_model_grads_func"),
-    "hooks": ("batch_p2p_sync", "microbatch_group_size_per_vp_stage", "timers"),
+    "driver": ("batch_p2p_sync", "timers"),
+    "hooks": ("microbatch_group_size_per_vp_stage",),
     "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
     "one_stage": (
         *("hidden_size", "make_vocab_size_divisible_by", "padded_vocab_size", "params_dtype", "pipeline_model_parallel_size", "seed"),

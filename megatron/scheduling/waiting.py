@@ -1,6 +1,6 @@
 """Judge a schedule by how this very run waits for its transfers, before its first iteration.
 
-In: a schedule, the hooks' configuration, the device, and every pair's link. Out: nothing, or a ValueError that names what waits and the
+In: a schedule, the run's configuration, the device, and every pair's link. Out: nothing, or a ValueError that names what waits and the
 way out. Starts nothing.
 """
 

@@ -1,4 +1,4 @@
-"""What the hooks do to a loop's configuration, with Megatron's own timers and configuration, in a process of its own: importing takes
+"""What the hooks and their driver do around a loop, with Megatron's own timers and configuration, in a process of its own: importing takes
 seconds. The loop is not Megatron's and its neighbours are not there; which engine's calls it makes when, is. Ends with 0 when all is well.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,11 +24,14 @@ import torch
 from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from bpipe.generate import one_f_one_b
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling import beside
+from megatron.scheduling import beside, patches
 from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.driver import Driver
 from megatron.scheduling.hooks import Hooks
+from megatron.scheduling.log import FirstIterations
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
@@ -58,25 +62,27 @@ class Stage(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def hooks_of(rank: int, transport: LateTransport) -> Iterator[Hooks]:
-    """The hooks of one rank, with the transport given."""
-    hooks = Hooks(SchedulingConfig(balance=True, num_ranks=STAGES, num_chunks=1, minimum_bytes=1, timers_interval=1))
-    device = mock.PropertyMock(return_value=torch.device("cpu"))
+def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
+    """The driver of one rank, with the transport given."""
+    config = SchedulingConfig(balance=True, num_ranks=STAGES, num_chunks=1, minimum_bytes=1, timers_interval=1)
     with (
-        mock.patch.object(Hooks, "_rank", mock.PropertyMock(return_value=rank)),
-        mock.patch.object(Hooks, "_device", device),
-        mock.patch.object(Hooks, "_transport", return_value=transport),
-        mock.patch.object(Hooks, "_measured"),
+        mock.patch.object(Driver, "rank", mock.PropertyMock(return_value=rank)),
+        mock.patch.object(Driver, "_device", mock.PropertyMock(return_value=torch.device("cpu"))),
+        mock.patch.object(Driver, "_transport", return_value=transport),
+        mock.patch.object(FirstIterations, "ended"),
         mock.patch("torch.distributed.get_rank", return_value=rank),
     ):
-        yield hooks
+        yield Driver(config)
 
 
-def computing(hooks: Hooks, rank: int) -> None:
+def wrapped(driver: Driver, loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A loop in the place of Megatron's 1F1B."""
+    return Hooks(driver, STAGES).wraps()[patches.ONE_F_ONE_B](loop)
+
+
+def computing(driver: Driver, rank: int) -> None:
     """All computations of a loop: the hooks themselves begin and end."""
-    engine = hooks._active
-    assert engine is not None
-    calls: Any = SimpleNamespace(begin=lambda: None, end=lambda: None, before=engine.before, after=engine.after)
+    calls: Any = SimpleNamespace(begin=lambda: None, end=lambda: None, before=driver.before, after=driver.after)
     run_iteration(calls, PLAN, new_weight(), rank=rank)
 
 
@@ -87,18 +93,18 @@ def last_transfers_start_before_gradients_are_finalised() -> None:
     finalize = model.config.finalize_model_grads_func
 
     def loop(model: list[Stage], num_microbatches: int) -> str:
-        computing(hooks, 5)
+        computing(driver, 5)
         log.append("last message")
         finalize = model[0].config.finalize_model_grads_func
         assert finalize is not None
         finalize(model, None, pg_collection=None)
         return "what the loop returns"
 
-    with hooks_of(5, Told(log)) as hooks:
-        wrapped = hooks._wrap_loop(loop)
+    with driver_of(5, Told(log)) as driver:
+        run = wrapped(driver, loop)
         for _ in range(2):
             log.clear()
-            assert wrapped(model=[model], num_microbatches=MICROBATCHES) == "what the loop returns"
+            assert run(model=[model], num_microbatches=MICROBATCHES) == "what the loop returns"
             assert log == [*["RETURN"] * 4, "last message", "RETURN", "finalised"]
             assert model.config.finalize_model_grads_func is finalize
 
@@ -109,11 +115,11 @@ def a_loop_that_finalises_nothing_starts_them_at_its_end() -> None:
     assert model.config.finalize_model_grads_func is None
 
     def loop(model: Stage, num_microbatches: int) -> None:
-        computing(hooks, 5)
+        computing(driver, 5)
         log.append("last message")
 
-    with hooks_of(5, Told(log)) as hooks:
-        hooks._wrap_loop(loop)(model=model, num_microbatches=MICROBATCHES)
+    with driver_of(5, Told(log)) as driver:
+        wrapped(driver, loop)(model=model, num_microbatches=MICROBATCHES)
     assert log == [*["RETURN"] * 4, "last message", "RETURN"]
     assert model.config.finalize_model_grads_func is None
 
@@ -128,8 +134,8 @@ def a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back() -
         model.config.finalize_model_grads_func([model], None)
 
     over = "the pipeline loop is over stage 5, after the start, at 5F0"
-    with hooks_of(5, Told(log)) as hooks, pytest.raises(RuntimeFault, match=over):
-        hooks._wrap_loop(loop)(model=model, num_microbatches=MICROBATCHES)
+    with driver_of(5, Told(log)) as driver, pytest.raises(RuntimeFault, match=over):
+        wrapped(driver, loop)(model=model, num_microbatches=MICROBATCHES)
     assert log == []
     assert model.config.finalize_model_grads_func is finalize
 
@@ -151,14 +157,14 @@ def megatrons_timers_never_run_around_a_transfer() -> None:
     # Each look at the clock is a second later than the one before, so what is timed once takes a second.
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     with (
-        hooks_of(0, LateTransport()) as hooks,
+        driver_of(0, LateTransport()) as driver,
         mock.patch.object(megatron_timers.Timer, "start", refuse_to_start),
         mock.patch.object(beside, "time", clock),
     ):
-        wrapped = hooks._wrap_loop(lambda model, num_microbatches: computing(hooks, 0))
-        wrapped(model=model, num_microbatches=MICROBATCHES)
+        run = wrapped(driver, lambda model, num_microbatches: computing(driver, 0))
+        run(model=model, num_microbatches=MICROBATCHES)
         assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5 + 1}, "in the first iteration the sizes too"
-        wrapped(model=model, num_microbatches=MICROBATCHES)
+        run(model=model, num_microbatches=MICROBATCHES)
         assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5}
 
 
@@ -166,13 +172,13 @@ def below_their_level_timers_are_told_nothing() -> None:
     timers = megatron_timers.Timers(1, "max")
     timers.log = lambda names, normalizer: None
     model = Stage(timers=timers)
-    with hooks_of(0, LateTransport()) as hooks:
-        hooks._wrap_loop(lambda model, num_microbatches: computing(hooks, 0))(model=model, num_microbatches=MICROBATCHES)
+    with driver_of(0, LateTransport()) as driver:
+        wrapped(driver, lambda model, num_microbatches: computing(driver, 0))(model=model, num_microbatches=MICROBATCHES)
     assert not timers._timers
 
 
 def a_run_that_would_stand_still_is_refused() -> None:
-    """test_waiting.py says which; here that the hooks ask, once they know the links."""
+    """test_waiting.py says which; here that the driver asks, once it knows the links."""
     config = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
     connected = None, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
@@ -180,7 +186,34 @@ def a_run_that_would_stand_still_is_refused() -> None:
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(ValueError, match="with --bpipe-sync-transfers the ranks would wait for each other"),
     ):
-        Hooks(config)._transport(STILL, torch.device("cpu"), Stage())
+        Driver(config)._transport(STILL, torch.device("cpu"), Stage())
+
+
+def a_loop_of_ones_own_drives_the_same_iteration() -> None:
+    """It names its operations itself, and makes an engine's calls on the driver."""
+    log: list[str] = []
+    with driver_of(5, Told(log)) as driver:
+        assert not driver.running
+        for changed_over in (True, False):
+            with driver.iteration(driver.program(one_f_one_b.FAMILY, MICROBATCHES), Stage().config):
+                assert (driver.running, driver.changed_over) == (True, changed_over)
+                calls: Any = driver
+                run_iteration(calls, PLAN, new_weight(), rank=5)
+        assert not driver.running
+    assert log == ["RETURN"] * 5 * 2
+
+
+def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
+    """Not the number of chunks: a configuration that another loop would need is refused before anything runs."""
+    called: list[str] = []
+    with driver_of(0, LateTransport()) as driver:
+        loops = Hooks(driver, STAGES).wraps()
+        with pytest.raises(ValueError, match="schedule interleaved-1f1b needs at least 2 chunks a rank, not 1"):
+            loops[patches.INTERLEAVED](lambda **_: called.append("interleaved"))(model=Stage(), num_microbatches=MICROBATCHES)
+        driver._config = replace(driver._config, num_chunks=2)
+        with pytest.raises(ValueError, match="schedule 1f1b takes at most 1 chunk a rank, not 2"):
+            wrapped(driver, lambda **_: called.append("1F1B"))(model=Stage(), num_microbatches=MICROBATCHES)
+    assert not called
 
 
 if __name__ == "__main__":
@@ -190,3 +223,5 @@ if __name__ == "__main__":
     a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back()
     megatrons_timers_never_run_around_a_transfer()
     below_their_level_timers_are_told_nothing()
+    a_loop_of_ones_own_drives_the_same_iteration()
+    the_loop_that_is_called_says_which_schedule_it_runs()

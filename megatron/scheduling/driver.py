@@ -1,0 +1,261 @@
+"""Own an iteration: the engine of its program, the connection to the partner, what is measured, and what is written down of it.
+
+In: a configuration; for each iteration its program, and `begin`, `before`, `after`, `communicated` and `end` as an engine has them, from
+whoever runs the pipelined loop. Out: the same calls, made on the program's engine; lines in the log, and measurements for a report.
+Knows neither who runs the loop nor how its operations are found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from bpipe.generate.family import Family
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.streams import Clock, allocated_on
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import Connection, MeasuredLink
+from megatron.scheduling import links, upstream
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.beside import OwnTime
+from megatron.scheduling.log import FirstIterations, describe, say
+from megatron.scheduling.recording import Recorded
+from megatron.scheduling.refusals import refuse
+from megatron.scheduling.stage_report import StageReport
+from megatron.scheduling.waiting import refuse_standstill
+from megatron.scheduling.watermark import Watermark
+
+
+class Driver:
+    """One rank's iterations, one after the other. What lives on between them: an engine a program, and the pair's groups.
+
+    `running` is true inside of `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last
+    iteration's note. `changed_over`: this iteration is the first of its program since another one's, and every rank's is.
+    """
+
+    def __init__(self, config: SchedulingConfig) -> None:
+        self._config = config
+        self._engines: dict[ScheduleConfig, Engine] = {}
+        self._program: ScheduleConfig | None = None
+        self._active: Engine | None = None
+        self._at: Action | None = None
+        self._connection: Connection | None = None
+        self._connected = False
+        self._meter = Meter() if config.report is not None else None
+        self._peaks: list[tuple[int, int, dict[int, int]]] = []
+        self._first_iterations = FirstIterations(config.minimum_bytes)
+        self._own_time = OwnTime()
+        self._num_iterations = 0
+        self.changed_over = False
+        self.links: list[MeasuredLink] = []
+        self.recording = False
+        self.recorded: Recorded | None = None
+        self.watermark: Watermark | None = None
+
+    # -- an iteration --------------------------------------------------------------------------------------------------------------
+
+    def program(self, family: Family, num_microbatches: int, group_size: int | None = None) -> ScheduleConfig:
+        """What to run: this family's schedule over this run's ranks and chunks, balanced if the run is."""
+        return ScheduleConfig(
+            schedule=family.name,
+            num_ranks=self._config.num_ranks,
+            num_microbatches=num_microbatches,
+            num_chunks=self._config.num_chunks,
+            balance=BalanceConfig() if self._config.balance else None,
+            group_size=group_size,
+        )
+
+    @contextlib.contextmanager
+    def iteration(self, program: ScheduleConfig, config: Any) -> Iterator[None]:
+        """Around one iteration's loop, which calls `begin` before its first communication and `end` after its last.
+
+        `config` is Megatron's, of the model. Raises ValueError for what it says that cannot be balanced. Collective over the world in a
+        program's first iteration, and wherever timers are printed.
+        """
+        if not self._engines:
+            # What only the model's configuration says; the arguments were judged at the start, if there were any.
+            upstream.require(config, "driver")
+            upstream.say_absent(config, configuration=True)
+        refuse(config, self._config.balance)
+        engine = self._active = self._engine(program, config)
+        recorder = engine.recorder = Recorder(Clock(self._device)) if self.recording else None
+        begin_s = time.time()
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"bpipe: {engine.where()}")
+            engine.abandon()
+            raise
+        finally:
+            self._active = None
+        if self._meter is not None:
+            self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes, self._meter.saved_bytes))
+        self._first_iterations.ended(engine, self.rank, self._connection.link if self._connection is not None else None)
+        self._print_timers(config.timers)
+        if recorder is not None:
+            self._keep(program, engine, recorder, begin_s)
+
+    @property
+    def running(self) -> bool:
+        """Whether an iteration is under way. Outside of one, as in evaluation, no call is for an engine."""
+        return self._active is not None
+
+    def begin(self) -> None:
+        """See `Engine.begin`, as for the other calls."""
+        self._engine_now.begin()
+
+    def before(self, op: Action) -> None:
+        self._engine_now.before(op)
+        self._at = op
+
+    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
+        engine, self._at = self._engine_now, None
+        engine.after(op, outputs, inputs)
+        if op.kind is Kind.FORWARD and self.watermark is not None and self._meter is not None and self._program is not None:
+            self.watermark.saw(op, self._meter, engine, self._program)
+
+    def communicated(self) -> None:
+        self._engine_now.communicated()
+
+    def end(self) -> None:
+        self._engine_now.end()
+
+    @property
+    def _engine_now(self) -> Engine:
+        assert self._active is not None, "no iteration is under way"
+        return self._active
+
+    # -- set-up --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(torch.cuda.current_device())
+
+    def _engine(self, program: ScheduleConfig, config: Any) -> Engine:
+        """This program's engine, made at the first iteration that has it."""
+        self.changed_over = self._program != program
+        if self._program is not None and self.changed_over:
+            # Every rank changes over at once, so the host buffers of one program are enough.
+            self._engines[self._program].release()
+        self._program = program
+        engine = self._engines.get(program)
+        if engine is None:
+            schedule = build(program)
+            if self._config.balance:
+                say(describe(schedule))
+            engine = Engine(schedule, self.rank, self._transport(schedule, self._device, config), self._engine_config(), self._meter)
+            self._engines[program] = engine
+        return engine
+
+    def _engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            name=f"rank {dist.get_rank()}",
+            device=self._device,
+            minimum_bytes=self._config.minimum_bytes,
+            timeout_s=self._config.timeout_s,
+            poison=self._config.poison,
+            synchronous=self._config.synchronous,
+            allocated=allocated_on(self._device),
+            timed=self._own_time.of,
+        )
+
+    def _transport(self, schedule: Schedule, device: torch.device, config: Any) -> Transport | None:
+        if not links.moves_anything(schedule):
+            return None
+        if not self._connected:
+            self._connection, self.links, table = links.connect_pairs(schedule, self._config.transport, self._config.timeout_s, device)
+            self._connected = True
+            say(table)
+            say(without_p2p_sync(config))
+        refuse_standstill(schedule, self._config, device, self.links)
+        return self._connection.transport() if self._connection is not None else None
+
+    def close(self) -> None:
+        """Training is over: end the threads that copy."""
+        if self._connection is not None:
+            self._connection.close()
+
+    # -- measuring -----------------------------------------------------------------------------------------------------------------
+
+    def _print_timers(self, timers: Any) -> None:
+        """Megatron prints a fixed list of its own timers; ours come after the loop, as often. Collective over the world."""
+        self._num_iterations += 1
+        if timers is not None:
+            self._own_time.tell(timers)
+        interval = self._config.timers_interval
+        if interval is not None and timers is not None and self._num_iterations % interval == 0:
+            timers.log(list(TIMERS), normalizer=interval)
+
+    def _keep(self, program: ScheduleConfig, engine: Engine, recorder: Recorder, begin_s: float) -> None:
+        assert self._meter is not None
+        rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**engine.hosted_bytes, **engine.moved_bytes})
+        self.recorded = Recorded(
+            program=program,
+            begin_s=begin_s,
+            elapsed_s=elapsed_s,
+            rows=rows,
+            saved_bytes=self._meter.saved_bytes,
+            moved_bytes=engine.moved_bytes,
+            received_bytes=self._meter.received_bytes,
+            host_bytes=engine.host_bytes,
+            peak_bytes=self._meter.peak_bytes,
+            shares=engine.shares,
+        )
+
+    def failed(self, error: Exception) -> None:
+        """A training step ended with this error: write down what was held."""
+        if self.watermark is not None and self._meter is not None:
+            engine = None if self._program is None else self._engines.get(self._program)
+            self.watermark.failed(error, self._at, self._meter, engine, self._program)
+
+    def stage_report(self, pipeline: int) -> StageReport | None:
+        """What this rank of this pipeline measured, beside the prediction; None where no iteration was trained.
+
+        The first iteration does not count when there are others: what micro-batches share is known only after two of them.
+        """
+        if self._meter is None or self._program is None or not self._peaks:
+            return None
+        engine = self._engines[self._program]
+        peaks = self._peaks[1:] or self._peaks
+        return StageReport.of(
+            engine.schedule,
+            self.rank,
+            peak_microbatches=max(peak[0] for peak in peaks),
+            peak_bytes=max(peak[1] for peak in peaks),
+            saved_bytes=peaks[-1][2],
+            moved_bytes=engine.moved_bytes,
+            received_bytes=self._meter.received_bytes,
+            num_host_buffers=engine.num_host_buffers,
+            host_bytes=engine.host_bytes,
+            shares=engine.shares,
+            balanced=self._config.balance,
+            pipeline=pipeline,
+        )
+
+
+def without_p2p_sync(config: Any) -> str:
+    """Let Megatron no longer wait for the whole device after every message between stages, and say so: it would end all overlap.
+
+    It does by default, and no flag changes that.
+    """
+    config.batch_p2p_sync = False
+    return (
+        "Megatron's wait for the whole device after every message between stages (batch_p2p_sync) is off in this run; to compare speed, "
+        "give the run without --bpipe the same"
+    )

@@ -1,0 +1,85 @@
+"""Tell the training log what balancing does, each thing once.
+
+In: a schedule, and what an engine measured. Out: lines on standard output, from rank 0 or from the rank that knows. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine
+from bpipe.transport.connect import MeasuredLink
+from bpipe.transport.table import sufficiency
+from megatron.scheduling.links import moves_anything
+
+
+class FirstIterations:
+    """What only a first iteration shows of what leaves, and only a second one of whether the link keeps up."""
+
+    def __init__(self, minimum_bytes: int) -> None:
+        self._minimum_bytes = minimum_bytes
+        self._told = False
+        self._judged = False
+        self._last_s: float | None = None
+        self._last_engine: Engine | None = None
+
+    def ended(self, engine: Engine, rank: int, link: MeasuredLink | None) -> None:
+        """An iteration's loop is over; `link` is to this rank's partner, if it has one."""
+        now_s = time.perf_counter()
+        if not self._told and pipeline_begins_with_rank_0():
+            for stage in (stage for stage, nbytes in engine.moved_bytes.items() if not nbytes):
+                say(nothing_moves(stage, self._minimum_bytes), everywhere=True)
+            for share in (share for share in engine.shares.values() if share.moved_bytes):
+                say(share.sentence, everywhere=True)
+        self._told = True
+        moved = sum(engine.moved_bytes.values())
+        if self._last_s is not None and moved and engine is self._last_engine and not self._judged:
+            # Two iterations of one program lie behind: the time between their ends is that of an iteration.
+            self._judged = True
+            schedule = engine.schedule
+            window_s = (now_s - self._last_s) / (schedule.num_microbatches + (schedule.num_ranks - 1) / schedule.num_chunks)
+            partner = schedule.partners[rank] if schedule.partners else rank
+            assert link is not None, "what moves has a link"
+            enough, sentence = sufficiency(rank, partner, moved, window_s, link.bytes_per_s[link.transport])
+            say(sentence, everywhere=not enough or pipeline_begins_with_rank_0())
+        self._last_s, self._last_engine = now_s, engine
+
+
+def nothing_moves(stage: int, minimum_bytes: int) -> str:
+    """One line for a stage whose activations were to leave, and are too small for it, or not its own."""
+    return (
+        f"stage {stage} moves nothing: of what a forward saves no storage of at least {minimum_bytes} bytes (--bpipe-min-bytes) is its "
+        f"micro-batch's alone; training as usual"
+    )
+
+
+def describe(schedule: Schedule) -> str:
+    """One line for the training log: what balancing does, or why it does nothing."""
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    if not moves_anything(schedule):
+        why = "with fewer than 4 stages there is nothing to balance" if p < 4 else "no stage holds more micro-batches than the bound"
+        return f"{schedule.name}, {p} stage{'s' * (p > 1)}, {m} micro-batches: {why}; training as usual"
+    evictors = [s for s in range(p) if num_transfers(schedule, s).evictions]
+    pairs = ", ".join(
+        f"{s} -> {schedule.partners[s] if schedule.partners else '?'} ({num_transfers(schedule, s).evictions} of {m}, "
+        f"{num_host_buffers(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
+        for s in evictors
+    )
+    return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"
+
+
+def pipeline_begins_with_rank_0() -> bool:
+    """Whether this rank belongs to the pipeline that speaks for all."""
+    return 0 in dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+
+
+def say(line: str, everywhere: bool = False) -> None:
+    """One line in the training log, from rank 0 or from the rank that calls."""
+    if everywhere or dist.get_rank() == 0:
+        print(f"bpipe: {line}", flush=True)
