@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES, that_take_chunks, that_take_groups
+from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_groups
 from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
@@ -105,7 +105,7 @@ def build(config: ScheduleConfig) -> Schedule:
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:
     """A schedule from elsewhere, checked, and balanced if asked: by default to the smallest bound every pair of it can keep."""
-    check(schedule)
+    check(schedule, exchange_of(schedule.name))
     if how is not None and how.bounds is None:
         how = replace(how, bounds=(max(smallest_bounds(schedule, how.partners)),))
     return run(schedule, passes(how))
@@ -118,10 +118,11 @@ def passes(how: BalanceConfig | None) -> tuple[Pass, ...]:
 
 def run(schedule: Schedule, changes: Sequence[Pass]) -> Schedule:
     """Run the passes, checking after each. What a pass gets has been checked."""
-    check(schedule)
+    exchange = exchange_of(schedule.name)
+    check(schedule, exchange)
     for change in changes:
         schedule = change(schedule)
-        check(schedule)
+        check(schedule, exchange)
     return schedule
 
 

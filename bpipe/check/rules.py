@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.ir.action import COMPUTE, OTHER_END, TRANSFER, Action, Kind
+from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.grid import window
 from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.memory import live_counts
+from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.pairing import pairing
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_SHARD_FORWARD, _SHARD_BACKWARD = Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD
+_INPUT_FORWARD, _INPUT_BACKWARD = Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
 
 NOWHERE = -1
@@ -35,12 +40,14 @@ class ScheduleError(ValueError):
 class Spots:
     """Slots of the computations of every stage and micro-batch, at `stage * num_microbatches + microbatch`; NOWHERE where there is none.
 
-    `need` is the first computation that reads the saved activations, `release` the last: the same for a full backward.
+    `need` is the first computation that reads the saved activations, `release` the last: the same for a full backward. Those
+    of shards are by kind, at `rank * num_microbatches + microbatch`.
     """
 
     forward: list[int]
     need: list[int]
     release: list[int]
+    shards: Mapping[Kind, list[int]]
 
 
 @dataclass(slots=True)
@@ -48,7 +55,8 @@ class Case:
     """A schedule under judgement and what its rules share."""
 
     schedule: Schedule
-    spots: Spots = field(default_factory=lambda: Spots([], [], []))
+    exchange: Exchange = Exchange.POSTED
+    spots: Spots = field(default_factory=lambda: Spots([], [], [], {}))
 
     def at(self, rank: int, slot: int, key: int) -> Action | None:
         """What is computed there of the stage and micro-batch of `key`: of two that overlap, the one that is meant."""
@@ -65,9 +73,9 @@ class Case:
 Rule = Callable[[Case], None]
 
 
-def check(schedule: Schedule) -> None:
-    """Raise ScheduleError for the first rule the schedule breaks."""
-    case = Case(schedule)
+def check(schedule: Schedule, exchange: Exchange = Exchange.POSTED) -> None:
+    """Raise ScheduleError for the first rule the schedule breaks. `exchange` is that of whoever is to run it; by default our executor's."""
+    case = Case(schedule, exchange)
     for rule in RULES:
         rule(case)
 
@@ -87,9 +95,10 @@ def check_shape(case: Case) -> None:
         raise ScheduleError(
             rule, f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches cannot be in {ranks} x {lengths[0]} slots"
         )
-    owned = [schedule.stage_to_rank.count(rank) for rank in range(ranks)]
-    if len(set(owned)) != 1 or not owned[0] or sum(owned) != schedule.num_stages:
-        raise ScheduleError(rule, f"stage_to_rank {schedule.stage_to_rank} must give each of the {ranks} ranks equally many stages")
+    for placement in schedule.layout.placements:
+        owned = [placement.count(rank) for rank in range(ranks)]
+        if len(set(owned)) != 1 or not owned[0] or sum(owned) != schedule.num_stages:
+            raise ScheduleError(rule, f"stage_to_rank {placement} must give each of the {ranks} ranks equally many stages")
     if schedule.bounds is not None and len(schedule.bounds) != ranks:
         raise ScheduleError(rule, f"{len(schedule.bounds)} bounds for {ranks} ranks: give one for each")
 
@@ -105,12 +114,14 @@ def check_partners(case: Case) -> None:
 
 
 def check_once(case: Case) -> None:
-    """Every stage computes each micro-batch forward once and backward once, on its own rank; fills in `case.spots`."""
-    schedule, rule = case.schedule, "each computation once"
-    num_stages, width, owner = schedule.num_stages, schedule.num_microbatches, schedule.stage_to_rank
-    size = num_stages * width
+    """Every stage computes each micro-batch forward once and backward once, on its own rank, and every shard; fills in `case.spots`."""
+    schedule, rule, layout = case.schedule, "each computation once", case.schedule.layout
+    width = schedule.num_microbatches
+    size = schedule.num_stages * width
     forward, need, release = [NOWHERE] * size, [NOWHERE] * size, [NOWHERE] * size
+    shards = {kind: [NOWHERE] * (schedule.num_ranks * width) for kind in layout.shard_kinds}
     filled = {_FORWARD: (forward,), _BACKWARD: (need, release), _INPUT: (need,), _WEIGHT: (release,)}
+    filled |= {kind: (spots,) for kind, spots in shards.items()}
     for rank, row in enumerate(schedule.ranks):
         for slot, cell in enumerate(row):
             if cell.compute is None and cell.overlapped is None:
@@ -119,23 +130,28 @@ def check_once(case: Case) -> None:
                 _check_pair(case, rank, slot, cell)
             for compute in cell.computations:
                 kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
-                if kind not in COMPUTE:
-                    raise case.error(rule, rank, slot, compute, f"{kind.value} is no computation")
+                if kind not in filled:
+                    what = "belongs to a split vocabulary, and here it is whole" if kind in COMPUTE else "is no computation"
+                    raise case.error(rule, rank, slot, compute, f"{kind.value} {what}")
+                num_stages = schedule.num_ranks if kind in SHARDS else schedule.num_stages
                 if not 0 <= stage < num_stages or not 0 <= microbatch < width:
                     raise case.error(rule, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
-                if owner[stage] != rank:
-                    raise case.error(rule, rank, slot, compute, f"stage {stage} belongs to rank {owner[stage]}", (owner[stage],))
+                if (owner := layout.rank_of_action(compute)) != rank:
+                    raise case.error(rule, rank, slot, compute, f"stage {stage} belongs to rank {owner}", (owner,))
                 key = stage * width + microbatch
                 for spots in filled[kind]:
                     if spots[key] != NOWHERE:
                         raise case.error(rule, rank, slot, compute, f"already computed in slot {spots[key]}")
                     spots[key] = slot
-    for spots, kinds in ((forward, "F"), (need, "B or I"), (release, "B or W")):
+    named = {kind.value: spots for kind, spots in shards.items()}
+    for kinds, spots in {"F": forward, "B or I": need, "B or W": release, **named}.items():
         if NOWHERE in spots:
             stage, microbatch = divmod(spots.index(NOWHERE), width)
-            last = len(schedule.ranks[owner[stage]]) - 1
-            raise case.error(rule, owner[stage], last, None, f"stage {stage} has no {kinds} of micro-batch {microbatch} in any slot")
-    case.spots = Spots(forward, need, release)
+            owner = stage if kinds in named else layout.rank_of(stage, microbatch)
+            whose = f"{'rank' if kinds in named else 'stage'} {stage}"
+            last = len(schedule.ranks[owner]) - 1
+            raise case.error(rule, owner, last, None, f"{whose} has no {kinds} of micro-batch {microbatch} in any slot")
+    case.spots = Spots(forward, need, release, shards)
 
 
 def _check_pair(case: Case, rank: int, slot: int, cell: Slot) -> None:
@@ -151,25 +167,61 @@ def check_forward_first(case: Case) -> None:
     for key, (forward, need, release) in enumerate(zip(spots.forward, spots.need, spots.release, strict=True)):
         if forward < need <= release:
             continue
-        rank = case.schedule.stage_to_rank[key // width]
+        rank = case.schedule.layout.rank_of(*divmod(key, width))
         late, early = (forward, need) if forward >= need else (need, release)
         before, after = case.at(rank, early, key), case.at(rank, late, key)
         raise case.error(rule, rank, early, before, f"{after} comes only in slot {late}")
 
 
-def check_stage_order(case: Case) -> None:
-    """A stage computes a micro-batch forward after the stage before it, and backward after the stage behind it."""
-    rule, spots, width = "stage order", case.spots, case.schedule.num_microbatches
-    for spot, earlier, later in ((spots.forward, 0, width), (spots.need, width, 0)):
-        for index in range(len(spot) - width):
-            if spot[index + earlier] < spot[index + later]:
+def check_needs(case: Case) -> None:
+    """Nothing is computed before all that makes what it needs: a stage forward after the one before it, backward after the one behind."""
+    spots, width = case.spots, case.schedule.num_microbatches
+    needs = Needs(case.schedule.layout, width)
+    made_in = [*spots.forward, *spots.need, *[NOWHERE] * (needs.num_values - needs.first_shared)]
+    for kind, slots in spots.shards.items():
+        for key, slot in enumerate(slots):
+            value = needs.made(Action(key // width, kind, key % width))
+            if value != NOTHING:
+                made_in[value] = max(made_in[value], slot)
+    for kind, slots in {_FORWARD: spots.forward, _BACKWARD: spots.need, **spots.shards}.items():
+        for key in range(0, len(slots), width):
+            first = needs.first_needed(kind, key // width)
+            if first == NOTHING:
                 continue
-            stage, other = (index + later) // width, (index + earlier) // width
-            rank, other_rank = case.schedule.stage_to_rank[stage], case.schedule.stage_to_rank[other]
-            slot, other_slot = spot[index + later], spot[index + earlier]
-            needed, action = case.at(other_rank, other_slot, index + earlier), case.at(rank, slot, index + later)
-            reason = f"needs {needed}, which rank {other_rank} computes in slot {other_slot}"
-            raise case.error(rule, rank, slot, action, reason, (other_rank,))
+            for microbatch in range(width):
+                if made_in[first + microbatch] >= slots[key + microbatch]:
+                    raise _too_early(case, needs, Action(key // width, kind, microbatch), slots[key + microbatch])
+
+
+def _too_early(case: Case, needs: Needs, action: Action, slot: int) -> ScheduleError:
+    """A computation that stands before the last of those that make what it needs."""
+    value, rows = needs.needed(action), case.schedule.ranks
+    makers = [(at, rank, one) for rank in needs.route(value).makers for at, cell in enumerate(rows[rank]) for one in cell.computations]
+    other_slot, other_rank, needed = max((maker for maker in makers if needs.made(maker[2]) == value), key=lambda maker: maker[0])
+    rank = case.schedule.layout.rank_of_action(action)
+    mine = next(one for one in rows[rank][slot].computations if needs.needed(one) == value)
+    reason = f"needs {needed}, which rank {other_rank} computes in slot {other_slot}"
+    return case.error("stage order", rank, slot, mine, reason, (other_rank,))
+
+
+def check_shard_order(case: Case) -> None:
+    """All ranks compute the output layer's shards in one order, and each sort of input shards by micro-batch: their collectives meet."""
+    schedule, rule = case.schedule, "order of shards"
+    if not case.spots.shards:
+        return
+    first: list[tuple[int, Action]] = []
+    for rank, row in enumerate(schedule.ranks):
+        mine = [(slot, one) for slot, cell in enumerate(row) for one in cell.computations if one.kind in SHARDS]
+        for kind in (_INPUT_FORWARD, _INPUT_BACKWARD):
+            of_kind = [(slot, one) for slot, one in mine if one.kind is kind]
+            for (_, before), (slot, after) in pairwise(of_kind):
+                if after.microbatch < before.microbatch:
+                    raise case.error(rule, rank, slot, after, f"stands behind {before}: {kind.value} goes by micro-batch")
+        outputs = [(slot, one) for slot, one in mine if one.kind in (_SHARD_FORWARD, _SHARD_BACKWARD)]
+        first = first or outputs
+        for (_, expected), (slot, one) in zip(first, outputs, strict=True):
+            if (one.kind, one.microbatch) != (expected.kind, expected.microbatch):
+                raise case.error(rule, rank, slot, one, f"rank 0 has {expected} in its place: all ranks need one order", (0,))
 
 
 def check_other_ends(case: Case) -> None:
@@ -184,7 +236,7 @@ def check_other_ends(case: Case) -> None:
             raise case.error(rule, rank, slot, transfer, f"rank {rank} has no partner")
         partner = partners[rank]
         evictor = rank if kind is _EVICT or kind is _LOAD else partner
-        if not 0 <= transfer.stage < schedule.num_stages or schedule.stage_to_rank[transfer.stage] != evictor:
+        if not 0 <= transfer.stage < schedule.num_stages or schedule.layout.rank_of(transfer.stage, transfer.microbatch) != evictor:
             raise case.error(rule, rank, slot, transfer, f"stage {transfer.stage} is none of rank {evictor}'s")
         if not 0 <= transfer.microbatch < schedule.num_microbatches:
             raise case.error(rule, rank, slot, transfer, f"there are micro-batches 0 to {schedule.num_microbatches - 1}")
@@ -211,7 +263,7 @@ def check_residency(case: Case) -> None:
             raise case.error("activations present", rank, slot, transfer, reason)
     for key, slot in away.items():
         stage, microbatch = divmod(key, schedule.num_microbatches)
-        rank, need = schedule.stage_to_rank[stage], spots.need[key]
+        rank, need = schedule.layout.rank_of(stage, microbatch), spots.need[key]
         reason = f"micro-batch {microbatch} left in slot {slot} and is not loaded before this"
         raise case.error("activations present", rank, need, case.at(rank, need, key), reason)
 
@@ -280,13 +332,13 @@ def check_no_deadlock(case: Case) -> None:
     _check_waits(case, Waits.IN_EVERY_OPERATION)
 
 
-def check_waits(schedule: Schedule, waits: Waits) -> None:
+def check_waits(schedule: Schedule, waits: Waits, exchange: Exchange) -> None:
     """The same under other `Waits`: those of a certain run may be stricter than what every schedule has to stand."""
-    _check_waits(Case(schedule), waits)
+    _check_waits(Case(schedule, exchange), waits)
 
 
 def _check_waits(case: Case, waits: Waits) -> None:
-    blocked = blocked_ranks(case.schedule, waits)
+    blocked = blocked_ranks(case.schedule, waits, case.exchange)
     if blocked:
         first = min(blocked, key=lambda one: one.slot)
         others = ", ".join(f"rank {one.rank} for rank {one.peer} at slot {one.slot}" for one in blocked[:8])
@@ -300,7 +352,8 @@ RULES: tuple[Rule, ...] = (
     check_partners,
     check_once,
     check_forward_first,
-    check_stage_order,
+    check_needs,
+    check_shard_order,
     check_other_ends,
     check_residency,
     check_host_buffers,

@@ -93,10 +93,8 @@ def _bound_bytes(simulation: Simulation, rank: int) -> int | None:
     if schedule.bounds is None:
         return None
     partner = schedule.partners[rank] if schedule.partners else rank
-    own = [stage.saved_bytes for stage, of in zip(stages, schedule.stage_to_rank, strict=True) if of == rank]
-    hosted = [
-        stage.moved_bytes for stage, of in zip(stages, schedule.stage_to_rank, strict=True) if of == partner and _hosts(simulation, rank)
-    ]
+    own = [stages[stage].saved_bytes for stage in schedule.layout.stages_of(rank)]
+    hosted = [stages[stage].moved_bytes for stage in schedule.layout.stages_of(partner)] if _hosts(simulation, rank) else []
     return schedule.bounds[rank] * max(*own, *hosted, 0)
 
 

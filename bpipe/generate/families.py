@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bpipe.generate import gpipe, interleaved, one_f_one_b
 from bpipe.generate.family import Family
+from bpipe.ir.program import Exchange
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY)}
 
@@ -14,6 +15,11 @@ DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
 def default(num_chunks: int) -> str:
     """What runs where nobody named a schedule."""
     return DEFAULTS[num_chunks > 1]
+
+
+def exchange_of(name: str) -> Exchange:
+    """How a schedule of this name is run: a family's as the family says, any other by our executor."""
+    return FAMILIES[name].exchange if name in FAMILIES else Exchange.POSTED
 
 
 def that_take_groups() -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bpipe.generate.place import Order, place
+from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 
 
@@ -23,8 +25,8 @@ class UnitCosts:
 
 ALIKE = UnitCosts()
 
-# (num_ranks, num_chunks) -> the rank of every stage.
-Layout = Callable[[int, int], Sequence[int]]
+# (num_ranks, num_chunks) -> who computes which stage.
+LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, group_size or None, costs) -> one order a rank.
 Orders = Callable[[int, int, int, int | None, UnitCosts], Sequence[Order]]
 
@@ -34,14 +36,16 @@ class Family:
     """One family of schedules, by the name that commands, files and records give it.
 
     `orders` may choose among its rules by `costs`, and raises ValueError for sizes that it cannot take. A rank has `min_chunks` to
-    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given. `fill`: with that many micro-batches a rank the
+    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given. `exchange` is the rule by which
+    whoever runs it sends and receives between stages. `fill`: with that many micro-batches a rank the
     pipeline is full, and no rank holds more of them however many follow; None where every rank holds all, and has nothing to share.
     """
 
     name: str
-    layout: Layout
+    layout: LayoutOf
     orders: Orders
     balanced_bound: Callable[[int, int, int, int | None], int]
+    exchange: Exchange
     min_chunks: int = 1
     max_chunks: int | None = 1
     takes_groups: bool = False
@@ -59,5 +63,5 @@ class Family:
         return range(self.min_chunks, min(most, self.max_chunks or most) + 1)
 
 
-def one_stage_a_rank(num_ranks: int, num_chunks: int) -> Sequence[int]:
-    return range(num_ranks)
+def one_stage_a_rank(num_ranks: int, num_chunks: int) -> Layout:
+    return one_pipe(range(num_ranks))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bpipe.generate.family import Family, one_stage_a_rank
 from bpipe.generate.place import backwards, forwards
 from bpipe.ir.action import Action
+from bpipe.ir.program import Exchange
 
 
 def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Action]]:
@@ -22,4 +23,4 @@ def balanced_bound(num_ranks: int, num_microbatches: int, *_: object) -> int:
     return num_microbatches
 
 
-FAMILY = Family("gpipe", one_stage_a_rank, orders, balanced_bound)
+FAMILY = Family("gpipe", one_stage_a_rank, orders, balanced_bound, Exchange.MEGATRON_1F1B)

@@ -15,10 +15,12 @@ from __future__ import annotations
 from bpipe.generate.family import Family, UnitCosts
 from bpipe.generate.place import alternate
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.program import Exchange
 
 
-def layout(num_ranks: int, num_chunks: int) -> list[int]:
-    return [stage % num_ranks for stage in range(num_ranks * num_chunks)]
+def layout(num_ranks: int, num_chunks: int) -> Layout:
+    return one_pipe([stage % num_ranks for stage in range(num_ranks * num_chunks)])
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None, _: UnitCosts) -> list[list[Action]]:
@@ -62,4 +64,14 @@ def balanced_bound(num_ranks: int, _: int, num_chunks: int, group_size: int | No
     return (num_chunks - 1) * (group_size or num_ranks) + num_ranks + 1
 
 
-FAMILY = Family("interleaved-1f1b", layout, orders, balanced_bound, min_chunks=2, max_chunks=None, takes_groups=True, fill=3)
+FAMILY = Family(
+    "interleaved-1f1b",
+    layout,
+    orders,
+    balanced_bound,
+    Exchange.MEGATRON_INTERLEAVED,
+    min_chunks=2,
+    max_chunks=None,
+    takes_groups=True,
+    fill=3,
+)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bpipe.generate.family import Family, one_stage_a_rank
 from bpipe.generate.place import alternate, backwards, forwards
 from bpipe.ir.action import Action
+from bpipe.ir.program import Exchange
 
 
 def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Action]]:
@@ -29,4 +30,4 @@ def balanced_bound(num_ranks: int, *_: object) -> int:
     return (num_ranks + 3) // 2
 
 
-FAMILY = Family("1f1b", one_stage_a_rank, orders, balanced_bound, fill=2)
+FAMILY = Family("1f1b", one_stage_a_rank, orders, balanced_bound, Exchange.MEGATRON_1F1B, fill=2)

@@ -1,8 +1,7 @@
 """Place every rank's order of computations on the unit grid. In: one order a rank. Out: a compute-only Schedule.
 
-Each computation takes one slot and starts as soon as the one before it on its rank and the one it needs from its neighbouring stage are
-over. A forward needs the forward of the stage before; a backward, or its input half, the same of the stage after, on the last stage its
-own forward; a weight half needs nothing from elsewhere. Knows no schedule by name, no memory, no transfers.
+Each computation takes one slot and starts as soon as the one before it on its rank is over, and whatever makes what it needs (`ir.needs`).
+Knows no schedule by name, no memory, no transfers.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout
+from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.schedule import Schedule, Slot
 
 # Computations of one rank, in order; a slot is two that overlap.
 Order = Sequence[Action | Slot]
 
-_FORWARD, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_WEIGHT
+_FORWARD = Kind.FORWARD
 _BUBBLE = Slot()
 _UNPLACED = -1
 
@@ -36,12 +37,12 @@ def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]
     return both
 
 
-def place(name: str, num_microbatches: int, stage_to_rank: Sequence[int], orders: Sequence[Order]) -> Schedule:
+def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Order]) -> Schedule:
     """The schedule in which every rank keeps its order and nothing starts later than it must.
 
     Raises ValueError where the orders wait for each other.
     """
-    placed = _Placement(num_microbatches, len(stage_to_rank), len(orders))
+    placed = _Placement(Needs(layout, num_microbatches), len(orders))
     unfinished = [rank for rank, order in enumerate(orders) if order]
     while unfinished:
         advanced = [placed.advance(rank, orders[rank]) for rank in unfinished]
@@ -52,17 +53,17 @@ def place(name: str, num_microbatches: int, stage_to_rank: Sequence[int], orders
     length = max(len(row) for row in placed.rows)
     for row in placed.rows:
         row.extend([_BUBBLE] * (length - len(row)))
-    return Schedule(name, num_microbatches, tuple(stage_to_rank), tuple(tuple(row) for row in placed.rows))
+    return Schedule(name, num_microbatches, layout, tuple(tuple(row) for row in placed.rows))
 
 
 class _Placement:
-    """The grid while it grows: `forward_over` and `backward_over` hold the slot after each computation, _UNPLACED until it is placed."""
+    """The grid while it grows: `over[value]` is the slot after all that make a value, _UNPLACED until they are placed."""
 
-    def __init__(self, num_microbatches: int, num_stages: int, num_ranks: int) -> None:
-        self.num_microbatches = num_microbatches
-        self.last_stage = num_stages - 1
-        self.forward_over = [_UNPLACED] * (num_stages * num_microbatches)
-        self.backward_over = [_UNPLACED] * (num_stages * num_microbatches)
+    def __init__(self, needs: Needs, num_ranks: int) -> None:
+        self.needs = needs
+        self.over = [_UNPLACED] * needs.num_values
+        # Of values that shards make together: how many parts are missing, and the slot after the others.
+        self.parts: dict[int, tuple[int, int]] = {}
         self.rows: list[list[Slot]] = [[] for _ in range(num_ranks)]
         self.next = [0] * num_ranks
 
@@ -93,19 +94,20 @@ class _Placement:
 
     def _ready(self, action: Action) -> int:
         """The first slot in which what the computation needs is over; _UNPLACED where that is not known yet."""
-        key = action.stage * self.num_microbatches + action.microbatch
-        if action.kind is _FORWARD:
-            return self.forward_over[key - self.num_microbatches] if action.stage else 0
-        if action.kind is _WEIGHT:
-            return 0
-        return self.forward_over[key] if action.stage == self.last_stage else self.backward_over[key + self.num_microbatches]
+        value, own = self.needs.needed(action), self.needs.own(action)
+        if own != NOTHING and self.over[own] == _UNPLACED:
+            return _UNPLACED
+        return 0 if value == NOTHING else self.over[value]
 
     def _over(self, action: Action, slot: int) -> None:
-        key = action.stage * self.num_microbatches + action.microbatch
-        if action.kind is _FORWARD:
-            self.forward_over[key] = slot
-        elif action.kind is not _WEIGHT:
-            self.backward_over[key] = slot
+        value = self.needs.made(action)
+        if value >= self.needs.first_shared:
+            missing, latest = self.parts.get(value, (len(self.needs.route(value).makers), 0))
+            self.parts[value] = missing - 1, max(latest, slot)
+            if missing == 1:
+                self.over[value] = max(latest, slot)
+        elif value != NOTHING:
+            self.over[value] = slot
 
 
 def _name(one: Action | Slot) -> str:

@@ -13,6 +13,10 @@ class Kind(enum.Enum):
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    SHARD_FORWARD = "S"
+    SHARD_BACKWARD = "T"
+    INPUT_FORWARD = "IF"
+    INPUT_BACKWARD = "IB"
     EVICT = "EVICT"
     HOST = "HOST"
     RETURN = "RETURN"
@@ -22,7 +26,9 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+# Computations of a rank's shard of the vocabulary: of the output layer with its loss, and of the embedding.
+SHARDS = frozenset({Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}) | SHARDS
 TRANSFER = frozenset({Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD})
 
 # Both ends of a transfer are actions: the evictor's on the left, its acceptor's on the right.
@@ -33,7 +39,8 @@ OTHER_END = {Kind.EVICT: Kind.HOST, Kind.LOAD: Kind.RETURN, Kind.HOST: Kind.EVIC
 class Action:
     """One action: `stage` is the pipeline stage whose activations it concerns (with chunks, 0 <= stage < p*v).
 
-    A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations.
+    A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations. A shard belongs to no stage: there
+    `stage` is its rank.
     """
 
     stage: int

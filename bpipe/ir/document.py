@@ -14,18 +14,20 @@ import json
 from collections.abc import Sequence
 
 from bpipe.ir.action import Action
+from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import live_counts, num_transfers
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.text import NAME, TextError, describe, read_computation, slot_of, write_computation
+from bpipe.ir.text import NAME, TextError, describe, read_computation, read_vocabulary, slot_of, write_computation
 from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
-_USUAL = ("partners", "stage_to_rank")
+_USUAL = ("partners", "stage_to_rank", "vocabulary", "input")
 
 
 def write_json(schedule: Schedule) -> str:
     """One line a rank, keys in the order above."""
-    head = {
+    layout = schedule.layout
+    head: dict[str, object] = {
         "schedule": schedule.name,
         "stages": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
@@ -33,8 +35,12 @@ def write_json(schedule: Schedule) -> str:
         "balance": "none" if schedule.partners is None else "bpipe",
         "bounds": schedule.bounds,
         "partners": schedule.partners,
-        "stage_to_rank": schedule.stage_to_rank,
+        "stage_to_rank": layout.placements[0] if layout.num_pipes == 1 else layout.placements,
     }
+    if layout.vocabulary is not Vocabulary.WHOLE:
+        head["vocabulary"] = layout.vocabulary.value
+    if layout.input_shards:
+        head["input"] = "shards"
     ranks = [
         {
             "rank": rank,
@@ -65,13 +71,27 @@ def read_json(text: str) -> Schedule:
     if len(entries) != num_ranks:
         raise TextError(f"ranks has {len(entries)} entries, stages is {num_ranks}")
     ranks = tuple(_read_rank(entry, rank) for rank, entry in enumerate(entries))
-    stage_to_rank = _numbers(fields["stage_to_rank"], "stage_to_rank") if "stage_to_rank" in fields else describe(ranks)[1]
-    if len(stage_to_rank) != num_ranks * num_chunks:
-        raise TextError(f"there are {len(stage_to_rank)} stages, but stages times chunks is {num_ranks * num_chunks}")
+    layout = _read_layout(fields, ranks)
+    for placement in layout.placements:
+        if len(placement) != num_ranks * num_chunks:
+            raise TextError(f"there are {len(placement)} stages, but stages times chunks is {num_ranks * num_chunks}")
     bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
-    schedule = Schedule(name, num_microbatches, stage_to_rank, ranks, _partners(fields, num_ranks), bounds)
+    schedule = Schedule(name, num_microbatches, layout, ranks, _partners(fields, num_ranks), bounds)
     _compare(schedule, entries)
     return schedule
+
+
+def _read_layout(fields: dict[str, object], ranks: Sequence[Sequence[Slot]]) -> Layout:
+    vocabulary, inputs = fields.get("vocabulary", "none"), fields.get("input", "shards")
+    if inputs != "shards":
+        raise TextError(f"input: {inputs!r:.40} is not shards")
+    if "stage_to_rank" not in fields:
+        placements: list[list[object]] = [list(describe(ranks)[1])]
+    else:
+        given = _list(fields["stage_to_rank"], "stage_to_rank")
+        placements = [_list(one, "stage_to_rank") for one in given] if given and isinstance(given[0], list) else [given]
+    pipes = tuple(_numbers(one, "stage_to_rank") for one in placements)
+    return Layout(pipes, read_vocabulary(str(vocabulary), "vocabulary"), "input" in fields)
 
 
 def _partners(fields: dict[str, object], num_ranks: int) -> tuple[int, ...] | None:

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NUMBER, TextError, assemble, header, read_header, slot_of
 
@@ -33,13 +34,17 @@ _LETTERS = {
     Kind.BACKWARD: "B",
     Kind.BACKWARD_INPUT: "I",
     Kind.BACKWARD_WEIGHT: "W",
+    Kind.SHARD_FORWARD: "S",
+    Kind.SHARD_BACKWARD: "T",
+    Kind.INPUT_FORWARD: "IF",
+    Kind.INPUT_BACKWARD: "IB",
     Kind.EVICT: "E",
     Kind.HOST: "H",
     Kind.RETURN: "R",
     Kind.LOAD: "L",
 }
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
-_CELL = re.compile(f"{NUMBER}?([FBIWEHRL]){NUMBER}")
+_CELL = re.compile(f"{NUMBER}?(IF|IB|[FBIWSTEHRL]){NUMBER}")
 _LANE = re.compile(f"rank {NUMBER} C (.*)")
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _PARTNERS_KINDS = (Kind.HOST, Kind.RETURN)
@@ -67,7 +72,7 @@ def write_grid(schedule: Schedule, width: int | None = None, paint: Paint | None
 
 def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]]]:
     """Every line of the grid: its label, its cells, and the action that colours each."""
-    own, hosted = _implied(schedule.stage_to_rank, schedule.num_ranks, schedule.partners)
+    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.partners)
     digits = len(str(schedule.num_ranks - 1))
     lines: list[tuple[str, list[str], list[Action | None]]] = []
     for rank, row in enumerate(schedule.ranks):
@@ -134,7 +139,7 @@ class _Reader:
         head = assemble([[] for _ in computed], fields, "")
         if head.partners is not None and (len(head.partners) != len(computed) or max(head.partners) >= len(computed)):
             raise TextError(f"line 1: partners={fields['partners'][:40]} do not fit {len(computed)} ranks")
-        own, hosted = _implied(head.stage_to_rank, len(computed), head.partners)
+        own, hosted = _implied(head.layout, len(computed), head.partners)
         return assemble([self._lane(rank, own[rank], hosted[rank]) for rank in range(len(computed))], fields, "")
 
     def _lane(self, rank: int, own: int, hosted: int) -> list[Slot]:
@@ -178,18 +183,18 @@ def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), 
 def _window_cell(schedule: Schedule, rank: int, slot: int, line: str) -> str:
     if slot >= len(schedule.ranks[rank]):
         return ""
-    own, hosted = _implied(schedule.stage_to_rank, schedule.num_ranks, schedule.partners)
+    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.partners)
     cell = schedule.ranks[rank][slot]
     if line == "C":
         return _computed(cell, own[rank])
     return JOIN.join(_short(action, own[rank], hosted[rank]) for action in cell.transfers)
 
 
-def _implied(stage_to_rank: Sequence[int], num_ranks: int, partners: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """For each lane the stage a cell without a number means: its own, and for H and R its partner's. -1 is none."""
+def _implied(layout: Layout, num_ranks: int, partners: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """For each lane the stage a cell without a number means: its own, and for H and R its partner's. -1 is none, as with several."""
     own = [-1] * num_ranks
-    if len(stage_to_rank) == num_ranks:
-        for stage, rank in enumerate(stage_to_rank):
+    if layout.num_stages == num_ranks and layout.num_pipes == 1:
+        for stage, rank in enumerate(layout.placements[0]):
             if rank < num_ranks:
                 own[rank] = stage
     return own, [-1] * num_ranks if partners is None else [own[partner] for partner in partners]

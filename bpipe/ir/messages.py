@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.layout import one_pipe
+from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NUMBER, TextError, assemble, read_computation, read_rows, slot_of, write_computation
 from bpipe.passes.align import align
@@ -72,10 +74,11 @@ def read_runtime(text: str, name: str = "csv") -> Schedule:
     fields, texts = read_rows(text)
     rows = [[_read_cell(cell.strip(" "), place) for cell, place in row] for row in texts]
     schedule = assemble([[cell.slot for cell in row if cell.slot is not None] for row in rows], fields, name)
+    needs = Needs(schedule.layout, schedule.num_microbatches)
     # Torch's listing of a single stage's schedule names reductions between computations and no message at all.
     passing = any(cell.message is not None for row in rows for cell in row)
     for rank, row in enumerate(rows):
-        _Walk(schedule, rank, passing).take(row)
+        _Walk(schedule, needs, rank, passing).take(row)
     _check_order(schedule, rows)
     _check_progress(rows)
     try:
@@ -109,6 +112,7 @@ class _Walk:
     """One rank's row, cell by cell: what has been computed, sent and received so far."""
 
     schedule: Schedule
+    needs: Needs
     rank: int
     # Whether the file has messages at all.
     passing: bool
@@ -145,7 +149,10 @@ class _Walk:
 
     def _compute(self, cell: _Cell, slot: Slot) -> None:
         for action in slot.computations:
-            needed = _needed(self.schedule, action)
+            if action.stage >= self.needs.num_stages or action.microbatch >= self.needs.num_microbatches or action.kind in SHARDS:
+                there = f"stages 0 to {self.needs.num_stages - 1}, micro-batches 0 to {self.needs.num_microbatches - 1}"
+                raise TextError(f"{cell.place}: {action} cannot be placed: there are {there}, and no shards")
+            needed = _message(self.needs, self.needs.needed(action))
             if needed is not None and self.passing:
                 if needed not in self.received:
                     raise TextError(f"{cell.place}: {action} needs what comes from another rank: {needed.receive} is missing before it")
@@ -156,12 +163,12 @@ class _Walk:
                 raise TextError(f"{cell.place}: {action} comes behind {action.stage}REDUCE_GRAD, and what it adds is not reduced")
         for action in slot.computations:
             self.computed.add(action.stage)
-            made = _made(self.schedule, action)
+            made = _message(self.needs, self.needs.made(action))
             if made is not None and self.passing:
                 self.unsent[made] = cell
 
     def _pass(self, cell: _Cell, message: _Message) -> None:
-        owner = self.schedule.stage_to_rank
+        owner = self.schedule.layout.only_placement
         if not 0 <= cell.stage < len(owner) or owner[cell.stage] != self.rank:
             raise TextError(f"{cell.place}: {cell.text} is of stage {cell.stage}, which rank {self.rank} does not compute")
         ends = (message.stage, message.to_stage)
@@ -184,7 +191,7 @@ class _Walk:
 
     def _parameters(self, cell: _Cell) -> None:
         """UNSHARD and RESHARD in turn, REDUCE_GRAD once and then its wait."""
-        owner, stage = self.schedule.stage_to_rank, cell.stage
+        owner, stage = self.schedule.layout.only_placement, cell.stage
         if not 0 <= stage < len(owner) or owner[stage] != self.rank:
             raise TextError(f"{cell.place}: {cell.text} is of a stage that rank {self.rank} does not compute")
         opening = {"RESHARD": "UNSHARD", "WAIT_REDUCE_GRAD": "REDUCE_GRAD"}.get(cell.word)
@@ -204,29 +211,17 @@ class _Walk:
         self.words[cell.word, stage] = cell.place
 
 
-def _needed(schedule: Schedule, action: Action) -> _Message | None:
-    """The message a computation waits for. None: it needs none."""
-    owner = schedule.stage_to_rank
-    if action.kind is Kind.BACKWARD_WEIGHT:
+def _message(needs: Needs, value: int) -> _Message | None:
+    """The message that carries a value. None: there is no value, or nobody on another rank needs it."""
+    if value == NOTHING or not needs.route(value).takers or len(needs.route(value).parties) == 1:
         return None
-    direction, other = ("F", action.stage - 1) if action.kind is Kind.FORWARD else ("B", action.stage + 1)
-    if not 0 <= other < len(owner) or owner[other] == owner[action.stage]:
-        return None
-    return _Message(direction, other, action.microbatch)
-
-
-def _made(schedule: Schedule, action: Action) -> _Message | None:
-    """The message that carries what a computation made. None: nobody on another rank needs it."""
-    owner = schedule.stage_to_rank
-    if action.kind is Kind.BACKWARD_WEIGHT:
-        return None
-    message = _Message("F" if action.kind is Kind.FORWARD else "B", action.stage, action.microbatch)
-    return message if 0 <= message.to_stage < len(owner) and owner[message.to_stage] != owner[action.stage] else None
+    group, microbatch = divmod(value, needs.num_microbatches)
+    return _Message("F", group, microbatch) if group < needs.num_stages else _Message("B", group - needs.num_stages, microbatch)
 
 
 def _check_order(schedule: Schedule, rows: Sequence[Sequence[_Cell]]) -> None:
     """What one rank sends another is received in the order in which it was sent: the messages carry no names that could tell them apart."""
-    owner = schedule.stage_to_rank
+    owner = schedule.layout.only_placement
     sent: dict[tuple[int, int], list[_Message]] = {}
     for row in rows:
         for cell in row:
@@ -282,6 +277,10 @@ def write_runtime(schedule: Schedule) -> str:
     moving = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
     if moving is not None:
         raise ValueError(f"{moving} moves activations, for which torch's runtime has no operation: write csv, or do not balance")
+    layout = schedule.layout
+    if layout != one_pipe(layout.placements[0]):
+        raise ValueError("torch's runtime knows one pipe and no shards of the vocabulary: write csv")
+    needs = Needs(layout, schedule.num_microbatches)
     rows: list[list[str]] = [[] for _ in schedule.ranks]
     pending: list[dict[_Message, None]] = [{} for _ in schedule.ranks]
     left = [2 * schedule.num_microbatches] * schedule.num_stages
@@ -296,16 +295,16 @@ def write_runtime(schedule: Schedule) -> str:
                     rows[rank].append(f"{action.stage}UNSHARD")
             rows[rank].append(write_computation(slot))
             for action in slot.computations:
-                message = _made(schedule, action)
+                message = _message(needs, needs.made(action))
                 if message is not None:
                     rows[rank].append(message.send)
                     pending[rank][message] = None
-                    rows[schedule.stage_to_rank[message.to_stage]].append(message.receive)
+                    rows[schedule.layout.only_rank_of(message.to_stage)].append(message.receive)
             for action in slot.computations:
                 rows[rank] += _closed(action, pending[rank], left)
     for rank, row in enumerate(rows):
         row += [message.wait for message in pending[rank]]
-        row += [f"{stage}RESHARD" for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank and stage in seen]
+        row += [f"{stage}RESHARD" for stage, owner in enumerate(schedule.layout.only_placement) if owner == rank and stage in seen]
     return "".join(",".join(row) + "\n" for row in rows)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.ir.action import Action
+from bpipe.ir.layout import Layout
 
 
 def together(compute: Action | None, overlapped: Action | None) -> tuple[Action, ...]:
@@ -38,14 +39,14 @@ class Slot:
 class Schedule:
     """What every rank does, in order.
 
-    `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `stage_to_rank[stage]` is the rank that computes a stage.
+    `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `layout` says which stages each computes.
     A schedule with transfers also has `partners[rank]` (the rank that hosts for it, and for which it hosts) and
     `bounds[rank]`, the most saved chunk micro-batches the rank may hold in any slot, hosted ones included.
     """
 
     name: str
     num_microbatches: int
-    stage_to_rank: tuple[int, ...]
+    layout: Layout
     ranks: tuple[tuple[Slot, ...], ...]
     partners: tuple[int, ...] | None = None
     bounds: tuple[int, ...] | None = None
@@ -57,8 +58,8 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         """Stages over all chunks, p*v."""
-        return len(self.stage_to_rank)
+        return self.layout.num_stages
 
     @property
     def num_chunks(self) -> int:
-        return len(self.stage_to_rank) // len(self.ranks)
+        return self.layout.num_stages // len(self.ranks)

@@ -13,14 +13,13 @@ its end of these transfers only with what that message sets going: where anythin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bpipe.ir.action import Action
 from bpipe.ir.schedule import Schedule, together
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One computation and the transfers that start around it. `compute` is None for the loop's start and its end, the first and last.
 
     `overlapped` is the backward that runs together with it.

@@ -11,9 +11,10 @@ Whatever is not understood to the last character is refused. Knows no rule a sch
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bpipe.ir.action import COMPUTE, Action, Kind
+from bpipe.ir.layout import Layout, Vocabulary, one_pipe
 from bpipe.ir.schedule import Schedule, Slot
 
 NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -23,6 +24,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS = {kind.value: kind for kind in Kind}
 _EMPTY = Slot()
 _HEADER = "# bpipe"
+_FIELDS = ("schedule", "microbatches", "stage_to_rank", "vocabulary", "input", "partners", "bounds")
+# Parts the placements of several pipes.
+PIPES = "/"
 
 # A file may not make us allocate what it does not contain.
 MAX_SLOTS = 10_000_000
@@ -62,9 +66,14 @@ def write_computation(slot: Slot) -> str:
 def write_csv(schedule: Schedule) -> str:
     """One line a rank. Compute-only schedules come out as torch.distributed.pipelining writes its own."""
     lines = [",".join(_csv_cell(slot) for slot in row) for row in schedule.ranks]
-    if schedule.partners is not None or schedule.bounds is not None:
+    if schedule.partners is not None or schedule.bounds is not None or not _shows(schedule.layout):
         lines.insert(0, header(schedule))
     return "".join(line + "\n" for line in lines)
+
+
+def _shows(layout: Layout) -> bool:
+    """Whether the computations show the layout."""
+    return layout == one_pipe(layout.placements[0])
 
 
 def read_csv(text: str, name: str = "csv") -> Schedule:
@@ -115,7 +124,13 @@ def header(schedule: Schedule) -> str:
     """One line with what the cells do not tell."""
     if not NAME.fullmatch(schedule.name):
         raise ValueError(f"schedule name {schedule.name!r} cannot be written: use letters, digits, '.', '_' and '-'")
-    fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_microbatches}", f"stage_to_rank={_join(schedule.stage_to_rank)}"]
+    layout = schedule.layout
+    fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_microbatches}"]
+    fields.append(f"stage_to_rank={PIPES.join(map(_join, layout.placements))}")
+    if layout.vocabulary is not Vocabulary.WHOLE:
+        fields.append(f"vocabulary={layout.vocabulary.value}")
+    if layout.input_shards:
+        fields.append("input=shards")
     for name, values in (("partners", schedule.partners), ("bounds", schedule.bounds)):
         if values is not None:
             fields.append(f"{name}={_join(values)}")
@@ -129,7 +144,7 @@ def read_header(line: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     for field in line.removeprefix(_HEADER + " ").split(" "):
         name, sign, value = field.partition("=")
-        if not sign or name in fields or name not in ("schedule", "microbatches", "stage_to_rank", "partners", "bounds"):
+        if not sign or name in fields or name not in _FIELDS:
             raise TextError(f"line 1: {field[:40]!r} is no header field, or stands there twice")
         fields[name] = value
     for name in ("schedule", "microbatches", "stage_to_rank"):
@@ -147,14 +162,32 @@ def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) 
     if fields:
         if not NAME.fullmatch(fields["schedule"]):
             raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is no name")
-        stage_to_rank = _numbers(fields["stage_to_rank"], "stage_to_rank")
+        layout = _read_layout(fields)
         partners, bounds = (_numbers(fields[key], key) if key in fields else None for key in ("partners", "bounds"))
         microbatches = _numbers(fields["microbatches"], "microbatches")
         if len(microbatches) != 1:
             raise TextError("line 1: microbatches= takes one number")
-        return Schedule(fields["schedule"], microbatches[0], stage_to_rank, ranks, partners, bounds)
+        return Schedule(fields["schedule"], microbatches[0], layout, ranks, partners, bounds)
     num_microbatches, stage_to_rank = describe(ranks)
-    return Schedule(name, num_microbatches, stage_to_rank, ranks)
+    return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
+
+
+def _read_layout(fields: Mapping[str, str]) -> Layout:
+    placements = tuple(_numbers(one, "stage_to_rank") for one in fields["stage_to_rank"].split(PIPES))
+    if len({len(one) for one in placements}) > 1:
+        raise TextError(f"line 1: stage_to_rank={fields['stage_to_rank'][:40]} has pipes of different numbers of stages")
+    if fields.get("input", "shards") != "shards":
+        raise TextError(f"line 1: input={fields['input'][:40]!r} is not shards")
+    return Layout(placements, read_vocabulary(fields.get("vocabulary", "none"), "line 1"), "input" in fields)
+
+
+def read_vocabulary(text: str, place: str) -> Vocabulary:
+    """How the vocabulary is split, from its name."""
+    try:
+        return Vocabulary(text)
+    except ValueError:
+        names = ", ".join(one.value for one in Vocabulary)
+        raise TextError(f"{place}: vocabulary {text[:40]!r} is none of {names}") from None
 
 
 def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpipe.generate.families import exchange_of
 from bpipe.ir.pairing import default_partners
 from bpipe.models.layout import Setup
 from bpipe.models.memory import rank_parameters
@@ -169,4 +170,4 @@ def predict_costs(setup: Setup) -> Costs:
             )
         )
     joined = links(setup)
-    return Costs(tuple(stages), joined, blocking=True, one_sided=one_sided(joined, setup.pipeline))
+    return Costs(tuple(stages), joined, exchange_of(setup.schedule).predicted, one_sided=one_sided(joined, setup.pipeline))

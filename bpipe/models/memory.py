@@ -121,7 +121,7 @@ def held(schedule: str, pipeline: int, num_microbatches: int, chunks: int, balan
 
 def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:
     """The most a rank's own micro-batches occupy, and its host buffers, which are allocated throughout."""
-    owner = schedule.stage_to_rank
+    owner = schedule.layout.only_placement
     own = [size if of == rank else 0 for size, of in zip(saved, owner, strict=True)]
     partner = schedule.partners[rank] if schedule.partners else rank
     largest = max(size for size, of in zip(saved, owner, strict=True) if of == partner)

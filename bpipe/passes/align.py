@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.generate.place import place
-from bpipe.ir.action import Action
+from bpipe.ir.action import SHARDS, Action
 from bpipe.ir.schedule import Schedule, Slot
 
 
@@ -27,7 +27,7 @@ def align(schedule: Schedule) -> Schedule:
             for action in slot.computations:
                 _check_range(schedule, action)
     orders = [[_one(slot, slot.compute) for slot in row if slot.compute is not None] for row in schedule.ranks]
-    placed = place(schedule.name, schedule.num_microbatches, schedule.stage_to_rank, orders)
+    placed = place(schedule.name, schedule.num_microbatches, schedule.layout, orders)
     return replace(placed, partners=schedule.partners, bounds=schedule.bounds)
 
 
@@ -37,6 +37,7 @@ def _one(slot: Slot, compute: Action) -> Action | Slot:
 
 def _check_range(schedule: Schedule, action: Action) -> None:
     """What is placed is looked up by stage and micro-batch: the grid's own check comes only after it."""
-    if not 0 <= action.stage < schedule.num_stages or not 0 <= action.microbatch < schedule.num_microbatches:
-        there = f"stages 0 to {schedule.num_stages - 1}, micro-batches 0 to {schedule.num_microbatches - 1}"
+    num_stages = schedule.num_ranks if action.kind in SHARDS else schedule.num_stages
+    if not 0 <= action.stage < num_stages or not 0 <= action.microbatch < schedule.num_microbatches:
+        there = f"stages 0 to {num_stages - 1}, micro-batches 0 to {schedule.num_microbatches - 1}"
         raise ValueError(f"{action} cannot be placed: there are {there}")

@@ -37,7 +37,7 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
     walk = _EvictionWalk(schedule.ranks[rank], bound, memory)
     for slot in range(len(schedule.ranks[rank])):
         walk.step(slot)
-    own = {memory.stages[stage] for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
+    own = {memory.stages[stage] for stage in schedule.layout.stages_of(rank)}
     if len({size.saved_bytes for size in own}) > 1 or len({size.moved_bytes for size in own}) > 1:
         walk.leave_out()
     plan: Plan = {}

@@ -41,7 +41,7 @@ def level_bytes(
     _check_input(schedule, fixed_bytes, memory, num_layers)
     bounds, levels, sizes = [0] * schedule.num_ranks, [0] * schedule.num_ranks, list(memory.stages)
     for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
-        stages = [stage for stage, owner in enumerate(schedule.stage_to_rank) if owner in pair]
+        stages = sorted({stage for rank in pair for stage in schedule.layout.stages_of(rank)})
         best, peaks = _best(schedule, pair, fixed_bytes, _shares(memory, num_layers, stages))
         for rank, peak in zip(pair, peaks, strict=True):
             bounds[rank], levels[rank] = peak, fixed_bytes[rank] + peak

@@ -49,7 +49,7 @@ def idle_seconds(comparison: Comparison, place: int) -> float | None:
 
 
 def _stages(comparison: Comparison, place: int) -> list[int]:
-    return [stage for stage, owner in enumerate(comparison.measured.schedule.stage_to_rank) if owner == place]
+    return list(comparison.measured.schedule.layout.stages_of(place))
 
 
 def _excess(comparison: Comparison, row: Row) -> float:
@@ -162,7 +162,7 @@ class OfComputation:
     kind: Kind
 
     def __call__(self, comparison: Comparison) -> str | None:
-        place = comparison.measured.schedule.stage_to_rank[self.stage]
+        place = comparison.measured.schedule.layout.only_rank_of(self.stage)
         samples = [
             (timeline.iteration, row, lane)
             for timeline, lane in lanes_of(comparison.measured.typical, place)
@@ -270,7 +270,7 @@ class OfTransfer:
     stage: int
 
     def __call__(self, comparison: Comparison) -> str | None:
-        place = comparison.measured.schedule.stage_to_rank[self.stage]
+        place = comparison.measured.schedule.layout.only_rank_of(self.stage)
         slower = _slower_than_probed(comparison, place, self.stage)
         if slower is None:
             return None

@@ -98,7 +98,7 @@ def _iterations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Fin
 def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
     """The mean of an iteration, the median over iterations, against the median of all: they differ by what is rare and slow."""
     for (stage, kind), predicted in comparison.prediction.basis.seconds.items():
-        place = comparison.measured.schedule.stage_to_rank[stage]
+        place = comparison.measured.schedule.layout.only_rank_of(stage)
         samples = [_durations(timeline, place, stage, kind) for timeline in comparison.measured.typical]
         present = [one for one in samples if one]
         if present:
@@ -124,7 +124,7 @@ def _transfers(comparison: Comparison) -> Iterator[tuple[Difference, causes.Find
             found = _seconds(comparison, "exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s)
             yield found, causes.OfExposed(row.stage)
     for stage in comparison.prediction.basis.bytes_per_s:
-        place = measured.schedule.stage_to_rank[stage]
+        place = measured.schedule.layout.only_rank_of(stage)
         seconds = causes.transfer_seconds(measured, place, stage)
         if seconds:
             what = f"stage {stage}, one transfer (median)"

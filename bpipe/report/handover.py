@@ -29,7 +29,7 @@ def late_starts(comparison: Comparison, timeline: Timeline, place: int) -> list[
     lane = timeline.lanes[place]
     if lane is None:
         return []
-    owner, report = comparison.measured.schedule.stage_to_rank, comparison.prediction.report
+    owner, report = comparison.measured.schedule.layout.only_placement, comparison.prediction.report
     around = _around(owner, place)
     rows = [timeline.lanes[other] for other in around]
     ends = {row.action: row.end_s for other in rows if other is not None for row in other.computations}

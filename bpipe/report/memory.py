@@ -60,7 +60,7 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
 
     What stays behind of a micro-batch that is away, because it cannot move, is in both.
     """
-    ones = {stage: 1 for stage, owner in enumerate(schedule.stage_to_rank) if owner == rank}
+    ones = dict.fromkeys(schedule.layout.stages_of(rank), 1)
     # Where partners use their own host memory, no host buffer was made here.
     buffers = 0 if sizes is not None and not sizes.host_bytes else num_host_buffers(schedule, rank)
     # What moves nothing of itself does not leave.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from bpipe.generate.families import exchange_of
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import changes_in_time
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -86,7 +87,8 @@ def replay(measured: Measured) -> Prediction:
     nodes = _nodes(measured)
     inside, between = _messages(measured, nodes)
     stages = []
-    for stage, place in enumerate(schedule.stage_to_rank):
+    for stage in range(schedule.num_stages):
+        place = schedule.layout.only_rank_of(stage)
         size = sizes[place]
         saved = size.saved_bytes.get(stage, 0) if size else 0
         moved = min(saved, size.moved_bytes.get(stage, saved)) if size else 0
@@ -105,7 +107,7 @@ def replay(measured: Measured) -> Prediction:
     costs = Costs(
         tuple(stages),
         Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes),
-        blocking=True,
+        exchange=exchange_of(schedule.name).predicted,
         one_sided=_one_sided(measured),
         synchronous=measured.run.info.synchronous,
     )
@@ -168,7 +170,7 @@ def _speeds(measured: Measured, sizes: Sequence[RankSizes | None]) -> tuple[dict
     """Bytes a second of every stage that is moved, and where the number is from."""
     speeds: dict[int, float] = {}
     sources: dict[int, str] = {}
-    owner = measured.schedule.stage_to_rank
+    owner = measured.schedule.layout.only_placement
     moved = {action.stage for row in measured.schedule.ranks for slot in row for action in slot.transfers if action.kind is Kind.EVICT}
     for stage in sorted(moved):
         probed = probed_speed(measured, owner[stage])
@@ -206,7 +208,7 @@ def _nodes(measured: Measured) -> tuple[int, ...]:
 
 def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, float | None]:
     """Seconds of a message inside a node and between nodes."""
-    owner = measured.schedule.stage_to_rank
+    owner = measured.schedule.layout.only_placement
     inside: list[float] = []
     between: list[float] = []
     for stage in range(len(owner) - 1):

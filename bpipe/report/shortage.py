@@ -113,7 +113,7 @@ def _other_bytes(rank: RankHeld) -> int | None:
 
 def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> tuple[int, int]:
     """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the partner's micro-batch that goes there."""
-    owner = schedule.stage_to_rank
+    owner = schedule.layout.only_placement
     own = {stage: size for stage, size in sizes.items() if owner[stage] == rank.place}
     ones = dict.fromkeys(own, 1)
     partner = schedule.partners[rank.place] if schedule.partners else rank.place
@@ -131,7 +131,7 @@ def _need(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> Stage
     return StageNeed(
         stage=rank.place,
         rank=rank.rank,
-        microbatch_bytes=max(size for stage, size in sizes.items() if schedule.stage_to_rank[stage] == rank.place),
+        microbatch_bytes=max(size for stage, size in sizes.items() if schedule.layout.only_rank_of(stage) == rank.place),
         microbatches_held=len(mark.microbatches),
         held_bytes=mark.activations_bytes,
         weights_bytes=rank.weights_bytes,

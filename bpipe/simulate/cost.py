@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from bpipe.ir.memory import Memory, memory_of
+from bpipe.ir.program import Exchange
 
 Number = int | float | Fraction
 
@@ -63,6 +64,16 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardCost:
+    """One rank's shard of the vocabulary, one micro-batch: seconds of S and T, and of an input shard's two passes."""
+
+    forward_s: Number = 0
+    backward_s: Number = 0
+    input_forward_s: Number = 0
+    input_backward_s: Number = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """One direction between two devices. `bytes_per_s` None: bytes take no time, only the latency does."""
 
@@ -110,16 +121,17 @@ class Links:
 class Costs:
     """Costs of all stages (with chunks p*v of them) and of the links between their ranks.
 
-    `blocking`: with one stage a rank, computation waits for the messages between stages, both ways, as in Megatron's 1F1B.
+    `exchange`: when ranks send, receive and wait for what passes between stages. `shard` is what a shard of the vocabulary takes.
     `one_sided`: ranks that move their activations by themselves, whatever their partner is doing; others meet it for every transfer.
     `synchronous`: an evictor waits for every transfer where it starts it, as with `--bpipe-sync-transfers`.
     """
 
     stages: tuple[StageCost, ...]
     links: Links = Links()
-    blocking: bool = False
+    exchange: Exchange = Exchange.POSTED
     one_sided: frozenset[int] = frozenset()
     synchronous: bool = False
+    shard: ShardCost | None = None
 
     @property
     def memory(self) -> Memory:

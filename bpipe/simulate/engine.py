@@ -1,16 +1,15 @@
 """Run a schedule on costs instead of devices. In: a checked Schedule and `Costs`. Out: a `Simulation` with the time of every action.
 
-Every rank keeps its own order and waits as the runtime does; the numbers are those of the code:
+Every rank follows its program (`passes.lower`) and waits as the runtime does; the numbers are those of the code:
   [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived; two that overlap
       start when what both need has arrived, take as long as one after the other, and pass on what they made when both are over
   [2] an eviction ends before the next computation on its rank, and before a load that comes earlier: they take its memory
   [3] a transfer is posted with the computation it stands beside, or at the end of the one before its bubble (behind a rank's last: once
       that one's message has passed), and starts when both of its ends are posted (of a one-sided one: the evictor's), what it sends is
-      there, and the transfer before it in its direction is over
+      there, and the transfer before it in its direction is over. What an acceptor waits for holds up its transfers, not its computations
   [4] a backward waits for the load of its activations; where transfers are synchronous an evictor waits for each where it is posted
-  [5] where exchanges block and nothing overlaps, a rank sends what it made and receives what it needs before it goes on, in one operation
-      if one neighbour is both, and a message starts when both sides are there: Megatron's 1F1B. Otherwise it leaves when it is computed,
-      beside computation
+  [5] a message leaves when it is sent, beside computation; by the exchanges of Megatron's loops it starts when both sides are there, and
+      the rank goes on when it has passed. One that several ranks make passes when the last has sent its part
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
 ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
 Knows no tensors and no device; refuses nothing that `check` lets pass.
@@ -24,14 +23,17 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.needs import Needs
+from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import steps
-from bpipe.simulate.cost import Costs, Number, StageCost, check_fits
+from bpipe.passes.lower import lower
+from bpipe.simulate.cost import Costs, Number, ShardCost, check_fits
 from bpipe.simulate.report import Simulation, Timed
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
+_RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Do)
 
 _NOTHING = -1
 
@@ -41,8 +43,11 @@ _Process = Generator[int, None, None]
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Raises ValueError where the costs do not cover the schedule, or its ranks wait for each other."""
-    split = sorted({cell.compute.stage for row in schedule.ranks for cell in row if cell.compute and cell.compute.kind is _WEIGHT})
+    kinds = {action.kind: action for row in schedule.ranks for cell in row for action in cell.computations}
+    split = sorted({one.stage for row in schedule.ranks for cell in row for one in cell.computations if one.kind is _WEIGHT})
     check_fits(costs, schedule.num_stages, schedule.num_ranks, split)
+    if costs.shard is None and not SHARDS.isdisjoint(kinds):
+        raise ValueError(f"schedule {schedule.name} splits the vocabulary: give the costs of a shard")
     run = _Run(schedule, costs)
     run.execute()
     return run.report()
@@ -72,30 +77,24 @@ class _Transfer:
             self.paused_until = end
 
 
-class _Route(NamedTuple):
-    """How messages from a stage to a neighbouring one pass."""
+class _Path(NamedTuple):
+    """How a message passes: the ports it takes, none for a collective, and for how long."""
 
-    sender: int
-    receiver: int
     port_out: int
     port_in: int
     seconds: Number
 
 
-class _Message(NamedTuple):
-    """One output or gradient: the event that it has arrived."""
-
-    event: int
-    route: _Route
+_NO_PORT = -1
 
 
 class _Run:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.width = schedule.num_microbatches
-        self.first_gradient = schedule.num_stages * self.width
-        # When each event is over: outputs, then gradients, then transfers in the order in which they are first posted.
-        self.over: list[Number | None] = [None] * (2 * self.first_gradient)
+        self.needs = Needs(schedule.layout, schedule.num_microbatches)
+        self.first_transfer = self.needs.num_values
+        # When each event is over: values, by their number, then transfers in the order in which they are first posted.
+        self.over: list[Number | None] = [None] * self.first_transfer
         self.transfers: list[_Transfer] = []
         self.open: dict[tuple[int, int], deque[_Transfer]] = {}
         # By sender: what is posted, in order, the first perhaps under way.
@@ -109,30 +108,35 @@ class _Run:
         self.compute: list[list[Timed]] = [[] for _ in range(schedule.num_ranks)]
         self.exposed: list[Number] = [0] * schedule.num_ranks
         self.clocks: list[Number] = [0] * schedule.num_ranks
-        self.routes = self._routes()
-        # With several stages a rank Megatron overlaps its exchanges, and the ring of neighbours would block itself otherwise.
-        overlaps = any(cell.overlapped is not None for row in schedule.ranks for cell in row)
-        self.blocking = costs.blocking and schedule.num_chunks == 1 and not overlaps
-        self.met_at: dict[int, Number] = {}
+        self.num_pipes = schedule.layout.num_pipes
+        self.paths: dict[tuple[int, int], _Path] = {}
+        # Messages that pass when both sides are there, or all who make them: how many are still missing, and when the last so far came.
+        self.rendezvous = costs.exchange is not Exchange.POSTED
+        self.sent_by: dict[int, int] = {}
+        self.missing: dict[int, tuple[int, Number]] = {}
 
-    def _routes(self) -> dict[tuple[int, int], _Route]:
-        """For a stage and the next, both ways."""
-        owner, links = self.schedule.stage_to_rank, self.costs.links
-        routes = {}
-        for stage in range(len(owner) - 1):
-            for one, other in ((stage, stage + 1), (stage + 1, stage)):
-                sender, receiver = owner[one], owner[other]
-                seconds = links.link(sender, receiver).seconds(self.costs.stages[stage].sent_bytes) if sender != receiver else 0
-                routes[one, other] = _Route(sender, receiver, *self._ports(sender, receiver), seconds)
-        return routes
+    def _path(self, value: int) -> _Path:
+        """The same for all values of a group and pipe."""
+        group, microbatch = divmod(value, self.needs.num_microbatches)
+        path = self.paths.get((group, microbatch % self.num_pipes))
+        if path is None:
+            parties, links = self.needs.route(value).parties, self.costs.links
+            if len(parties) > 2 or group >= 2 * self.needs.num_stages:
+                path = _Path(_NO_PORT, _NO_PORT, max(links.link(parties[0], other).latency_s for other in parties[1:]))
+            else:
+                # A gradient is as large as the output of the stage before.
+                stage = group if group < self.needs.num_stages else group - self.needs.num_stages - 1
+                path = _Path(*self._ports(*parties), links.link(*parties).seconds(self.costs.stages[stage].sent_bytes))
+            self.paths[group, microbatch % self.num_pipes] = path
+        return path
 
     def _ports(self, sender: int, receiver: int) -> tuple[int, int]:
         medium = int(self.costs.links.crosses(sender, receiver))
         return 4 * sender + 2 * medium, 4 * receiver + 2 * medium + 1
 
     def execute(self) -> None:
-        runnable = [self._rank(rank) for rank in range(self.schedule.num_ranks)]
-        waiting, ready, num_messages = self.waiting, self.ready, 2 * self.first_gradient
+        runnable = [self._rank(program) for program in lower(self.schedule, self.costs.exchange)]
+        waiting, ready, first_transfer = self.waiting, self.ready, self.first_transfer
         while True:
             while runnable:
                 process = runnable.pop()
@@ -143,14 +147,14 @@ class _Run:
                 break
             # Nothing that becomes ready from here on is ready before this, so first ready is first served.
             at, event, port_out, port_in, seconds = heapq.heappop(ready)
-            if 0 <= event < num_messages:
+            if 0 <= event < first_transfer:
                 self._pass(at, event, port_out, port_in, seconds)
-            elif event >= num_messages:
-                self._begin(at, self.transfers[event - num_messages], port_out, port_in)
+            elif event >= first_transfer:
+                self._begin(at, self.transfers[event - first_transfer], port_out, port_in)
                 continue
             else:
                 event = ~event
-                if not self._finish(at, self.transfers[event - num_messages], port_out, port_in):
+                if not self._finish(at, self.transfers[event - first_transfer], port_out, port_in):
                     continue
             if event in waiting:
                 runnable += waiting.pop(event)
@@ -161,6 +165,9 @@ class _Run:
     def _pass(self, at: Number, event: int, port_out: int, port_in: int, seconds: Number) -> None:
         """A message takes its ports for as long as it lasts."""
         port_free = self.port_free
+        if port_out == _NO_PORT:
+            self.over[event] = at + seconds
+            return
         start = max(at, port_free[port_out], port_free[port_in])
         end = start + seconds
         self.over[event] = end
@@ -192,55 +199,48 @@ class _Run:
         return True
 
     def _where(self, event: int) -> str:
-        if event >= 2 * self.first_gradient:
-            transfer = self.transfers[event - 2 * self.first_gradient]
+        if event >= self.first_transfer:
+            transfer = self.transfers[event - self.first_transfer]
             return f"a rank for {' and '.join(str(action) for action in transfer.actions.values())}"
-        is_gradient, key = divmod(event, self.first_gradient)
-        stage, microbatch = divmod(key, self.width)
-        return f"a rank for the {'gradient' if is_gradient else 'output'} of stage {stage}, micro-batch {microbatch}"
+        return f"a rank for {self.needs.words(event)}"
 
-    def _rank(self, rank: int) -> _Process:
+    def _rank(self, program: Program) -> _Process:
         """One rank's iteration."""
-        timed, durations = self.compute[rank], _durations(self.costs.stages)
+        rank = program.rank
+        timed, durations = self.compute[rank], _durations(self.costs, self.schedule.num_ranks)
         clock: Number = 0
-        leaving: list[int] = []
-        loading: dict[tuple[int, int], int] = {}
-        made: _Message | None = None
-        for step in steps(self.schedule, rank):
-            compute = step.compute
-            if compute is None:
-                # The loop's start, or its end: then what was computed last leaves first.
-                clock = yield from self._arrive(made, None, clock)
-                leaving, clock = yield from self._post(rank, step.after, clock, loading)
-                continue
-            kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
-            needed = self._needed(kind, stage, microbatch)
-            clock = yield from self._arrive(made, needed, clock)
-            beside = step.overlapped
-            if beside is not None:
-                clock = yield from self._arrive(None, self._needed(beside.kind, beside.stage, beside.microbatch), clock)
-            if leaving:
-                clock = yield from self._await(rank, leaving, clock)  # [2]
-            leaving = []
-            if step.before:
-                leaving, clock = yield from self._post(rank, step.before, clock, loading)
-            for one in step.computations:
-                if loading and one.kind is not _FORWARD and (one.stage, one.microbatch) in loading:
-                    clock = yield from self._await(rank, [loading.pop((one.stage, one.microbatch))], clock)  # [4]
-            for one in step.computations:
-                end = clock + durations[one.kind][one.stage]
-                timed.append(Timed(one, clock, end))
+        # By half, told apart as values: what leaves a second time is the same to read.
+        started: dict[int, _Transfer] = {}
+        # Where transfers are synchronous: what an evictor has started and not waited for.
+        issued: list[int] = []
+        rendezvous, first_shared = self.rendezvous, self.needs.first_shared
+        for do, what in zip(program.dos, program.whats, strict=True):
+            if issued and do <= _WAIT:
+                clock = yield from self._await(rank, issued, clock)  # [4]
+                issued.clear()
+            if do == _RUN:
+                assert isinstance(what, Action)
+                end = clock + durations[what.kind][what.stage]
+                timed.append(Timed(what, clock, end))
                 clock = end
-            made = self._made(kind, stage, microbatch)
-            self._leave(made, clock)
-            if beside is not None:
-                self._leave(self._made(beside.kind, beside.stage, beside.microbatch), clock)
-            if step.after:
-                if leaving and any(action.kind is _LOAD for action in step.after):
-                    clock = yield from self._await(rank, leaving, clock)  # [2]
-                    leaving = []
-                started, clock = yield from self._post(rank, step.after, clock, loading)
-                leaving += started
+            elif isinstance(what, int):
+                if do != _WAIT:
+                    if rendezvous or do == _SEND:
+                        self._come(what, rank, clock)
+                elif rendezvous or what >= first_shared or self.sent_by.get(what) != rank:  # [1], [5]
+                    if self.over[what] is None:
+                        yield what
+                    clock = max(clock, self._end(what))
+            elif isinstance(what, Transfer):
+                kind = what.action.kind
+                is_evictors = kind is _EVICT or kind is _LOAD
+                if do == _START:
+                    transfer = started[id(what)] = self._meet(rank, what)
+                    self._post_end(transfer, what.action, clock)
+                    if is_evictors and self.costs.synchronous:
+                        issued.append(transfer.event)
+                elif is_evictors:
+                    clock = yield from self._await(rank, [started[id(what)].event], clock)  # [2], [4]
         self.clocks[rank] = clock
 
     def _end(self, event: int) -> Number:
@@ -248,67 +248,17 @@ class _Run:
         assert end is not None
         return end
 
-    def _needed(self, kind: Kind, stage: int, microbatch: int) -> _Message | None:
-        """What a computation needs from its neighbouring stage. None: nothing."""
-        if kind is _WEIGHT:
-            return None
-        if kind is _FORWARD:
-            return self._message(stage - 1, stage, microbatch)
-        return self._message(stage + 1, stage, self.first_gradient + microbatch)
-
-    def _made(self, kind: Kind, stage: int, microbatch: int) -> _Message | None:
-        """What leaves for the neighbouring stage."""
-        if kind is _WEIGHT:
-            return None
-        if kind is _FORWARD:
-            return self._message(stage, stage + 1, microbatch)
-        return self._message(stage, stage - 1, self.first_gradient + microbatch)
-
-    def _message(self, stage: int, to_stage: int, offset: int) -> _Message | None:
-        route = self.routes.get((stage, to_stage))
-        return None if route is None else _Message(stage * self.width + offset, route)
-
-    def _ready(self, message: _Message, at: Number) -> None:
-        heapq.heappush(self.ready, (at, message.event, message.route.port_out, message.route.port_in, message.route.seconds))
-
-    def _leave(self, made: _Message | None, clock: Number) -> None:
-        """Where exchanges do not block, what was computed is on its way at once."""
-        if made is not None and not self.blocking:
-            self._ready(made, clock)
-
-    def _arrive(self, made: _Message | None, needed: _Message | None, clock: Number) -> Generator[int, None, Number]:
-        """Wait for what the next computation needs [1], where exchanges block also for what the last one made [5]."""
-        if self.blocking:
-            return (yield from self._exchange(made, needed, clock))
-        if needed is None:
-            return clock
-        if self.over[needed.event] is None:
-            yield needed.event
-        return max(clock, self._end(needed.event))
-
-    def _exchange(self, made: _Message | None, needed: _Message | None, clock: Number) -> Generator[int, None, Number]:
-        """Be there for both messages at once, or send first where they go to and come from different neighbours."""
-        at_once = made is None or needed is None or made.route.receiver == needed.route.sender
-        for messages in ((made, needed),) if at_once else ((made,), (needed,)):
-            for message in messages:
-                if message is not None:
-                    self._meet_for(message, clock)
-            for message in messages:
-                if message is not None:
-                    if self.over[message.event] is None:
-                        yield message.event
-                    clock = max(clock, self._end(message.event))
-        return clock
-
-    def _meet_for(self, message: _Message, clock: Number) -> None:
-        route = message.route
-        other = self.met_at.pop(message.event, None)
-        if route.sender == route.receiver:
-            self.over[message.event] = clock if other is None else other
-        elif other is None:
-            self.met_at[message.event] = clock
+    def _come(self, value: int, rank: int, clock: Number) -> None:
+        """A rank is there with its part of a message, or, where both sides must be, for it: the last lets it go. [5]"""
+        if not self.rendezvous and value < self.needs.first_shared:
+            self.sent_by[value] = rank
         else:
-            self._ready(message, max(clock, other))
+            missing, latest = self.missing.pop(value, (2 if self.rendezvous else len(self.needs.route(value).makers), clock))
+            clock = max(latest, clock)
+            if missing > 1:
+                self.missing[value] = missing - 1, clock
+                return
+        heapq.heappush(self.ready, (clock, value, *self._path(value)))
 
     def _await(self, rank: int, events: list[int], clock: Number) -> Generator[int, None, Number]:
         """The rank stands still for transfers and nothing else: that is exposed."""
@@ -321,25 +271,10 @@ class _Run:
                 clock = end
         return clock
 
-    def _post(
-        self, rank: int, actions: tuple[Action, ...], clock: Number, loading: dict[tuple[int, int], int]
-    ) -> Generator[int, None, tuple[list[int], Number]]:
-        """[3] Post this rank's ends of transfers. Gives back the evictions among them, and when that was done; remembers the loads."""
-        evictions: list[int] = []
-        for action in actions:
-            transfer = self._meet(rank, action)
-            if action.kind is _EVICT:
-                evictions.append(transfer.event)
-            elif action.kind is _LOAD:
-                loading[action.stage, action.microbatch] = transfer.event
-            self._post_end(transfer, action, clock)
-        if self.costs.synchronous:
-            clock = yield from self._await(rank, [*evictions, *loading.values()], clock)  # [4]
-        return evictions, clock
-
     def _post_end(self, transfer: _Transfer, action: Action, clock: Number) -> None:
-        """One end of a transfer is posted. Of a one-sided one the evictor's end is all there is."""
-        alone = self.schedule.stage_to_rank[action.stage] in self.costs.one_sided
+        """[3] One end of a transfer is posted. Of a one-sided one the evictor's end is all there is."""
+        evictor = self.schedule.layout.rank_of(action.stage, action.microbatch)
+        alone = evictor in self.costs.one_sided or transfer.sender == transfer.receiver
         there, back = (_EVICT, _LOAD) if alone else (_HOST, _RETURN)
         if alone and action.kind not in (there, back):
             return
@@ -353,11 +288,9 @@ class _Run:
             self.queues.setdefault(transfer.sender, deque()).append(transfer)
             self._begin_next(transfer.sender, transfer.ready)
 
-    def _meet(self, rank: int, action: Action) -> _Transfer:
-        """The transfer this end belongs to: the n-th one sent is the n-th received."""
-        partner = (self.schedule.partners or ())[rank]
-        sends = action.kind is _EVICT or action.kind is _RETURN
-        sender, receiver = (rank, partner) if sends else (partner, rank)
+    def _meet(self, rank: int, half: Transfer) -> _Transfer:
+        """The transfer this half belongs to: the n-th one sent is the n-th received."""
+        action, sender, receiver = half
         met = self.open.setdefault((rank, sender), deque())
         if met:
             transfer = met.popleft()
@@ -367,7 +300,9 @@ class _Run:
             transfer = _Transfer(len(self.over), sender, receiver, seconds, {})
             self.over.append(None)
             self.transfers.append(transfer)
-            self.open.setdefault((partner, sender), deque()).append(transfer)
+            other = receiver if rank == sender else sender
+            if other != rank:
+                self.open.setdefault((other, sender), deque()).append(transfer)
         transfer.actions[rank] = action
         return transfer
 
@@ -387,12 +322,11 @@ class _Run:
         for transfer in self.transfers:
             for rank, action in transfer.actions.items():
                 moves[rank].append(Timed(action, transfer.start, self._end(transfer.event)))
-        owner, stages = self.schedule.stage_to_rank, self.costs.stages
-        reduced = [
-            clock + sum(stages[stage].reduction_s for stage, of in enumerate(owner) if of == rank) for rank, clock in enumerate(self.clocks)
-        ]
+        stages, layout = self.costs.stages, self.schedule.layout
+        owned = [layout.stages_of(rank) for rank in range(self.schedule.num_ranks)]
+        reduced = [clock + sum(stages[stage].reduction_s for stage in own) for clock, own in zip(self.clocks, owned, strict=True)]
         # The norm of all gradients scales every update, so no rank updates before the last has reduced.
-        updates = [sum(stages[stage].optimizer_s for stage, of in enumerate(owner) if of == rank) for rank in range(len(self.clocks))]
+        updates = [sum(stages[stage].optimizer_s for stage in own) for own in owned]
         return Simulation(
             schedule=self.schedule,
             costs=self.costs,
@@ -404,11 +338,16 @@ class _Run:
         )
 
 
-def _durations(stages: tuple[StageCost, ...]) -> dict[Kind, list[Number]]:
-    """Seconds of every kind on every stage. The output layer's and the embedding's backward belong to the input's half."""
+def _durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
+    """Seconds of every kind on every stage, or rank. The output layer's and the embedding's backward belong to the input's half."""
+    stages, shard = costs.stages, costs.shard or ShardCost()
     return {
         _FORWARD: [cost.whole_forward_s for cost in stages],
         _BACKWARD: [cost.whole_backward_s for cost in stages],
         _INPUT: [cost.whole_backward_s - (cost.weight_s or 0) for cost in stages],
         _WEIGHT: [cost.weight_s or 0 for cost in stages],
+        Kind.SHARD_FORWARD: [shard.forward_s] * num_ranks,
+        Kind.SHARD_BACKWARD: [shard.backward_s] * num_ranks,
+        Kind.INPUT_FORWARD: [shard.input_forward_s] * num_ranks,
+        Kind.INPUT_BACKWARD: [shard.input_backward_s] * num_ranks,
     }

@@ -13,6 +13,7 @@ import torch
 
 from bpipe.check.deadlock import Waits
 from bpipe.check.rules import ScheduleError, check_waits
+from bpipe.generate.families import exchange_of
 from bpipe.ir.schedule import Schedule
 from bpipe.report.record import ONE_SIDED
 from bpipe.transport.connect import MeasuredLink
@@ -39,6 +40,6 @@ def refuse_standstill(schedule: Schedule, config: SchedulingConfig, device: torc
     if not setting or all(link.transport in ONE_SIDED for link in links):
         return
     try:
-        check_waits(schedule, waits)
+        check_waits(schedule, waits, exchange_of(schedule.name))
     except ScheduleError as error:
         raise ValueError(f"with {setting} the ranks would wait for each other: drop it, or take --bpipe-transport peer. {error}") from None

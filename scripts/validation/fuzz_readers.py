@@ -267,7 +267,7 @@ def _grid_means(lines: list[str]) -> list[list[str]]:
 
 def judge_messages(text: str, schedule: Schedule) -> None:
     """Run the operations: what is sent waits in its pair's line, and what is received must be what is needed."""
-    owner = schedule.stage_to_rank
+    owner = schedule.layout.only_placement
     queues = [deque(line.split(",")) for line in text.removesuffix("\n").split("\n") if not line.startswith("#")]
     lines: dict[tuple[int, int], deque[str]] = {}
     done: list[set[str]] = [set() for _ in queues]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.compute import links, update_seconds
 from bpipe.models.flops import mfu, training_flops
@@ -103,7 +104,9 @@ def replays() -> list[Replay]:
             StageCost(int(forward) / 1e6, int(backward) / 1e6, sent_bytes=sent_bytes(setup), optimizer_s=update)
             for forward, backward in times
         )
-        report = simulate(build(ScheduleConfig("1f1b", 8, int(row["micro_batches"]))), Costs(stages, links(setup), blocking=True))
+        report = simulate(
+            build(ScheduleConfig("1f1b", 8, int(row["micro_batches"]))), Costs(stages, links(setup), exchange=Exchange.MEGATRON_1F1B)
+        )
         found.append(Replay(row["method"], int(row["vocabulary"]), float(row["iteration_ms"]) / 1e3, float(report.makespan_s)))
     return found
 

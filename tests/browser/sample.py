@@ -15,6 +15,7 @@ from typing import Any
 
 from bpipe.ir.action import COMPUTE, Action
 from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.program import Exchange
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
@@ -31,7 +32,7 @@ def make_view(
 ) -> dict[str, Any]:
     """Balanced 1F1B. Ranks in `missing` have no record."""
     schedule = build(ScheduleConfig("1f1b", num_stages, num_microbatches, balance=BalanceConfig()))
-    predicted = simulate(schedule, replace(uniform(num_stages, COST, LINKS), blocking=True))
+    predicted = simulate(schedule, replace(uniform(num_stages, COST, LINKS), exchange=Exchange.MEGATRON_1F1B))
     simulated = [track(predicted, rank, float) for rank in range(num_stages)]
     shown = []
     measured = predicted
@@ -102,7 +103,7 @@ def _uneven(num_stages: int, chance: random.Random) -> Costs:
     for stage in range(num_stages):
         slow = chance.uniform(0.96, 1.08) * (1.1 if stage == 3 else 1)
         stages.append(replace(COST, forward_s=COST.forward_s * slow, backward_s=COST.backward_s * slow, transfer_s=0.016))
-    return Costs(tuple(stages), LINKS, blocking=True)
+    return Costs(tuple(stages), LINKS, exchange=Exchange.MEGATRON_1F1B)
 
 
 def _clock(end: float, chance: random.Random) -> Clock:

@@ -37,9 +37,9 @@ def is_sound(schedule: Schedule) -> bool:
     every = {(stage, microbatch) for stage in range(schedule.num_stages) for microbatch in range(schedule.num_microbatches)}
     for column in zip(*schedule.ranks, strict=True):
         began = now.copy()
-        holding = [sum(schedule.stage_to_rank[stage] == rank for stage, _ in now.present) for rank in range(schedule.num_ranks)]
+        holding = [sum(schedule.layout.only_placement[stage] == rank for stage, _ in now.present) for rank in range(schedule.num_ranks)]
         for stage, _ in now.away:
-            holding[schedule.partners[schedule.stage_to_rank[stage]] if schedule.partners else 0] += 1
+            holding[schedule.partners[schedule.layout.only_placement[stage]] if schedule.partners else 0] += 1
         for rank, cell in enumerate(column):
             if cell.overlapped is not None and (cell.compute is None or not overlaps(cell.compute, cell.overlapped)):
                 return False
@@ -62,7 +62,7 @@ def overlaps(first: Action, second: Action) -> bool:
 def computes(schedule: Schedule, rank: int, one: Action, every: set[Key], began: State, now: State, holding: list[int]) -> bool:
     """Compute, if what is needed was there when the slot began."""
     key = (one.stage, one.microbatch)
-    if key not in every or schedule.stage_to_rank[one.stage] != rank:
+    if key not in every or schedule.layout.only_placement[one.stage] != rank:
         return False
     if one.kind is Kind.FORWARD:
         if key in now.forwarded or (one.stage and (one.stage - 1, one.microbatch) not in began.forwarded):
@@ -92,7 +92,7 @@ def moves(schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...]
     if Action(moved.stage, OTHER_END[moved.kind], moved.microbatch) not in column[partner].transfers:
         return False
     evictor = rank if moved.kind in (Kind.EVICT, Kind.LOAD) else partner
-    if moved.stage not in range(schedule.num_stages) or schedule.stage_to_rank[moved.stage] != evictor:
+    if moved.stage not in range(schedule.num_stages) or schedule.layout.only_placement[moved.stage] != evictor:
         return False
     if key in [(one.stage, one.microbatch) for one in (column[evictor].compute, column[evictor].overlapped) if one is not None]:
         return False

@@ -11,6 +11,8 @@ from bpipe.check.rules import RULES, Case, ScheduleError, check, check_host_buff
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.layout import one_pipe
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import read_action
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -37,9 +39,9 @@ def listing(text: str) -> list[Action]:
     return [read_action(cell) for cell in text.split()]
 
 
-def refused(schedule: Schedule) -> ScheduleError:
+def refused(schedule: Schedule, exchange: Exchange = Exchange.MEGATRON_1F1B) -> ScheduleError:
     with pytest.raises(ScheduleError) as raised:
-        check(schedule)
+        check(schedule, exchange)
     return raised.value
 
 
@@ -153,7 +155,7 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "nothing": (lambda one: replace(one, ranks=()), "0 ranks"),
     "ragged": (lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])), "rank 0 has 21 slots, others 22"),
     "more than its slots": (lambda one: replace(one, num_microbatches=999_999_999), "999999999 micro-batches cannot be in 4 x 22 slots"),
-    "uneven": (lambda one: replace(one, stage_to_rank=(0, 1, 2, 2)), "equally many stages"),
+    "uneven": (lambda one: replace(one, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
     "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
     "partner": (lambda one: replace(one, partners=(4, 2, 1, 0)), "partner 4 is not a rank, ranks are 0 to 3"),
     "too few partners": (lambda one: replace(one, partners=(3, 2, 1)), "3 partners for 4 ranks"),
@@ -169,7 +171,7 @@ def test_a_broken_shape_is_refused(case: str) -> None:
 
 
 def test_a_split_backward_needs_its_input_half_first() -> None:
-    split = Schedule("split", 1, (0,), (tuple(Slot(read_action(cell)) for cell in ("0F0", "0I0", "0W0")),))
+    split = Schedule("split", 1, one_pipe((0,)), (tuple(Slot(read_action(cell)) for cell in ("0F0", "0I0", "0W0")),))
     check(split)
     error = refused(changed(split, (0, 1, "0W0"), (0, 2, "0I0")))
     assert (error.rule, error.slot, str(error.action)) == ("forward before backward", 1, "0W0")
@@ -192,11 +194,12 @@ def test_opposite_orders_on_a_pair_are_refused() -> None:
 
 
 def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
-    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0."""
+    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0. Posted ones pass."""
     ahead = listing("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3")
     behind = listing("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
-    schedule = place("ahead", 4, (0, 1), [ahead, behind])
-    error = refused(schedule)
+    schedule = place("ahead", 4, one_pipe((0, 1)), [ahead, behind])
+    check(schedule, Exchange.POSTED)
+    error = refused(schedule, Exchange.MEGATRON_1F1B)
     assert error.rule == "no deadlock"
     assert "waits for the output of 0F2, which rank 1 never reaches" in str(error)
     assert "rank 0 for rank 1 at slot 3, rank 1 for rank 0 at slot 3" in str(error)

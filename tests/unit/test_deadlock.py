@@ -6,15 +6,21 @@ from collections.abc import Iterable
 
 import pytest
 
-from bpipe.check import deadlock
-from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.generate.families import FAMILIES
+from bpipe.check.deadlock import Blocked, Waits
+from bpipe.check.deadlock import blocked_ranks as blocked_in
+from bpipe.generate.families import FAMILIES, exchange_of
 from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.ir.text import read_csv
+from bpipe.passes import lower
 from bpipe.passes.balance import balance, smallest_bounds
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+
+
+def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
+    """By the exchanges of whoever runs a schedule of this name."""
+    return blocked_in(schedule, waits, exchange_of(schedule.name))
 
 
 def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
@@ -77,14 +83,14 @@ def test_last_transfers_before_the_last_message_are_noticed(
     p: int, m: int, chunks: int, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank p-1 gives back twice at its end. The second waits for the first, which rank 0 takes with the gradients yet to be sent."""
-    monkeypatch.setattr(deadlock, "steps", steps_without_end)
+    monkeypatch.setattr(lower, "steps", steps_without_end)
     (schedule,) = default_plans((p,), chunks, (m // p,))
     assert [bool(blocked_ranks(schedule, level)) for level in Waits] == [level >= waits for level in Waits]
     assert "transfer" in {one.rank: one.message for one in blocked_ranks(schedule, waits)}[p - 1]
 
 
 REFILLED = """\
-# bpipe schedule=refilled microbatches=3 stage_to_rank=0,1 partners=1,0
+# bpipe schedule=1f1b microbatches=3 stage_to_rank=0,1 partners=1,0
 0F0,0F1,0F2 0EVICT1,,0B0,0LOAD1,0EVICT2,,0B1 0LOAD2,,0B2
 ,1F0,1F1 0HOST1,1B0,,0RETURN1,0HOST2,1B1,1F2 0RETURN2,1B2,
 """
@@ -99,7 +105,7 @@ def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch)
     schedule = read_csv(REFILLED)
     blocked = blocked_ranks(schedule, Waits.ASYNCHRONOUS)
     assert {one.rank: one.message for one in blocked}[1] == "transfer 0 from rank 1 to rank 0"
-    monkeypatch.setattr(deadlock, "host_buffers", slots_for_all)
+    monkeypatch.setattr(lower, "host_buffers", slots_for_all)
     assert not blocked_ranks(schedule, Waits.ASYNCHRONOUS)
 
 
@@ -109,7 +115,7 @@ def test_gpipe_does_not_deadlock() -> None:
 
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """An acceptor that starts its half only at its first computation waits there for what waits for it."""
-    monkeypatch.setattr(deadlock, "steps", steps_without_start)
+    monkeypatch.setattr(lower, "steps", steps_without_start)
     schedules = plans("1f1b", 1, (4, 6, 8))
     stuck = [schedule for schedule in schedules if blocked_ranks(schedule, Waits.IN_EVERY_OPERATION)]
     assert stuck

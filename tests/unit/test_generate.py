@@ -15,6 +15,7 @@ from bpipe.generate.interleaved import chunk_turns
 from bpipe.generate.place import backwards, forwards, place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.grid import write_grid
+from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.align import align
@@ -146,14 +147,12 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
     everything = range(2)
     orders = [forwards(0, everything) + backwards(0, everything), backwards(1, everything) + forwards(1, everything)]
     with pytest.raises(ValueError, match=r"wait for each other: rank 0 at 0B0, rank 1 at 1B0"):
-        place("odd", 2, (0, 1), orders)
+        place("odd", 2, one_pipe((0, 1)), orders)
 
 
 def test_aligning_gives_a_plain_listing_its_bubbles() -> None:
     plain = generate("1f1b", 4, 8)
-    squeezed = Schedule(
-        "1f1b", 8, plain.stage_to_rank, tuple(tuple(slot for slot in row if slot.compute is not None) for row in plain.ranks)
-    )
+    squeezed = Schedule("1f1b", 8, plain.layout, tuple(tuple(slot for slot in row if slot.compute is not None) for row in plain.ranks))
     assert align(squeezed) == plain
 
 

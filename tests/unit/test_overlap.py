@@ -132,7 +132,7 @@ def test_align_moves_the_pair_as_one() -> None:
 
 def slow_times(schedule: Schedule, forward_s: int, backward_s: int, message_s: int) -> dict[Action, tuple[int, int]]:
     """Start and end of every computation, by asking again and again: when is what it needs over? Weights' halves take nothing else."""
-    owner, last = schedule.stage_to_rank, schedule.num_stages - 1
+    owner, last = schedule.layout.only_placement, schedule.num_stages - 1
     seconds = {Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s, Kind.BACKWARD_INPUT: backward_s - 1, Kind.BACKWARD_WEIGHT: 1}
     passed: dict[tuple[str, int, int], int] = {}
     times: dict[Action, tuple[int, int]] = {}
@@ -166,7 +166,7 @@ def slow_times(schedule: Schedule, forward_s: int, backward_s: int, message_s: i
 @pytest.mark.parametrize("message_s", [0, 3])
 def test_the_simulator_times_a_pair_as_one_operation(message_s: int) -> None:
     cost = StageCost(Fraction(4), Fraction(9), weight_s=Fraction(1))
-    costs = Costs((cost,) * 4, Links(Link(latency_s=Fraction(message_s))), blocking=False)
+    costs = Costs((cost,) * 4, Links(Link(latency_s=Fraction(message_s))))
     report = simulate(OVERLAPPED, costs)
     slow = slow_times(OVERLAPPED, 4, 9, message_s)
     found = {timed.action: (timed.start_s, timed.end_s) for row in report.computations for timed in row}

@@ -243,4 +243,4 @@ def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
         ours = [["" if slot.compute is None else str(slot.compute) for slot in row] for row in schedule.ranks]
         assert [["" if action is None else repr(action) for action in row] for row in rows] == ours
         owners = schedules._validate_schedule(dict(enumerate(rows)), schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
-        assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.stage_to_rank
+        assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.layout.only_placement

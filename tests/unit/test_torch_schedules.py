@@ -37,7 +37,7 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
     ours = of(theirs)
     check(ours)
     assert is_sound(ours)
-    mine = [[stage for stage, rank in enumerate(ours.stage_to_rank) if rank == at] for at in range(p)]
+    mine = [[stage for stage, rank in enumerate(ours.layout.only_placement) if rank == at] for at in range(p)]
     assert list(peak_counts(ours)) == [peak(theirs, rank, mine[rank]) for rank in range(p)]
 
 
@@ -83,7 +83,7 @@ def test_runtime_files_are_read_and_what_we_write_torch_takes(name: str, p: int,
         for rank, row in parsed(written).items()
     }
     # Raises where a rank waits for ever. It looks computations of an overlapped pair up one by one, as they are written here.
-    schedules._simulate_comms_compute(flat, lambda stage: schedule.stage_to_rank[stage], schedule.num_stages)
+    schedules._simulate_comms_compute(flat, lambda stage: schedule.layout.only_placement[stage], schedule.num_stages)
 
 
 def test_our_schedules_in_the_runtimes_form() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bpipe.generate.families import exchange_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
 from bpipe.ir.memory import live_bytes, memory_of
@@ -136,21 +137,21 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
         cost = StageCost(forward * times, backward * times, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage))
         stages.append(cost)
     alone = frozenset(range(schedule.num_ranks)) if truth.transport in ONE_SIDED else frozenset[int]()
-    costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), True, alone, truth.synchronous)
+    costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), exchange_of(schedule.name).predicted, alone, truth.synchronous)
     source = random.Random(f"{truth.seed} {number}")
     plain = engine._durations
 
-    def durations(stages: tuple[StageCost, ...]) -> dict[Kind, Any]:
+    def durations(costs: Costs, num_ranks: int) -> dict[Kind, Any]:
         return {
             kind: {stage: _Times(truth, number, Action(stage, kind, 0), seconds, source) for stage, seconds in enumerate(values)}
-            for kind, values in plain(stages).items()
+            for kind, values in plain(costs, num_ranks).items()
         }
 
     class Looked(dict[Kind, Any]):
         def __getitem__(self, kind: Kind) -> Any:
             return _Lookup(dict.__getitem__(self, kind))
 
-    with mock.patch.object(engine, "_durations", lambda stages: Looked(durations(stages))):
+    with mock.patch.object(engine, "_durations", lambda costs, num_ranks: Looked(durations(costs, num_ranks))):
         return engine.simulate(schedule, costs)
 
 
@@ -180,7 +181,7 @@ class _Times:
 
 def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Simulation) -> dict[str, Any]:
     """One rank's line of one iteration. Iterations follow each other; a rank's clock may be wrong by `clock_error_s`."""
-    stages = [stage for stage, owner in enumerate(schedule.stage_to_rank) if owner == place]
+    stages = [stage for stage, owner in enumerate(schedule.layout.only_placement) if owner == place]
     moves = {action.stage for slot in schedule.ranks[place] for action in slot.transfers if action.kind is Kind.EVICT}
     host_bytes = num_host_buffers(schedule, place) * truth.moved_bytes
     saved = {stage: _saved(stage) for stage in stages}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -338,8 +337,8 @@ def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: p
     def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
         program = list(steps(plan, rank))
         place = next(place for place, step in enumerate(program) if any(action.kind is Kind.EVICT for action in step.before))
-        program[place - 1] = replace(program[place - 1], after=program[place].before)
-        program[place] = replace(program[place], before=())
+        program[place - 1] = program[place - 1]._replace(after=program[place].before)
+        program[place] = program[place]._replace(before=())
         return tuple(program)
 
     monkeypatch.setattr(engine_module, "steps", moved)
@@ -402,8 +401,8 @@ def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pyt
         program = list(steps(plan, rank))
         kinds = [{action.kind for action in step.before} for step in program]
         place = next(place for place in range(1, len(program)) if kinds[place - 1] == {Kind.EVICT} and kinds[place] == {Kind.LOAD})
-        program[place - 1] = replace(program[place - 1], after=program[place].before)
-        program[place] = replace(program[place], before=())
+        program[place - 1] = program[place - 1]._replace(after=program[place].before)
+        program[place] = program[place]._replace(before=())
         return tuple(program)
 
     monkeypatch.setattr(engine_module, "steps", moved)

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_counts
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
 
+EXCHANGES = [Exchange.POSTED, Exchange.MEGATRON_1F1B]
 UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
 
 
@@ -36,9 +38,11 @@ def when(report: Simulation, rank: int, text: str) -> Timed:
 
 
 @pytest.mark.parametrize("schedule", list(schedules()), ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}-{schedule.bounds}")
-@pytest.mark.parametrize("blocking", [False, True])
-def test_unit_costs_and_free_links_give_the_unit_grid(schedule: Schedule, blocking: bool) -> None:
-    costs = Costs((UNIT,) * schedule.num_stages, blocking=blocking)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_unit_costs_and_free_links_give_the_unit_grid(schedule: Schedule, exchange: Exchange) -> None:
+    if schedule.num_chunks > 1:
+        exchange = Exchange.MEGATRON_INTERLEAVED.predicted
+    costs = Costs((UNIT,) * schedule.num_stages, exchange=exchange)
     report = simulate(schedule, costs)
     for rank, row in enumerate(schedule.ranks):
         assert [(timed.action, timed.start_s, timed.end_s) for timed in report.computations[rank]] == [
@@ -82,7 +86,7 @@ def test_two_ranks_by_hand() -> None:
 
 def test_a_blocking_exchange_keeps_the_sender() -> None:
     schedule = build(ScheduleConfig("1f1b", 2, 2))
-    costs = Costs((StageCost(3, 5, sent_bytes=2),) * 2, Links(Link(2, 1)), blocking=True)
+    costs = Costs((StageCost(3, 5, sent_bytes=2),) * 2, Links(Link(2, 1)), exchange=Exchange.MEGATRON_1F1B)
     report = simulate(schedule, costs)
     # Rank 0 sends F0 from 3 to 5 before it computes F1; then it is there for both, the output of F1 and the gradient of B0, at 8; rank 1
     # is there for them at 13.
@@ -92,11 +96,11 @@ def test_a_blocking_exchange_keeps_the_sender() -> None:
     assert when(report, 1, "1F1").start_s == 15
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_an_eviction_holds_up_the_next_computation_and_not_the_output(blocking: bool) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_an_eviction_holds_up_the_next_computation_and_not_the_output(exchange: Exchange) -> None:
     """0EVICT1 stands beside 0F2 and lasts five times as long: stage 1 has 0F2's output at once, stage 0 its memory only then."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
-    report = simulate(schedule, Costs((replace(UNIT, transfer_s=5),) * 4, blocking=blocking))
+    report = simulate(schedule, Costs((replace(UNIT, transfer_s=5),) * 4, exchange=exchange))
     assert when(report, 0, "0EVICT1").start_s == when(report, 0, "0F2").start_s == 2
     assert when(report, 1, "1F2").start_s == when(report, 0, "0F2").end_s == 3
     assert when(report, 0, "0F3").start_s == when(report, 0, "0EVICT1").end_s == 7
@@ -107,7 +111,7 @@ def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None
     """Stage 5 is on another node: its last gradient is on the way for longer than stage 0 takes to ask for micro-batch 10."""
     schedule = build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig()))
     links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))
-    costs = Costs((StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6, links, blocking=True)
+    costs = Costs((StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6, links, exchange=Exchange.MEGATRON_1F1B)
     report = simulate(schedule, costs)
     assert when(report, 5, "0RETURN10").start_s == when(report, 4, "4B11").start_s > when(report, 5, "5B11").end_s + 20
 
@@ -191,18 +195,18 @@ def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_
     p=st.integers(4, 8),
     m=st.integers(4, 16),
     seconds=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 12)), min_size=8, max_size=8),
-    blocking=st.booleans(),
+    exchange=st.sampled_from(EXCHANGES),
     balanced=st.booleans(),
     one_sided=st.frozensets(st.integers(0, 3)),
     synchronous=st.booleans(),
 )
 @settings(max_examples=60)
 def test_everything_happens_after_what_it_needs(
-    p: int, m: int, seconds: list[tuple[int, int, int]], blocking: bool, balanced: bool, one_sided: frozenset[int], synchronous: bool
+    p: int, m: int, seconds: list[tuple[int, int, int]], exchange: Exchange, balanced: bool, one_sided: frozenset[int], synchronous: bool
 ) -> None:
     schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig() if balanced else None))
     stages = tuple(StageCost(f, b, transfer_s=t, sent_bytes=1, moved_bytes=1, saved_bytes=1) for f, b, t in seconds[:p])
-    report = simulate(schedule, Costs(stages, Links(Link(2, 1)), blocking, one_sided, synchronous))
+    report = simulate(schedule, Costs(stages, Links(Link(2, 1)), exchange, one_sided, synchronous))
     times = {timed.action: timed for row in report.computations for timed in row}
     for action, timed in times.items():
         before = _needed(action, p)

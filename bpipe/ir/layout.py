@@ -1,0 +1,84 @@
+"""Say where a schedule's parts are: which rank computes which stage of which micro-batch. In: placements. Out: a frozen `Layout`.
+
+A pipe is one way through all stages; micro-batch m takes pipe m % num_pipes. Several pipes run over the same ranks, each with its own
+replica of every stage. The vocabulary's layers may be split over all ranks, as shards that belong to no stage.
+Knows no order, no tensors, no nodes of a cluster.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bpipe.ir.action import SHARDS, Action, Kind
+
+
+class Vocabulary(enum.Enum):
+    """Whether the output layer is split over all ranks, and what the last stage's backward then waits for.
+
+    Source of the algorithms: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024.
+    """
+
+    WHOLE = "none"  # the last stage computes it
+    ONE = "1"  # the backward waits for every shard's T
+    TWO = "2"  # the backward waits for every shard's S: what T would reduce is in what S gathers
+    INTERLACED = "interlaced"  # as ONE, and nothing runs beside it
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`placements[pipe][stage]` is a rank. `input_shards`: the embedding, too, is split over all ranks."""
+
+    placements: tuple[tuple[int, ...], ...]
+    vocabulary: Vocabulary = Vocabulary.WHOLE
+    input_shards: bool = False
+
+    @property
+    def num_pipes(self) -> int:
+        return len(self.placements)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all chunks of one pipe, p*v."""
+        return len(self.placements[0])
+
+    @property
+    def shard_kinds(self) -> tuple[Kind, ...]:
+        """What every rank computes of every micro-batch beside its stages."""
+        output = () if self.vocabulary is Vocabulary.WHOLE else (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD)
+        return (*output, *((Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD) if self.input_shards else ()))
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Where a stage's computations of a micro-batch run."""
+        return self.placements[microbatch % len(self.placements)][stage]
+
+    def rank_of_action(self, action: Action) -> int:
+        """Where a computation runs. A shard's is named by its rank."""
+        return action.stage if action.kind in SHARDS else self.placements[action.microbatch % len(self.placements)][action.stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank computes in any pipe, ascending."""
+        return tuple(stage for stage, owners in enumerate(zip(*self.placements, strict=True)) if rank in owners)
+
+    def replicas(self, stage: int) -> tuple[int, ...]:
+        """The ranks that compute a stage, one a pipe."""
+        return tuple(placement[stage] for placement in self.placements)
+
+    @property
+    def only_placement(self) -> tuple[int, ...]:
+        """`placement[stage]` of a layout with one pipe. Raises ValueError for several: then a stage has no rank of its own."""
+        if len(self.placements) > 1:
+            raise ValueError(f"{len(self.placements)} pipes compute every stage on several ranks: this knows one pipe only")
+        return self.placements[0]
+
+    def only_rank_of(self, stage: int) -> int:
+        """The rank of a stage where there is one pipe."""
+        return self.only_placement[stage]
+
+
+def one_pipe(stage_to_rank: Sequence[int]) -> Layout:
+    """One way through the stages, `stage_to_rank[stage]` a rank."""
+    return Layout((tuple(stage_to_rank),))

@@ -1,0 +1,144 @@
+"""Hold what each rank does, instruction by instruction, messages included. In: nothing. Out: frozen `Program` values and their parts.
+
+`passes.lower` makes programs from a schedule; the deadlock check and the simulator interpret them, the executor runs them.
+Knows no tensors and no time.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.needs import Needs
+from bpipe.ir.schedule import Schedule
+
+
+class Exchange(enum.Enum):
+    """When a rank sends and receives what passes between stages, and what it waits for there: the rule of whoever runs the schedule."""
+
+    # Megatron's loop for one stage a rank: between two computations it sends what the first made and receives what the second needs, in one
+    # operation where one neighbour is both, and goes on when that is over. A message passes when both ends are there.
+    MEGATRON_1F1B = "megatron-1f1b"
+    # Megatron's loop for several: right behind a computation it sends what that made, in one operation with all that its neighbours send
+    # before its next. The ring of neighbours would block itself with the rule above.
+    MEGATRON_INTERLEAVED = "megatron-interleaved"
+    # Our executor: a send is on its way at once and waited for at the end; receives are posted one ahead, in the sender's order, and only
+    # what needs them waits.
+    POSTED = "posted"
+
+    __hash__ = object.__hash__
+
+    @property
+    def predicted(self) -> Exchange:
+        """What a prediction takes for it: unless told not to, Megatron's interleaved loop waits for a message only where it needs it."""
+        return Exchange.POSTED if self is Exchange.MEGATRON_INTERLEAVED else self
+
+
+class Message(NamedTuple):
+    """What passes between ranks: `value` is its number (`ir.needs`), `made_by` and `needed_by` the computations at its ends.
+
+    `parties` are the ranks that have a part in it, those that make it first; more than two, or several that make it: a collective.
+    """
+
+    value: int
+    made_by: tuple[Action, ...]
+    needed_by: tuple[Action, ...]
+    parties: tuple[int, ...]
+
+    @property
+    def is_collective(self) -> bool:
+        return len(self.parties) > 2 or len(self.made_by) > 1
+
+    def __str__(self) -> str:
+        made, needed = ("+".join(map(str, actions)) for actions in (self.made_by, self.needed_by))
+        return f"{made}>{needed}"
+
+
+class Transfer(NamedTuple):
+    """One end of a move of a micro-batch's activations: the half that this rank does, and the ranks at both ends.
+
+    Where a rank keeps what it evicts in its own host memory, both are the same, and there is no other half.
+    """
+
+    action: Action
+    sender: int
+    receiver: int
+
+    @property
+    def is_outbound(self) -> bool:
+        """Whether this half sends."""
+        return self.action.kind is Kind.EVICT or self.action.kind is Kind.RETURN
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
+class Do(enum.IntEnum):
+    """What an instruction does. Transfers are told apart: interpreters meet millions of instructions."""
+
+    RUN = 0  # compute
+    POST = 1  # be ready to receive a message
+    SEND = 2  # let a message go, or this rank's part of one
+    WAIT = 3  # go on when it has passed: what was posted has arrived, what was sent need not be kept
+    START = 4  # post or send this rank's half of a transfer
+    FINISH = 5  # wait for it
+
+
+class Instruction(NamedTuple):
+    """`what` is a computation to run, a message to post, send or wait for, or half of a transfer to start or finish."""
+
+    do: Do
+    what: Action | Message | Transfer
+
+    def __str__(self) -> str:
+        if isinstance(self.what, Transfer):
+            words = {Do.START: "send" if self.what.is_outbound else "post", Do.FINISH: "wait"}
+            return f"{words[self.do]} {self.what}"
+        return f"{self.do.name.lower()} {self.what}"
+
+
+class Messages:
+    """What a schedule's values are as messages, made when somebody asks: running millions needs only their numbers."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.needs = schedule, Needs(schedule.layout, schedule.num_microbatches)
+        self._ends: tuple[dict[int, list[Action]], dict[int, list[Action]]] | None = None
+
+    def __getitem__(self, value: int) -> Message:
+        if self._ends is None:
+            self._ends = {}, {}
+            for action in (one for row in self.schedule.ranks for cell in row for one in cell.computations):
+                for ends, end in zip(self._ends, (self.needs.made(action), self.needs.needed(action)), strict=True):
+                    ends.setdefault(end, []).append(action)
+        made_by, needed_by = (tuple(ends.get(value, ())) for ends in self._ends)
+        return Message(value, made_by, needed_by, self.needs.route(value).parties)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's instructions, in order, packed: the i-th does `dos[i]` with `whats[i]`, a message being its value.
+
+    `starts[k]` is the first instruction of the k-th step, which belongs to column `slots[k]` of the grid. Computations right behind each
+    other, with nothing between, may overlap: what each needs is there.
+    """
+
+    rank: int
+    dos: bytes
+    whats: Sequence[Action | int | Transfer]
+    starts: Sequence[int]
+    slots: Sequence[int]
+    messages: Messages
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """Unpacked, messages with their ends."""
+        pairs = zip(map(Do, self.dos), self.whats, strict=True)
+        return tuple(Instruction(do, self.messages[what] if isinstance(what, int) else what) for do, what in pairs)
+
+    def slot_of(self, index: int) -> int:
+        """The column of the grid to which an instruction belongs."""
+        return self.slots[bisect_right(self.starts, index) - 1]

@@ -1,0 +1,318 @@
+"""Lower a schedule to what each rank does, messages included. In: a checked Schedule and an `Exchange`. Out: one `Program` a rank.
+
+Computations and transfers stand in the order of `ir.steps`; what passes between ranks follows from `ir.needs`; `exchange` says when it is
+sent, received and waited for. What the data needs is always waited for:
+
+- a computation waits for what it needs from other ranks, a backward for the load of its activations,
+- the next computation, or a load before it, waits for what was evicted: it takes that memory,
+- a RETURN waits for its HOST, a HOST for the RETURN that empties its buffer.
+
+Knows no tensors, no seconds, no schedule by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+from bpipe.ir.action import COMPUTE, SHARDS, Action, Kind
+from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.program import Do, Exchange, Messages, Program, Transfer
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.steps import Step, steps
+
+_FORWARD = Kind.FORWARD
+_EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
+_RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Do)
+
+# In place of the rank at a message's other end: it is a collective.
+_ALL = -2
+_NOBODY = -1
+
+# With one neighbour in both directions, to one, and from one.
+_BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT]), bytes([_POST, _WAIT])
+
+# A value and the rank at its other end.
+_End = tuple[int, int]
+
+
+def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
+    """Raises ValueError where Megatron's loops cannot run the schedule: computations that overlap, or values of more than two ranks."""
+    if exchange is not Exchange.POSTED:
+        _check_runnable(schedule, exchange)
+    passing = _Passing(schedule)
+    ranks = [_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks)]
+    if exchange is Exchange.MEGATRON_1F1B:
+        for lowering in ranks:
+            lowering.between()
+    elif exchange is Exchange.MEGATRON_INTERLEAVED:
+        for lowering, received in zip(ranks, passing.received_behind(), strict=True):
+            lowering.behind(received)
+    else:
+        for lowering, inbound in zip(ranks, passing.inbound(), strict=True):
+            lowering.posted(inbound)
+    return tuple(lowering.program() for lowering in ranks)
+
+
+def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
+    overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
+    if overlapped is not None:
+        raise ValueError(f"{overlapped.compute} and {overlapped.overlapped} overlap: the exchanges of {exchange.value} know one at a time")
+    if schedule.layout.shard_kinds:
+        raise ValueError(f"the exchanges of {exchange.value} are between two ranks: shards of the vocabulary need {Exchange.POSTED.value}")
+
+
+class _Passing:
+    """What passes between ranks. By rank, with an entry a computation, in order: what it needs and from whom, what it makes and for whom.
+
+    NOTHING where that stays on the rank.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.messages = schedule, Messages(schedule)
+        needs = self.messages.needs
+        pipes = range(schedule.layout.num_pipes)
+        made, needed = [_ends(needs, needs.made, pipe) for pipe in pipes], [_ends(needs, needs.needed, pipe) for pipe in pipes]
+        self.made = [_values(row, made) for row in schedule.ranks]
+        self.needed = [_values(row, needed) for row in schedule.ranks]
+
+    def received_behind(self) -> Iterator[list[list[int]]]:
+        """By rank, for the loop's start and each computation: what neighbours make, by the grid, from then until its next computation."""
+        received: list[list[list[int]]] = [[[]] for _ in self.schedule.ranks]
+        made = [iter(of_rank) for of_rank in self.made]
+        for column in zip(*self.schedule.ranks, strict=True):
+            sent: list[tuple[int, int]] = []
+            for rank, cell in enumerate(column):
+                if cell.compute is not None:
+                    received[rank].append([])
+                    value, to = next(made[rank])
+                    if value != NOTHING:
+                        sent.append((value, to))
+            for value, to in sent:
+                received[to][-1].append(value)
+        return iter(received)
+
+    def inbound(self) -> list[dict[int, list[int]]]:
+        """By rank and channel: what a rank receives without having a part in making it, in the order in which it is sent.
+
+        A channel is a directed edge, named by its sender, or, as a negative number, collectives of one sort.
+        """
+        inbound: list[dict[int, list[int]]] = [{} for _ in self.made]
+        needs = self.messages.needs
+        for sender, made in enumerate(self.made):
+            for value, to in made:
+                if to >= 0:
+                    inbound[to].setdefault(sender, []).append(value)
+                elif to == _ALL:
+                    makers, takers = needs.route(value)
+                    for rank in set(takers) - set(makers):
+                        inbound[rank].setdefault(~(value // needs.num_microbatches), []).append(value)
+        return inbound
+
+
+# The value of a pipe's first micro-batch and the rank at its other end, by kind and stage.
+_Table = dict[Kind, list[tuple[int, int]]]
+
+
+def _ends(needs: Needs, ask: Callable[[Action], int], pipe: int) -> _Table:
+    """What every computation makes, or needs (`ask`), of micro-batch 0 by the routes of a pipe, and who is at its other end."""
+    table: _Table = {}
+    making = ask == needs.made
+    for kind in COMPUTE:
+        table[kind] = []
+        for stage in range(needs.num_ranks if kind in SHARDS else needs.num_stages):
+            value = ask(Action(stage, kind, pipe))
+            end = (NOTHING, _NOBODY)
+            if value != NOTHING and needs.route(value).takers:
+                route = needs.route(value)
+                mine = kind in SHARDS and route.makers == (stage,) and not making
+                if len(route.parties) > 2 or len(route.makers) > 1:
+                    end = (NOTHING, _NOBODY) if mine else (value - pipe, _ALL)
+                elif len(route.parties) == 2:
+                    end = (value - pipe, route.takers[0] if making else route.makers[0])
+            table[kind].append(end)
+    return table
+
+
+def _values(row: Sequence[Slot], tables: Sequence[_Table]) -> list[tuple[int, int]]:
+    nothing, num_pipes = (NOTHING, _NOBODY), len(tables)
+    found = []
+    for cell in row:
+        action = cell.compute
+        if action is not None:
+            for one in (action,) if cell.overlapped is None else (action, cell.overlapped):
+                microbatch = one.microbatch
+                value, other = tables[microbatch % num_pipes][one.kind][one.stage]
+                found.append(nothing if other == _NOBODY else (value + microbatch, other))
+    return found
+
+
+@functools.cache
+def _exchanged(num_sent: int, num_received: int) -> bytes:
+    """So many messages sent and received in one operation."""
+    return bytes([_SEND] * num_sent + [_POST] * num_received + [_WAIT] * (num_sent + num_received))
+
+
+class _Lowering:
+    """The instructions of one rank while they are made, and which of its transfers nobody has waited for yet."""
+
+    def __init__(self, schedule: Schedule, rank: int, passing: _Passing) -> None:
+        self.rank, self.passing = rank, passing
+        self.partner = rank if schedule.partners is None else schedule.partners[rank]
+        row = schedule.ranks[rank]
+        self.steps = steps(schedule, rank)
+        self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
+        self.buffers = host_buffers(schedule, rank) if schedule.partners is not None else {}
+        self.dos = bytearray()
+        self.whats: list[Action | int | Transfer] = []
+        self.starts: list[int] = []
+        self.leaving: list[Transfer] = []
+        self.loading: dict[tuple[int, int], Transfer] = {}
+        self.hosted: dict[tuple[int, int], Transfer] = {}
+        self.stays: dict[tuple[int, int], int] = {}
+        # By host buffer: the RETURN that empties it.
+        self.emptied: dict[int, Transfer] = {}
+
+    def program(self) -> Program:
+        """Nothing is left behind: what was given back is waited for."""
+        for transfer in self.emptied.values():
+            self._add(_FINISH, transfer)
+        return Program(self.rank, bytes(self.dos), self.whats, self.starts, self.slots, self.passing.messages)
+
+    def between(self) -> None:
+        """Megatron's loop for one stage a rank: between two computations, what the first made and what the second needs."""
+        dos, whats = self.dos, self.whats
+        nothing = (NOTHING, _NOBODY)
+        left, left_to = nothing
+        made, needed = iter(self.passing.made[self.rank]), iter(self.passing.needed[self.rank])
+        for step in self.steps:
+            self.starts.append(len(whats))
+            value, source = nothing if step.compute is None else next(needed)
+            if left_to == source != _NOBODY:
+                dos += _BOTH
+                whats += (left, value, left, value)
+            else:
+                if left_to != _NOBODY:
+                    dos += _GIVE
+                    whats += (left, left)
+                if source != _NOBODY:
+                    dos += _TAKE
+                    whats += (value, value)
+            self._step(step)
+            left, left_to = nothing if step.compute is None else next(made)
+
+    def behind(self, received: Sequence[list[int]]) -> None:
+        """Megatron's loop for several stages a rank: right behind a computation, what it made and all that comes before the next one."""
+        made = iter(self.passing.made[self.rank])
+        for step, inputs in zip(self.steps, [*received, []], strict=True):
+            self.starts.append(len(self.whats))
+            self._step(step)
+            num_received = len(inputs)
+            if step.compute is not None:
+                value, to = next(made)
+                if to != _NOBODY:
+                    inputs = [value, *inputs]
+            if inputs:
+                self.dos += _exchanged(len(inputs) - num_received, num_received)
+                self.whats += inputs
+                self.whats += inputs
+
+    def posted(self, inbound: dict[int, list[int]]) -> None:
+        """Our executor: on every channel receives are posted one ahead, in the order in which their sender sends them."""
+        taken = dict.fromkeys(inbound, 0)
+        early: set[int] = set()
+        sent: list[int] = []
+        made, needed = iter(self.passing.made[self.rank]), iter(self.passing.needed[self.rank])
+        for step in self.steps:
+            self.starts.append(len(self.whats))
+            for _ in step.computations:
+                value, source = next(needed)
+                if source != _NOBODY:
+                    self._take(value, source, inbound, taken, early)
+            outputs = [value for _ in step.computations for value, to in (next(made),) if to != _NOBODY]
+            self._step(step, outputs)
+            sent += outputs
+            if len(self.starts) == 1:
+                for messages in inbound.values():
+                    self._add(_POST, messages[0])
+        self.dos += bytes([_WAIT] * len(sent))
+        self.whats += sent
+
+    def _take(self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]) -> None:
+        """Wait for a value, and before it for all that its sender sent before it."""
+        channel = source if source >= 0 else ~(value // self.passing.messages.needs.num_microbatches)
+        messages = inbound.get(channel)
+        if source == _ALL and (messages is None or value not in messages):
+            # The rank has a part in making it, and has sent that.
+            self._add(_WAIT, value)
+            return
+        if value in early:
+            early.remove(value)
+            return
+        assert messages is not None, "what a rank needs and does not make is on one of its channels"
+        while True:
+            next_value = messages[taken[channel]]
+            self._add(_WAIT, next_value)
+            taken[channel] += 1
+            if taken[channel] < len(messages):
+                self._add(_POST, messages[taken[channel]])
+            if next_value == value:
+                return
+            early.add(next_value)
+
+    def _add(self, do: int, what: Action | int | Transfer) -> None:
+        self.dos.append(do)
+        self.whats.append(what)
+
+    def _step(self, step: Step, sent: Sequence[int] = ()) -> None:
+        """The transfers and computations of a step, and `sent` right behind these."""
+        compute, before, after, overlapped = step
+        if self.leaving:
+            self._finish_evictions()
+        for action in before:
+            self._start(action)
+        for one in (compute, overlapped) if self.loading else ():
+            if one is not None and one.kind is not _FORWARD and (one.stage, one.microbatch) in self.loading:
+                self._add(_FINISH, self.loading.pop((one.stage, one.microbatch)))
+        if compute is not None:
+            self.dos.append(_RUN)
+            self.whats.append(compute)
+        if overlapped is not None:
+            self._add(_RUN, overlapped)
+        for value in sent:
+            self._add(_SEND, value)
+        if after:
+            if self.leaving and any(action.kind is _LOAD for action in after):
+                self._finish_evictions()
+            for action in after:
+                self._start(action)
+
+    def _finish_evictions(self) -> None:
+        for transfer in self.leaving:
+            self._add(_FINISH, transfer)
+        self.leaving.clear()
+
+    def _start(self, action: Action) -> None:
+        kind, key = action.kind, (action.stage, action.microbatch)
+        outbound = kind is _EVICT or kind is _RETURN
+        transfer = Transfer(action, self.rank, self.partner) if outbound else Transfer(action, self.partner, self.rank)
+        if kind is _HOST:
+            self.stays[key] = self.stays.get(key, -1) + 1
+            emptied = self.emptied.pop(self._buffer(key), None)
+            if emptied is not None:
+                self._add(_FINISH, emptied)
+            self.hosted[key] = transfer
+        elif kind is _RETURN:
+            # A schedule that gives back what it does not host is refused by the rules before; one under judgement may.
+            if key in self.hosted:
+                self._add(_FINISH, self.hosted.pop(key))
+                self.emptied[self._buffer(key)] = transfer
+        elif kind is _LOAD:
+            self.loading[key] = transfer
+        else:
+            self.leaving.append(transfer)
+        self._add(_START, transfer)
+
+    def _buffer(self, key: tuple[int, int]) -> int:
+        return self.buffers[Hosting(*key, self.stays[key])]
