@@ -43,12 +43,18 @@ class FirstIterations:
             # Two iterations of one program lie behind: the time between their ends is that of an iteration.
             self._judged = True
             schedule = engine.schedule
-            window_s = (now_s - self._last_s) / (schedule.num_microbatches + (schedule.num_ranks - 1) / schedule.num_chunks)
+            window_s = microbatch_s(schedule, rank, now_s - self._last_s)
             partner = schedule.partners[rank] if schedule.partners else rank
             assert link is not None, "what moves has a link"
             enough, sentence = sufficiency(rank, partner, moved, window_s, link.bytes_per_s[link.transport])
             say(sentence, everywhere=not enough or pipeline_begins_with_rank_0())
         self._last_s, self._last_engine = now_s, engine
+
+
+def microbatch_s(schedule: Schedule, rank: int, iteration_s: float) -> float:
+    """What one micro-batch takes of an iteration on a rank, where every slot takes equally long."""
+    slots = schedule.ranks[rank]
+    return iteration_s * sum(slot.compute is not None for slot in slots) / len(slots) / schedule.num_microbatches
 
 
 def nothing_moves(stage: int, minimum_bytes: int) -> str:

@@ -25,13 +25,14 @@ from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.generate import one_f_one_b
+from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import beside, patches
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.driver import Driver
 from megatron.scheduling.hooks import Hooks
-from megatron.scheduling.log import FirstIterations
+from megatron.scheduling.log import FirstIterations, microbatch_s
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
@@ -216,6 +217,13 @@ def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
     assert not called
 
 
+def a_micro_batch_takes_its_slots_of_an_iteration() -> None:
+    """A pipeline of p ranks is full but for p - 1 of a rank's forwards and backwards; with v chunks those are a v-th."""
+    assert microbatch_s(PLAN, 0, 34.0) == pytest.approx(34.0 / (12 + 5))
+    interleaved = build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig()))
+    assert microbatch_s(interleaved, 0, 38.0) == pytest.approx(38.0 / (8 + 3 / 2))
+
+
 if __name__ == "__main__":
     a_run_that_would_stand_still_is_refused()
     last_transfers_start_before_gradients_are_finalised()
@@ -225,3 +233,4 @@ if __name__ == "__main__":
     below_their_level_timers_are_told_nothing()
     a_loop_of_ones_own_drives_the_same_iteration()
     the_loop_that_is_called_says_which_schedule_it_runs()
+    a_micro_batch_takes_its_slots_of_an_iteration()
