@@ -77,8 +77,8 @@ class Driver:
         )
 
     @contextlib.contextmanager
-    def iteration(self, program: ScheduleConfig, config: Any) -> Iterator[None]:
-        """Around one iteration's loop, which calls `begin` before its first communication and `end` after its last.
+    def iteration(self, program: ScheduleConfig, config: Any) -> Iterator[Schedule]:
+        """Around one iteration's loop, which runs this schedule, calls `begin` before its first communication and `end` after its last.
 
         `config` is Megatron's, of the model. Raises ValueError for what it says that cannot be balanced. Collective over the world in a
         program's first iteration, and wherever timers are printed.
@@ -92,7 +92,7 @@ class Driver:
         recorder = engine.recorder = Recorder(Clock(self._device)) if self.recording else None
         begin_s = time.time()
         try:
-            yield
+            yield engine.schedule
         except Exception as error:
             error.add_note(f"bpipe: {engine.where()}")
             engine.abandon()

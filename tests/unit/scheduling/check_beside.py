@@ -196,10 +196,10 @@ def a_loop_of_ones_own_drives_the_same_iteration() -> None:
     with driver_of(5, Told(log)) as driver:
         assert not driver.running
         for changed_over in (True, False):
-            with driver.iteration(driver.program(one_f_one_b.FAMILY, MICROBATCHES), Stage().config):
+            with driver.iteration(driver.program(one_f_one_b.FAMILY, MICROBATCHES), Stage().config) as plan:
                 assert (driver.running, driver.changed_over) == (True, changed_over)
                 calls: Any = driver
-                run_iteration(calls, PLAN, new_weight(), rank=5)
+                run_iteration(calls, plan, new_weight(), rank=5)
         assert not driver.running
     assert log == ["RETURN"] * 5 * 2
 
