@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from bpipe import __version__
-from bpipe.commands.parser import Parser, numbers, positive
+from bpipe.commands.parser import Parser, numbers, positive, share
 from bpipe.generate.families import FAMILIES, that_take_groups
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
-from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
 from bpipe.ir.messages import has_messages, read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
@@ -132,6 +132,12 @@ def _add_arguments(parser: Parser) -> None:
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")
     add("--bound", type=numbers, metavar="N|N,N,...", help="most saved micro-batches, for all ranks or each (default: the schedule's own)")
     add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: p-1,...,1,0)")
+    add(
+        "--after-input",
+        type=share,
+        metavar="W",
+        help="with --input: share of a micro-batch held between I and W (default: the file's, or 1)",
+    )
     add("--format", choices=FORMATS, help="default: by the output file's name, else grid; runtime: csv with torch's messages")
     add("--output", metavar="FILE", help="write there instead of to standard output")
 
@@ -141,6 +147,8 @@ def _schedule(options: argparse.Namespace) -> None:
     form = options.format or _format_of(output)
     if options.balance == "none" and (options.bound or options.partners):
         raise ValueError(f"{'--bound' if options.bound else '--partners'} says how to balance: give --balance bpipe, too, or leave it out")
+    if options.after_input is not None and options.input is None:
+        raise ValueError("--after-input is for a schedule read with --input: none that is generated splits its backwards")
     schedule = _generated(options) if options.input is None else _imported(options)
     content = _written(schedule, form, to_terminal=output is None and sys.stdout.isatty())
     if output is not None:
@@ -193,6 +201,8 @@ def _imported(options: argparse.Namespace) -> Schedule:
     except TextError as error:
         raise TextError(f"{source}: {error}") from None
     try:
+        if options.after_input is not None:
+            schedule = with_after_input(schedule, options.after_input)
         return adopt(align(schedule) if options.align else schedule, balancing(options.balance, options.bound, options.partners))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
@@ -237,4 +247,4 @@ def _paint(text: str, action: Action | None) -> str:
 def _remarks(schedule: Schedule) -> str:
     """What the grid shows, in numbers, as lines its reader passes over."""
     evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
-    return f"# peak={','.join(map(str, peak_counts(schedule)))} evictions={evictions}\n"
+    return f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}\n"

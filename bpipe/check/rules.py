@@ -14,7 +14,7 @@ from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.grid import window
 from bpipe.ir.host_buffers import Hosting, host_buffers
-from bpipe.ir.memory import live_counts
+from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.pairing import pairing
 from bpipe.ir.program import Exchange
@@ -81,7 +81,7 @@ def check(schedule: Schedule, exchange: Exchange = Exchange.POSTED) -> None:
 
 
 def check_shape(case: Case) -> None:
-    """Ranks have equally many slots, stages are shared out evenly, and there is one bound a rank."""
+    """Ranks have equally many slots, stages are shared out evenly, there is one bound a rank, and a share that can be written."""
     schedule, rule = case.schedule, "shape"
     ranks = schedule.num_ranks
     if ranks == 0 or schedule.num_microbatches < 1:
@@ -101,6 +101,9 @@ def check_shape(case: Case) -> None:
             raise ScheduleError(rule, f"stage_to_rank {placement} must give each of the {ranks} ranks equally many stages")
     if schedule.bounds is not None and len(schedule.bounds) != ranks:
         raise ScheduleError(rule, f"{len(schedule.bounds)} bounds for {ranks} ranks: give one for each")
+    share = schedule.after_input
+    if share < 0 or (share * 10**SHARE_DECIMALS).denominator != 1:
+        raise ScheduleError(rule, f"after_input {share} is no share of at least 0 with at most {SHARE_DECIMALS} decimals")
 
 
 def check_partners(case: Case) -> None:
@@ -313,7 +316,7 @@ def check_bounds(case: Case) -> None:
         if max(counts) > bound:
             slot = next(slot for slot, count in enumerate(counts) if count > bound)
             action = schedule.ranks[rank][slot].compute
-            raise case.error("bound", rank, slot, action, f"holds {counts[slot]} micro-batches, its bound is {bound}")
+            raise case.error("bound", rank, slot, action, f"holds {plain(counts[slot])} micro-batches, its bound is {bound}")
 
 
 def check_pair_order(case: Case) -> None:

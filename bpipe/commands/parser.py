@@ -9,9 +9,11 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from bpipe.ir.text import TextError, read_share
 from bpipe.names import nearest, unknown
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
@@ -61,6 +63,14 @@ def seconds(text: str) -> float:
     if not 0 < number <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number of seconds above 0")
     return number
+
+
+def share(text: str) -> Fraction:
+    """A share of a micro-batch, exactly: `0.5`, and above 1 where more is held than was saved."""
+    try:
+        return read_share(text, "share")
+    except TextError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -5,23 +5,25 @@
      "ranks": [{"rank": 0, "peak": 3, "evictions": 3, "slots": [{"compute": "0F0", "transfers": []}, ...]}, ...]}
 
 `stages` is the number of ranks p; with chunks the stage of a cell runs over p*v, and `stage_to_rank` places them. `peak` and `evictions`
-follow from the slots and must agree with them. `partners` and `stage_to_rank` may be left out where they are the usual ones.
+follow from the slots and must agree with them. `partners` and `stage_to_rank` may be left out where they are the usual ones; a schedule
+that counts only a share of a micro-batch between the halves of its backward says so in `after_input`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
 
 from bpipe.ir.action import Action
 from bpipe.ir.layout import Layout, Vocabulary
-from bpipe.ir.memory import live_counts, num_transfers
+from bpipe.ir.memory import num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.text import NAME, TextError, describe, read_computation, read_vocabulary, slot_of, write_computation
+from bpipe.ir.text import NAME, TextError, describe, read_computation, read_share, read_vocabulary, slot_of, write_computation
 from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
-_USUAL = ("partners", "stage_to_rank", "vocabulary", "input")
+_USUAL = ("partners", "stage_to_rank", "vocabulary", "input", "after_input")
 
 
 def write_json(schedule: Schedule) -> str:
@@ -41,10 +43,13 @@ def write_json(schedule: Schedule) -> str:
         head["vocabulary"] = layout.vocabulary.value
     if layout.input_shards:
         head["input"] = "shards"
+    if schedule.after_input != 1:
+        head["after_input"] = plain(schedule.after_input)
+    peaks = peak_counts(schedule)
     ranks = [
         {
             "rank": rank,
-            "peak": max(live_counts(schedule, rank), default=0),
+            "peak": plain(peaks[rank]),
             "evictions": num_transfers(schedule, rank).evictions,
             "slots": [
                 {"compute": write_computation(slot) or None, "transfers": [str(action) for action in slot.transfers]} for slot in row
@@ -76,7 +81,7 @@ def read_json(text: str) -> Schedule:
         if len(placement) != num_ranks * num_chunks:
             raise TextError(f"there are {len(placement)} stages, but stages times chunks is {num_ranks * num_chunks}")
     bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
-    schedule = Schedule(name, num_microbatches, layout, ranks, _partners(fields, num_ranks), bounds)
+    schedule = Schedule(name, num_microbatches, layout, ranks, _partners(fields, num_ranks), bounds, _after_input(fields))
     _compare(schedule, entries)
     return schedule
 
@@ -103,6 +108,11 @@ def _partners(fields: dict[str, object], num_ranks: int) -> tuple[int, ...] | No
     if (partners is None) != (balance == "none"):
         raise TextError(f"balance is {balance!r}, but partners is {partners!r}")
     return None if partners is None else _numbers(partners, "partners")
+
+
+def _after_input(fields: dict[str, object]) -> Fraction:
+    value = fields.get("after_input", 1)
+    return read_share(str(value) if type(value) in (int, float) else repr(value), "after_input")
 
 
 def _read_rank(entry: object, rank: int) -> tuple[Slot, ...]:
@@ -133,11 +143,12 @@ def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
     widest = max((action.stage for row in schedule.ranks for slot in row for action in _actions(slot)), default=-1)
     if widest >= schedule.num_stages:
         raise TextError(f"an action names stage {widest}, there are {schedule.num_stages}")
-    for rank, entry in enumerate(entries):
+    for rank, (entry, peak) in enumerate(zip(entries, peak_counts(schedule), strict=True)):
         fields = _object(entry, f"ranks[{rank}]", ("rank", "peak", "evictions", "slots"))
-        for key, found in (("peak", max(live_counts(schedule, rank), default=0)), ("evictions", num_transfers(schedule, rank).evictions)):
-            if _number(fields[key], f"ranks[{rank}].{key}", 0) != found:
-                raise TextError(f"ranks[{rank}].{key} is {fields[key]!r}, its slots say {found}")
+        for key, found in (("peak", plain(peak)), ("evictions", num_transfers(schedule, rank).evictions)):
+            said = fields[key]
+            if (said if isinstance(said, float) and schedule.after_input != 1 else _number(said, f"ranks[{rank}].{key}", 0)) != found:
+                raise TextError(f"ranks[{rank}].{key} is {said!r}, its slots say {found}")
 
 
 def _actions(slot: Slot) -> tuple[Action, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -24,6 +24,9 @@ from bpipe.ir.schedule import Schedule
 
 # A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
 Count = int | Fraction
+
+# A share of a micro-batch has no more decimals, so every count is written exactly.
+SHARE_DECIMALS = 4
 
 
 class Transfers(NamedTuple):
@@ -81,9 +84,13 @@ class Memory:
         """A size in units."""
         return size if self.parts == 1 else Fraction(size, self.parts)
 
+    def text(self, size: int) -> str:
+        """A size in units, without their name."""
+        return str(plain(self.amount(size)))
+
     def words(self, size: int) -> str:
-        """A size in units, for people."""
-        return f"{plain(self.amount(size))} {self.unit}"
+        """The same with their name."""
+        return f"{self.text(size)} {self.unit}"
 
     def check(self, num_stages: int) -> None:
         """Raises ValueError where these are not the sizes of so many stages, or a transfer moves more than there is."""
@@ -120,12 +127,19 @@ def counting(num_stages: int, after_input: Fraction = Fraction(1)) -> Memory:
 
 def counts_of(schedule: Schedule) -> Memory:
     """The rule by which a schedule's own counts, peaks and bounds are meant."""
-    return counting(schedule.num_stages)
+    return counting(schedule.num_stages, schedule.after_input)
 
 
 def plain(count: Count) -> int | float:
     """A count as it is written: without a point where it is whole. Exact, as the shares that a schedule may have are."""
     return int(count) if count == int(count) else float(count)
+
+
+def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
+    """The schedule with `share` of a micro-batch counted between I and W. Raises ValueError where no backward is split."""
+    if not any(cell.compute is not None and cell.compute.kind is Kind.BACKWARD_WEIGHT for row in schedule.ranks for cell in row):
+        raise ValueError("no backward of it has halves (I and W) between which a share could be held: leave --after-input out")
+    return replace(schedule, after_input=share)
 
 
 def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
@@ -189,7 +203,7 @@ def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[i
 def peak_counts(schedule: Schedule) -> tuple[Count, ...]:
     """The most chunk micro-batches each rank ever holds."""
     memory = counts_of(schedule)
-    return tuple(memory.amount(max(live_bytes(schedule, rank, memory))) for rank in range(schedule.num_ranks))
+    return tuple(memory.amount(max(live_bytes(schedule, rank, memory), default=0)) for rank in range(schedule.num_ranks))
 
 
 def peak_bytes(schedule: Schedule, memory: Memory) -> tuple[int, ...]:

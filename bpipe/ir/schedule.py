@@ -6,6 +6,7 @@ In: actions. Out: frozen `Slot` and `Schedule` values. Knows no tensors, no seco
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from bpipe.ir.action import Action
 from bpipe.ir.layout import Layout
@@ -41,7 +42,8 @@ class Schedule:
 
     `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `layout` says which stages each computes.
     A schedule with transfers also has `partners[rank]` (the rank that hosts for it, and for which it hosts) and
-    `bounds[rank]`, the most saved chunk micro-batches the rank may hold in any slot, hosted ones included.
+    `bounds[rank]`, the most saved chunk micro-batches the rank may hold in any slot, hosted ones included. `after_input` is the share of a
+    micro-batch that is counted between the halves of a split backward: what its bounds, and all its counts, are meant by.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Schedule:
     ranks: tuple[tuple[Slot, ...], ...]
     partners: tuple[int, ...] | None = None
     bounds: tuple[int, ...] | None = None
+    after_input: Fraction = Fraction(1)
 
     @property
     def num_ranks(self) -> int:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 from bpipe.ir.action import COMPUTE, Action, Kind
 from bpipe.ir.layout import Layout, Vocabulary, one_pipe
+from bpipe.ir.memory import SHARE_DECIMALS, plain
 from bpipe.ir.schedule import Schedule, Slot
 
 NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -24,9 +26,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS = {kind.value: kind for kind in Kind}
 _EMPTY = Slot()
 _HEADER = "# bpipe"
-_FIELDS = ("schedule", "microbatches", "stage_to_rank", "vocabulary", "input", "partners", "bounds")
+_FIELDS = ("schedule", "microbatches", "stage_to_rank", "vocabulary", "input", "partners", "bounds", "after_input")
 # Parts the placements of several pipes.
 PIPES = "/"
+_SHARE = re.compile(rf"(0|[1-9][0-9]{{0,3}})(\.[0-9]{{1,{SHARE_DECIMALS}}})?")
 
 # A file may not make us allocate what it does not contain.
 MAX_SLOTS = 10_000_000
@@ -66,7 +69,8 @@ def write_computation(slot: Slot) -> str:
 def write_csv(schedule: Schedule) -> str:
     """One line a rank. Compute-only schedules come out as torch.distributed.pipelining writes its own."""
     lines = [",".join(_csv_cell(slot) for slot in row) for row in schedule.ranks]
-    if schedule.partners is not None or schedule.bounds is not None or not _shows(schedule.layout):
+    shown = _shows(schedule.layout) and schedule.after_input == 1
+    if schedule.partners is not None or schedule.bounds is not None or not shown:
         lines.insert(0, header(schedule))
     return "".join(line + "\n" for line in lines)
 
@@ -134,6 +138,8 @@ def header(schedule: Schedule) -> str:
     for name, values in (("partners", schedule.partners), ("bounds", schedule.bounds)):
         if values is not None:
             fields.append(f"{name}={_join(values)}")
+    if schedule.after_input != 1:
+        fields.append(f"after_input={plain(schedule.after_input)}")
     return " ".join([_HEADER, *fields])
 
 
@@ -167,7 +173,8 @@ def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) 
         microbatches = _numbers(fields["microbatches"], "microbatches")
         if len(microbatches) != 1:
             raise TextError("line 1: microbatches= takes one number")
-        return Schedule(fields["schedule"], microbatches[0], layout, ranks, partners, bounds)
+        share = read_share(fields.get("after_input", "1"), "line 1: after_input")
+        return Schedule(fields["schedule"], microbatches[0], layout, ranks, partners, bounds, share)
     num_microbatches, stage_to_rank = describe(ranks)
     return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
 
@@ -188,6 +195,13 @@ def read_vocabulary(text: str, place: str) -> Vocabulary:
     except ValueError:
         names = ", ".join(one.value for one in Vocabulary)
         raise TextError(f"{place}: vocabulary {text[:40]!r} is none of {names}") from None
+
+
+def read_share(text: str, place: str) -> Fraction:
+    """A share of a micro-batch such as `0.5`, exactly."""
+    if not _SHARE.fullmatch(text):
+        raise TextError(f"{place}: {text[:40]!r} is no share such as 0.5, at least 0, with at most {SHARE_DECIMALS} decimals")
+    return Fraction(text)
 
 
 def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:

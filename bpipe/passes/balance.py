@@ -42,7 +42,7 @@ def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners
     _check_input(schedule, bounds, memory)
     rows = list(schedule.ranks)
     for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
-        outcome = share(schedule, pair, [bounds[rank] for rank in pair], memory)
+        outcome = share(schedule, pair, [bounds[rank] * memory.parts for rank in pair], memory)
         if outcome.refusal is not None:
             raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
         for rank, row in zip(pair, outcome.rows, strict=True):
@@ -60,14 +60,16 @@ class Shared:
 
 
 def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], memory: Memory) -> Shared:
-    """Balance one pair; a rank paired with itself can only be within its bound as it is."""
+    """Balance one pair; a rank paired with itself can only be within its bound as it is. `bounds` and peaks are in parts of a unit."""
     rows = [schedule.ranks[rank] for rank in pair]
     peaks = tuple(max(live_bytes(schedule, rank, memory)) for rank in pair)
     over = [index for index in (0, 1) if peaks[index] > bounds[index]]
     if not over:
         return Shared(tuple(rows), peaks)
     if pair[0] == pair[1]:
-        return Shared(refusal=f"rank {pair[0]} has no partner and holds up to {peaks[0]} {memory.unit}, its bound is {bounds[0]}")
+        return Shared(
+            refusal=f"rank {pair[0]} has no partner and holds up to {memory.words(peaks[0])}, its bound is {memory.text(bounds[0])}"
+        )
     for index in over:
         plan = _plan(schedule, pair[index], bounds[index], memory)
         if isinstance(plan, str):
@@ -76,7 +78,8 @@ def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], memo
     peaks = tuple(_peak(schedule, rank, row, memory) for rank, row in zip(pair, rows, strict=True))
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
-            return Shared(refusal=f"rank {rank}, hosting for rank {other}, holds up to {peak} {memory.unit}, its bound is {bound}")
+            text = f"rank {rank}, hosting for rank {other}, holds up to {memory.words(peak)}, its bound is {memory.text(bound)}"
+            return Shared(refusal=text)
     return Shared(tuple(rows), peaks)
 
 
@@ -85,8 +88,9 @@ def _plan(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | s
     try:
         return plan_evictions(schedule, rank, bound, memory)
     except OverBound as over:
-        reason = f"rank {rank} cannot keep to {bound} {memory.unit}: in slot {over.slot} it needs {over.needed} at once"
-        return f"{reason}, {_least(schedule, rank, over.needed, memory)} over all slots"
+        place = f"in slot {over.slot} it needs {memory.text(over.needed)} at once"
+        least = memory.text(_least(schedule, rank, over.needed, memory))
+        return f"rank {rank} cannot keep to {memory.words(bound)}: {place}, {least} over all slots"
 
 
 def smallest_bounds(schedule: Schedule, partners: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -98,16 +102,16 @@ def smallest_bounds(schedule: Schedule, partners: Sequence[int] | None = None) -
 
 
 def smallest_bound(schedule: Schedule, pair: tuple[int, int], memory: Memory) -> int:
-    """The smallest bound that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one.
+    """The smallest bound, in whole units, that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one.
 
     The search halves: a higher bound takes no more evictions, so it asks no more of the partner either.
     """
-    low, high = 0, max(max(live_bytes(schedule, rank, memory)) for rank in pair)
+    low, high = 0, ceil(memory.amount(max(max(live_bytes(schedule, rank, memory)) for rank in pair)))
     while high - low > 1:
         middle = (low + high) // 2
-        outcome = share(schedule, pair, (middle, middle), memory)
+        outcome = share(schedule, pair, (middle * memory.parts,) * 2, memory)
         if outcome.refusal is None:
-            high = max(outcome.peaks)
+            high = ceil(memory.amount(max(outcome.peaks)))
         else:
             low = middle
     return high
