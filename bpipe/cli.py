@@ -40,6 +40,7 @@ COMMANDS = {
     "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
     "profile": "time one stage of a model on this machine's device",
     "report": "lay a recorded run beside its prediction",
+    "compare": "lay two runs of one training side by side: do they compute the same, and what do they hold and take",
 }
 
 _COLOURS = {

@@ -125,8 +125,8 @@ verdict() {
     elif (($2)); then
         echo "failed with $2"
     else
-        "$PYTHON" scripts/compare_runs.py "$(dirname "$1")/stock" "$1" --stages "$STAGES" --iterations "$ITERATIONS" \
-            --summary "$1/summary.json" >"$1.compared" 2>&1 || compared=$?
+        "$PYTHON" -m bpipe compare "$(dirname "$1")/stock" "$1" --balancing --stages "$STAGES" --iterations "$ITERATIONS" --rows 0 \
+            --json "$1/summary.json" >"$1.compared" 2>&1 || compared=$?
         case "$compared" in
             0) echo identical ;;
             1) echo DIFFERS ;;

@@ -114,8 +114,7 @@ train plain "without balancing" "$@"
 train balanced "with --bpipe" --bpipe "$@"
 
 echo
-"$PYTHON" scripts/compare_runs.py "$RUNS/plain" "$RUNS/balanced" \
-    --stages "$STAGES" --iterations "$ITERATIONS" --summary "$RUNS/summary.json"
+bpipe compare "$RUNS/plain" "$RUNS/balanced" --balancing --stages "$STAGES" --iterations "$ITERATIONS" --rows 0 --json "$RUNS/summary.json"
 
 # --- The report of the balanced run -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bpipe.compare.read import read_stages
 from bpipe.draw.picture import lay_out, stack
 from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, write
 from bpipe.draw.png import render_png
@@ -31,8 +32,6 @@ from bpipe.plan.search import Space, search
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
-from compare_runs import read_stages
-from iterations import ReportError, read_json, read_text
 from validation.validate import STAGE_TIMES, StageTimes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,21 +50,20 @@ def draw_schedule(stem: Path) -> list[Path]:
 
 
 def read_memory(runs: Path) -> list[StagePeaks]:
-    """Both runs of a quickstart. Raises ReportError where a rank's file is missing or the folders are swapped."""
-    reports = [read_json(path, read_text(path)) for path in sorted((runs / "plain").glob("rank_*.json"))]
-    if not reports:
-        raise ReportError(f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills")
-    num_stages = 1 + max(int(report.get("stage", 0)) for report in reports)
-    plain, balanced = (read_stages(runs / name, num_stages, name == "balanced") for name in ("plain", "balanced"))
+    """Both runs of a quickstart. Raises ValueError where a rank's file is missing or the folders are swapped."""
+    found, _ = read_stages(runs / "plain")
+    if not found:
+        raise ValueError(f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills")
+    plain, balanced = (read_stages(runs / name, 1 + max(found), name == "balanced")[0] for name in ("plain", "balanced"))
     return [
         StagePeaks(
             stage,
-            plain[stage]["peak_bytes"],
-            plain[stage]["predicted_bytes"],
-            plain[stage]["peak_microbatches"],
-            balanced[stage]["peak_bytes"],
-            balanced[stage]["predicted_bytes"],
-            balanced[stage]["peak_microbatches"],
+            plain[stage].peak_bytes,
+            plain[stage].predicted_bytes,
+            plain[stage].peak_microbatches,
+            balanced[stage].peak_bytes,
+            balanced[stage].predicted_bytes,
+            balanced[stage].peak_microbatches,
         )
         for stage in sorted(plain)
     ]
@@ -127,7 +125,7 @@ def main() -> int:
             print("memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs runs/quickstart")
         else:
             files += draw_memory(folder / "memory", options.runs)
-    except (ReportError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"make_figures.py: {error}", file=sys.stderr)
         return 2
     print("\n".join(str(file) for file in files))

@@ -1,7 +1,7 @@
 """Print what examples/smoke_8gpu.sh found, as one table. In: its folder. Out: a row a run; the exit status is 0 only if all are identical.
 
-verdicts.tsv has a line a run (layout, run, verdict); where a run was compared, its folder also has its record and compare_runs.py's
-summary, from which the transport that carried it, what its fullest stage held and its losses are read. Knows no tensors.
+verdicts.tsv has a line a run (layout, run, verdict); where a run was compared, its folder also has its record and `bpipe compare`'s
+JSON, from which the transport that carried it, what its fullest stage held and its losses are read. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def _measured(folder: Path) -> tuple[str, str, str, str]:
     except FileNotFoundError:
         return ("-",) * 4
     carried = sorted({link["transport"] for link in run["links"]})
-    loss = f"{summary['first_loss']:.4f} to {summary['last_loss']:.4f}"
-    return ", ".join(carried), _fullest(summary, "plain"), _fullest(summary, "balanced"), loss
+    # A loss that is not finite stands there as text.
+    loss = f"{float(summary['a']['first_loss']):.4f} to {float(summary['a']['last_loss']):.4f}"
+    return ", ".join(carried), _fullest(summary["a"]), _fullest(summary["b"]), loss
 
 
-def _fullest(summary: dict[str, Any], kind: str) -> str:
-    return f"{max(stage[kind]['peak_bytes'] for stage in summary['stages']) / MIB:.2f}"
+def _fullest(run: dict[str, Any]) -> str:
+    return f"{max(stage['peak_bytes'] for stage in run['stages']) / MIB:.2f}"
 
 
 def table(cells: list[tuple[str, ...]]) -> str:

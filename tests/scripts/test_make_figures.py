@@ -71,5 +71,5 @@ def test_incomplete_runs_are_refused(
     runs = write_runs(tmp_path / "runs")
     for path in [runs / damage] if damage.endswith(".json") else (runs / damage).glob("*"):
         path.unlink()
-    with pytest.raises(make_figures.ReportError, match=message):
+    with pytest.raises(ValueError, match=message):
         make_figures.read_memory(runs)

@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.m
 
 # What is run by another test, because it needs more than a command line: by the words it begins with, the test that runs it.
 ELSEWHERE = {
+    "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",
     "bpipe report": "tests/unit/commands/test_report.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",

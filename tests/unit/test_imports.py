@@ -34,6 +34,7 @@ WITHOUT_TORCH = [
     "draw",
     "report",
     "commands",
+    "compare",
     "program.py",
     "cli.py",
     "__main__.py",
@@ -43,6 +44,9 @@ WITHOUT_TORCH = [
 ARROWS = [
     # What judges a run does not know how it is printed.
     Arrow("report", {"bpipe.report.out"}, but=("report/out",)),
+    # Nor does what reads and judges two runs know of a command line or of text.
+    Arrow("compare", {"bpipe.commands", "bpipe.cli"}),
+    Arrow("compare", {"bpipe.compare.show"}, but=("compare/show.py",)),
 ]
 
 

@@ -1,0 +1,174 @@
+"""Read what one run left of itself. In: its `--bpipe-report` folder, the iterations.jsonl in it, or Megatron's log. Out: a `Training`.
+
+Every number keeps every bit that stands there. What cannot be used, or is not what the caller expects, is a ValueError that names the
+file. Starts no run, prints nothing, and compares nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from bpipe.values import Fields, a_number, a_whole, an_object, load_json
+
+LOSS = "lm loss"
+FILE = "iterations.jsonl"
+
+# What follows may stand after a rank's prefix (`srun -l`, torchrun's --tee); Megatron ends every field with a bar.
+_LOG_LINE = re.compile(r"\biteration\s+([0-9]+)/\s*[0-9]+ \|(.*)\|")
+_LOG_TIME = "elapsed time per iteration (ms)"
+# These say how fast the machine was, not what the run computed.
+_MACHINE = re.compile(r"time|throughput|energy|power")
+# As `float.hex` writes a number.
+_EXACT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
+
+Values = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StageNumbers:
+    """What one stage held at most, measured and predicted, and its transfers in an iteration."""
+
+    peak_microbatches: int
+    peak_bytes: int
+    predicted_microbatches: int
+    predicted_bytes: int
+    evictions: int
+    loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One run. `exact`: whether its numbers have every bit. `balanced` is None where nothing says so, and what is not known is empty."""
+
+    path: Path
+    exact: bool
+    iterations: Mapping[int, Values]
+    seconds: Mapping[int, float]
+    stages: Mapping[int, StageNumbers] = field(default_factory=dict)
+    balanced: bool | None = None
+
+    def extent(self) -> str:
+        return f"{len(self.iterations)} from {min(self.iterations)} to {max(self.iterations)}"
+
+
+def read_training(path: Path, num_stages: int | None = None, num_iterations: int | None = None, balanced: bool | None = None) -> Training:
+    """A folder or a .jsonl file is a report, any other file a log. What is given besides has to be so, and only a report can show it."""
+    exact = path.is_dir() or path.suffix == ".jsonl"
+    iterations, seconds = _read_iterations(path / FILE if path.is_dir() else path) if exact else _read_log(path)
+    if not iterations:
+        raise ValueError(f"{path}: no iteration in it; is this {'the report' if exact else 'a log of Megatron with --log-interval'}?")
+    if num_iterations is not None:
+        _check_iterations(path, iterations, num_iterations)
+    if not path.is_dir() and not num_stages and balanced is None:
+        return Training(path, exact, iterations, seconds)
+    stages, is_balanced = read_stages(path, num_stages, balanced)
+    return Training(path, exact, iterations, seconds, stages, is_balanced)
+
+
+def read_stages(folder: Path, num_stages: int | None = None, balanced: bool | None = None) -> tuple[dict[int, StageNumbers], bool | None]:
+    """Each stage's row, and whether the run was balanced. Where several ranks hold a stage (replicas), the highest number of each kind."""
+    stages: dict[int, StageNumbers] = {}
+    was_balanced = balanced
+    for path in sorted(folder.glob("rank_*.json")):
+        try:
+            found = Fields(load_json(_read_text(path)), "it")
+            stage = a_whole(found.needed("stage"), "stage")
+            row = StageNumbers(*(a_whole(found.needed(one.name), one.name, most=2**60) for one in fields(StageNumbers)))
+            found.needed("balanced")
+            is_balanced = found.flag("balanced")
+        except ValueError as error:
+            raise ValueError(f"{path}: no row of a stage, so the run was perhaps cut off: {error}") from None
+        if was_balanced is not None and is_balanced != was_balanced:
+            swapped = "are the two folders swapped?" if balanced is not None else "its other ranks were otherwise. Are they of one run?"
+            raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
+        was_balanced = is_balanced
+        known = stages.get(stage, row)
+        stages[stage] = StageNumbers(*(max(getattr(known, one.name), getattr(row, one.name)) for one in fields(StageNumbers)))
+    if num_stages is None and balanced is not None and not stages:
+        raise ValueError(f"{folder}: no rank_*.json there, so nothing says whether this run was balanced")
+    if num_stages is not None and sorted(stages) != list(range(num_stages)):
+        raise ValueError(f"{folder}: reports for stages {sorted(stages)}, expected 0 to {num_stages - 1}; did every rank end well?")
+    return stages, was_balanced
+
+
+def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int) -> None:
+    missing = [iteration for iteration in range(1, wanted + 1) if iteration not in iterations]
+    if missing or len(iterations) != wanted:
+        detail = f"iterations {missing[:5]}{' and more' if len(missing) > 5 else ''} are missing" if missing else "there are more"
+        raise ValueError(f"{path}: {len(iterations)} iterations where {wanted} were asked for; {detail}")
+
+
+def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
+    """Every iteration of the file, which need not begin at 1. Where an iteration was run again, the last time counts."""
+    iterations: dict[int, Values] = {}
+    seconds: dict[int, float] = {}
+    for number, text in enumerate(_read_text(path).splitlines(), start=1):
+        try:
+            found = dict(an_object(load_json(text), "it"))
+            iteration = a_whole(found.pop("iteration", None), "iteration")
+            skipped = a_whole(found.pop("skipped", None), "skipped")
+            # Never the same twice, and no result.
+            elapsed_s = found.pop("elapsed_s", None)
+            if found.get(LOSS) is None or "grad_norm" not in found:
+                raise ValueError(f"{LOSS} or grad_norm is missing")
+            iterations[iteration] = {**{name: _exact(name, value) for name, value in found.items()}, "skipped": float(skipped)}
+            seconds.pop(iteration, None)
+            if elapsed_s is not None:
+                seconds[iteration] = a_number(elapsed_s, "elapsed_s")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no line of an iteration, so the run was perhaps cut off: {error}") from None
+    return iterations, seconds
+
+
+def _exact(name: str, value: object) -> float | None:
+    """A number as `float.hex` wrote it, every bit kept; None where the run had none."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _EXACT.fullmatch(value):
+        raise ValueError(f"{name} is {value!r:.40}, no number with all its bits as float.hex writes it")
+    try:
+        return float.fromhex(value)
+    except OverflowError:
+        raise ValueError(f"{name} is {value}, which no number can be") from None
+
+
+def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
+    """Megatron's iteration lines. Where an iteration was run again, the last time counts."""
+    iterations: dict[int, Values] = {}
+    seconds: dict[int, float] = {}
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        found = _LOG_LINE.search(line)
+        if found is None:
+            continue
+        try:
+            iteration, values = int(found[1]), _read_fields(found[2])
+            elapsed_s = a_number(values[_LOG_TIME] / 1e3, _LOG_TIME) if _LOG_TIME in values else None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not one of Megatron's iteration lines, or two in one: {error}") from None
+        seconds.pop(iteration, None)
+        if elapsed_s is not None:
+            seconds[iteration] = elapsed_s
+        iterations[iteration] = {name: value for name, value in values.items() if not _MACHINE.search(name)}
+    return iterations, seconds
+
+
+def _read_fields(text: str) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for one in text.split("|"):
+        name, colon, value = one.rpartition(":")
+        if not colon:
+            raise ValueError(f"{one.strip()!r:.60} is no field with a value")
+        if _LOG_TIME in name or not _MACHINE.search(name):
+            values[name.strip()] = float(value)
+    return values
+
+
+def _read_text(path: Path) -> str:
+    try:
+        # A log may hold anything; where it matters, what was replaced is no number any more.
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; did the run end well? Its log says more") from None
