@@ -1,0 +1,111 @@
+"""What predictions are made from: profiles, models, clusters, launch scripts. In: text. Out: whether it was taken, or Wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+from validation.fuzz.damage import damaged_json, damaged_text
+from validation.fuzz.reader import Wrong, judge_numbers, outcome
+
+SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8", "--format", "json"]
+STAGE = {
+    "forward_s": 0.1,
+    "backward_s": 0.2,
+    "transfer_s": 0.01,
+    "output_s": 0.0,
+    "embedding_s": 0.0,
+    "reduction_s": 0.1,
+    "optimizer_s": 0.1,
+}
+STAGE |= {"saved_bytes": 10**8, "micro_batch": 1, "layers": 10}
+MEASURED = {"hidden_size": 5120, "ffn_hidden_size": 20480, "num_attention_heads": 40, "tensor": 1, "recompute": "none", "precision": "bf16"}
+CONFIG = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+CONFIG |= {"intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False, "head_dim": 128}
+
+
+def profile_texts(_: Path) -> list[str]:
+    return [json.dumps({"stages": [STAGE], "measured": MEASURED}), json.dumps({"stages": [{**STAGE, "layers": 10}] * 4})]
+
+
+def config_texts(_: Path) -> list[str]:
+    gpt2 = {"model_type": "gpt2", "n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 1024, "vocab_size": 50257}
+    return [json.dumps(CONFIG), json.dumps(gpt2)]
+
+
+def judge_profile(path: Path, text: str, _: random.Random) -> bool:
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    printed = outcome([*SIMULATE, "--model", "gpt3-13b", "--profile", str(path)], None)
+    if printed is None:
+        return False
+    judge_numbers("", json.loads(printed))
+    for stage in json.loads(text)["stages"]:
+        for key, value in stage.items():
+            if key not in STAGE or isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise Wrong(f"{key} {value!r:.60} was accepted")
+    return True
+
+
+def judge_config(path: Path, text: str, _: random.Random) -> bool:
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    printed = outcome([*SIMULATE, "--model", str(path)], None)
+    if printed is None:
+        return False
+    judge_numbers("", json.loads(printed))
+    found = json.loads(text)
+    for key, value in found.items():
+        known = key in CONFIG if found["model_type"] != "gpt2" else key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+        if known and key not in ("model_type", "tie_word_embeddings") and value is not None and (type(value) is not int or value < 1):
+            raise Wrong(f"{key} {value!r:.60} was accepted")
+    return True
+
+
+CLUSTER = {"nodes": 1, "gpus_per_node": 4, "device": {"like": "h100-80g", "name": "ours", "between_gb_per_s": 25, "memory_gib": 79.1}}
+TOML = """\
+nodes = 1
+gpus_per_node = 4
+
+[device]
+like = "h100-80g"
+name = "ours"
+peak_tflops = 989
+"""
+SCRIPT = """\
+#!/bin/bash
+GPUS=4
+NODES=${NODES:-1}
+ARGS=(
+    --num-layers 8 --hidden-size 1024 # deep
+    --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
+)
+ARGS+=(--vocab-size "51200")
+BATCH="--micro-batch-size 1 --global-batch-size $((GPUS * 4)) --bf16"
+torchrun --nproc_per_node $GPUS --nnodes $NODES pretrain_gpt.py ${ARGS[@]} \\
+    $BATCH --pipeline-model-parallel-size 4 --bpipe 2>&1 | tee train.log
+"""
+
+
+def damaged_cluster(text: str, rng: random.Random) -> str:
+    return damaged_json(text, rng) if text.startswith("{") else damaged_text(text, rng)
+
+
+def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
+    file = path.with_suffix(".toml" if "[device]" in text and not text.startswith("{") else ".json")
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    printed = outcome(
+        ["simulate", "--cluster", str(file), "--pipeline", "4", "--global-batch", "8", "--format", "json", "--model", "gpt3-13b"], None
+    )
+    if printed is not None:
+        judge_numbers("", json.loads(printed), math.inf)
+    return printed is not None
+
+
+def judge_script(path: Path, text: str, _: random.Random) -> bool:
+    """Only that it ends, and how: what bash would make of a damaged script nobody can say without running it."""
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    printed = outcome(["simulate", "--cluster", "a100-80g", "--from-script", str(path), "--format", "json"], None)
+    if printed is not None:
+        judge_numbers("", json.loads(printed), math.inf)
+    return printed is not None

@@ -1,0 +1,72 @@
+"""Run the command on an input, and say whether it refused it as it should. In: its arguments. Out: what it printed, or None.
+
+A reader fails where it ends in a traceback or refuses without naming the file; `judge_numbers` finds what no answer may say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpipe.cli import main as bpipe
+
+
+class Wrong(Exception):
+    """A reader took what it must not, or refused without saying what."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`texts` are sound inputs; `damage` makes one that may not be; `judge` raises Wrong, and says whether it was accepted."""
+
+    texts: Callable[[Path], list[str]]
+    damage: Callable[[str, random.Random], str]
+    judge: Callable[[Path, str, random.Random], bool]
+
+
+def run_command(arguments: list[str]) -> tuple[int, str, str]:
+    """The command in this process, with all that it prints."""
+    out, err = io.StringIO(), io.StringIO()
+    # What is written as bytes goes to a buffer of its own.
+    out.buffer = io.BytesIO()  # type: ignore[misc, attr-defined]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = bpipe(arguments)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return status, out.getvalue() + out.buffer.getvalue().decode("latin-1"), err.getvalue()
+
+
+def outcome(arguments: list[str], path: Path | None) -> str | None:
+    """What the command printed, None where it refused. Raises Wrong for a refusal that says nothing."""
+    status, printed, error = run_command(arguments)
+    if status == 0:
+        return printed
+    if status != 2 or "Traceback" in error or ": error: " not in error:
+        raise Wrong(f"status {status}, and says {error!r:.300}")
+    if path is not None and str(path) not in error:
+        raise Wrong(f"the refusal does not name the file: {error!r:.300}")
+    return None
+
+
+def judge_numbers(name: str, value: Any, most: float = 1e21) -> None:
+    """What a report says: no seconds below 0, no share above 1, nothing endless. A prediction of absurd sizes may be absurd."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            judge_numbers(key, one, most)
+    elif isinstance(value, list):
+        for one in value:
+            judge_numbers(name, one, most)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value) or abs(value) > most:
+            raise Wrong(f"the report says that {name} is {value}")
+        if value < -1 and name in ("elapsed_s", "iteration_s", "step_s", "pipeline_s", "exposed_s", "seconds"):
+            raise Wrong(f"the report says that {name} is {value}")
+        if name == "mfu" and not 0 <= value <= 1:
+            raise Wrong(f"the report says that the MFU is {value}")

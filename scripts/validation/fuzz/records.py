@@ -1,0 +1,72 @@
+"""Records of runs: a sound one, and a judge of what was read of a damaged one. In: a file's name and text. Out: whether it was taken."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from bpipe.report.record import Row
+from tests.unit.report.recorded import write_run
+from validation.fuzz.damage import damaged_json
+from validation.fuzz.reader import Wrong, judge_numbers, outcome
+
+# Numbers that a report is made of: text, lists or negative ones in their place must be refused.
+NUMBERS = {"rank", "pipeline", "place", "world_size", "num_pipelines", "iteration", "begin_s", "elapsed_s", "received_bytes", "host_bytes"}
+NUMBERS |= {"weights_bytes", "limit_bytes", "cores", "partner", "flops_per_iteration", "peak_flops", "num_stages", "num_microbatches"}
+NUMBERS |= {"peak_bytes", "device_peak_bytes", "num_chunks"}
+
+
+def texts(folder: Path) -> list[str]:
+    """Every file of a run, each as one text that names its file first."""
+    write_run(folder, num_stages=4, num_microbatches=4, iterations=(5, 6), flops=1e9, peak_flops=1e13, limit_bytes=2 * 10**9, cores=4)
+    for rank in range(4):
+        (folder / f"rank_{rank:05d}.json").write_text(json.dumps({"rank": rank, "peak_bytes": 33_000_000}))
+    return [f"{path.name}\n{path.read_text()}" for path in sorted(folder.iterdir())]
+
+
+def damaged(text: str, rng: random.Random) -> str:
+    name, _, content = text.partition("\n")
+    if rng.random() < 0.05:
+        return f"{name}\n{content[: rng.randrange(len(content))]}"
+    return f"{name}\n{damaged_json(content, rng)}"
+
+
+def judge(folder: Path, text: str, rng: random.Random) -> bool:
+    name, _, content = text.partition("\n")
+    path = folder / name
+    before = path.read_text()
+    path.write_text(content, encoding="utf-8", errors="surrogatepass")
+    try:
+        more = rng.choice([[], ["--html", str(folder.parent / "page.html")], ["--trace", str(folder.parent / "trace.json")]])
+        printed = outcome(["report", str(folder), "--format", "json", *more], folder)
+        shown = outcome(["report", str(folder)], folder)
+    finally:
+        path.write_text(before)
+    if (printed is None) != (shown is None):
+        raise Wrong("table and JSON do not agree on whether it is a record")
+    if printed is None:
+        return False
+    judge_numbers("", json.loads(printed))
+    for line in content.splitlines():
+        try:
+            _judge_line(json.loads(line) if name.endswith("l") else json.loads(content))
+        except (ValueError, RecursionError):
+            # A torn last line.
+            break
+    return True
+
+
+def _judge_line(line: Any) -> None:
+    if not isinstance(line, dict):
+        raise Wrong(f"{line!r:.60} was taken for a line of a record")
+    for key, value in {**line, **(line["program"] if isinstance(line.get("program"), dict) else {})}.items():
+        wanted = key in NUMBERS and value is not None
+        if wanted and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e41):
+            raise Wrong(f"{key} {value!r:.60} was accepted")
+    for row in line.get("actions", ()):
+        # What later versions add in columns of their own is passed over.
+        for value in (value for name, value in zip(line["columns"], row, strict=True) if name in Row._fields and name != "action"):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not -2 < value < 2**60 + 1):
+                raise Wrong(f"{row!r:.100} was accepted")

@@ -1,0 +1,111 @@
+"""Schedules: sound ones, and a judge of what was read of damaged ones. In: text. Out: whether it was taken, or Wrong.
+
+The judge reads a file by the simplest reading there can be, walks what was read slot by slot, and shares no code with the readers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bpipe.cli import read
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.align import align
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from tests.unit.oracle import is_sound
+from tests.unit.test_overlap import OVERLAPPED
+from validation.fuzz.messages import judge_messages, words_of
+from validation.fuzz.reader import Wrong, outcome
+
+SMALL = (
+    ScheduleConfig("1f1b", 3, 4, balance=BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 2, 4, 2, BalanceConfig()),
+    ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig()),
+)
+PLAIN = (ScheduleConfig("1f1b", 3, 4), ScheduleConfig("gpipe", 2, 3), ScheduleConfig("interleaved-1f1b", 2, 4, 2))
+
+
+def balanced_texts(writer: Callable[[Schedule], str]) -> Callable[[Path], list[str]]:
+    return lambda _: [writer(one) for one in (*map(build, SMALL), *map(build, PLAIN), OVERLAPPED)]
+
+
+def judge_schedule(path: Path, text: str, rng: random.Random) -> bool:
+    data = text.encode("utf-8", "surrogatepass")
+    if rng.random() < 0.02:
+        data = data[: len(data) // 2] + b"\xff" + data[len(data) // 2 :]
+    path.write_bytes(data)
+    aligned, balanced = rng.random() < 0.3, rng.random() < 0.2
+    form = rng.choice(["grid", "csv", "json", "svg"])
+    arguments = ["schedule", "--input", str(path), "--format", form, *["--align"] * aligned]
+    printed = outcome([*arguments, *(["--balance", "bpipe"] if balanced else [])], path)
+    if printed is None and not balanced:
+        return False
+    if printed is None and outcome(arguments, path) is None:
+        return False
+    schedule = read(data.decode("utf-8"))
+    if text_means(data.decode("utf-8")) != [list(actions_of(row)) for row in schedule.ranks]:
+        raise Wrong("what was read is not what the file says")
+    if re.search("[0-9](SEND|RECV)_", text) and not re.match("\\s*{|#.*\nslot", text):
+        judge_messages(text, schedule)
+    if aligned:
+        schedule = align(schedule)
+    if not is_sound(schedule):
+        raise Wrong("an unsound schedule was accepted")
+    if printed is not None and form != "svg" and not is_sound(read(printed)):
+        raise Wrong("an unsound schedule was printed")
+    return True
+
+
+def actions_of(row: Any) -> Iterator[str]:
+    for slot in row:
+        yield from (str(action) for action in (slot.compute, slot.overlapped, *slot.transfers) if action is not None)
+
+
+def text_means(text: str) -> list[list[str]]:
+    """Each rank's actions in order, by the simplest reading there can be."""
+    if text.lstrip(" \n\r\t").startswith("{"):
+        ranks = json.loads(text)["ranks"]
+        cells = [[cell for slot in rank["slots"] for cell in [slot["compute"] or "", *slot["transfers"]]] for rank in ranks]
+        return [words_of(" ".join(row)) for row in cells]
+    lines = text.removesuffix("\n").split("\n")
+    if lines[0].startswith("#") and len(lines) > 1 and lines[1].startswith("slot"):
+        return _grid_means(lines)
+    return [words_of(line) for line in lines if not line.startswith("#")]
+
+
+def _grid_means(lines: list[str]) -> list[list[str]]:
+    fields = dict(field.split("=") for field in lines[0].split()[2:])
+    owner = [int(one) for one in fields["stage_to_rank"].split(",")]
+    partners = [int(one) for one in fields["partners"].split(",")] if "partners" in fields else None
+    kinds = {"F": "F", "B": "B", "I": "I", "W": "W", "E": "EVICT", "H": "HOST", "R": "RETURN", "L": "LOAD"}
+    cells: dict[tuple[int, str], list[str]] = {}
+    rank, width = 0, 0
+    for line in lines[1:]:
+        words = line.split()
+        if not words or line.startswith("#"):
+            continue
+        if words[0] == "slot":
+            width += len(words) - 1
+        elif words[0] == "rank":
+            rank = int(words[1])
+            cells.setdefault((rank, "C"), []).extend(words[3:])
+        else:
+            moved = cells.setdefault((rank, "T"), [])
+            moved += ["."] * (width - len(words) + 1 - len(moved)) + words[1:]
+    means = []
+    for at in range(max(one for one, _ in cells) + 1):
+        row = []
+        computed = cells[at, "C"]
+        moved = cells.get((at, "T"), [])
+        for slot, cell in enumerate(computed):
+            for word in [*cell.split("&"), *(moved[slot] if slot < len(moved) else ".").split("+")]:
+                if word != ".":
+                    stage, letter, microbatch = re.fullmatch("([0-9]*)([A-Z])([0-9]+)", word).groups()  # type: ignore[union-attr]
+                    whose = partners[at] if letter in "HR" and partners else at
+                    row.append(f"{stage or owner.index(whose)}{kinds[letter]}{microbatch}")
+        means.append(row)
+    return means
