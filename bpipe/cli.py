@@ -131,7 +131,12 @@ def _add_arguments(parser: Parser) -> None:
     add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")
-    add("--bound", type=numbers, metavar="N|N,N,...", help="most saved micro-batches, for all ranks or each (default: the schedule's own)")
+    add(
+        "--bound",
+        type=numbers,
+        metavar="N|N,N,...",
+        help="most saved micro-batches, for all ranks or each (default: the smallest kept by all)",
+    )
     add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: p-1,...,1,0)")
     add(
         "--after-input",

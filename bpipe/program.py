@@ -6,7 +6,7 @@ The command, the planner and the trainer's hooks all ask here, so they cannot di
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bpipe.check.rules import check
@@ -14,7 +14,7 @@ from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, tha
 from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
-from bpipe.passes.balance import balance, smallest_bounds
+from bpipe.passes.balance import balance
 
 # What commands and files call no `BalanceConfig`, and one.
 BALANCES = ("none", "bpipe")
@@ -27,7 +27,7 @@ Pass = Callable[[Schedule], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class BalanceConfig:
-    """How to balance. `bounds` holds one number for every rank, or the same for all; by default the schedule's own balanced bound.
+    """How to balance. `bounds` holds one number for every rank, or the same for all; by default the smallest that every pair can keep.
 
     `partners[rank]` is the rank that hosts for it; by default rank s and rank p-1-s are a pair.
     """
@@ -96,18 +96,12 @@ def build(config: ScheduleConfig) -> Schedule:
 
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
-    p, m, v, g, family = config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size, FAMILIES[config.schedule]
-    how = config.balance
-    if how is not None and how.bounds is None:
-        how = replace(how, bounds=(family.balanced_bound(p, m, v, g),))
-    return run(family.generate(p, m, v, g, config.costs), passes(how))
+    sizes = (config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size)
+    return run(FAMILIES[config.schedule].generate(*sizes, config.costs), passes(config.balance))
 
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:
-    """A schedule from elsewhere, checked, and balanced if asked: by default to the smallest bound every pair of it can keep."""
-    check(schedule, exchange_of(schedule.name))
-    if how is not None and how.bounds is None:
-        how = replace(how, bounds=(max(smallest_bounds(schedule, how.partners)),))
+    """A schedule from elsewhere, checked, and balanced if asked."""
     return run(schedule, passes(how))
 
 
@@ -127,9 +121,10 @@ def run(schedule: Schedule, changes: Sequence[Pass]) -> Schedule:
 
 
 def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
-    """The balancing pass with one bound for each rank, or one for all."""
-    assert how.bounds is not None
+    """The balancing pass with one bound for each rank, one for all, or the smallest for all."""
     p = schedule.num_ranks
+    if how.bounds is None:
+        return balance(schedule, None, how.partners)
     if len(how.bounds) not in (1, p):
         raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
     return balance(schedule, how.bounds * (p if len(how.bounds) == 1 else 1), how.partners)

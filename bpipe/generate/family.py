@@ -44,7 +44,6 @@ class Family:
     name: str
     layout: LayoutOf
     orders: Orders
-    balanced_bound: Callable[[int, int, int, int | None], int]
     exchange: Exchange
     min_chunks: int = 1
     max_chunks: int | None = 1

@@ -18,9 +18,4 @@ def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Actio
     return [forwards(rank, everything) + backwards(rank, everything) for rank in range(num_ranks)]
 
 
-def balanced_bound(num_ranks: int, num_microbatches: int, *_: object) -> int:
-    """Every rank holds all micro-batches at once, so no lower bound can be kept."""
-    return num_microbatches
-
-
-FAMILY = Family("gpipe", one_stage_a_rank, orders, balanced_bound, Exchange.MEGATRON_1F1B)
+FAMILY = Family("gpipe", one_stage_a_rank, orders, Exchange.MEGATRON_1F1B)

@@ -59,19 +59,4 @@ def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, in
     return warm_up + alternate(forwards[ahead:], backwards) + cool_down
 
 
-def balanced_bound(num_ranks: int, _: int, num_chunks: int, group_size: int | None) -> int:
-    """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together; one more on each serves an eviction and a load at once."""
-    return (num_chunks - 1) * (group_size or num_ranks) + num_ranks + 1
-
-
-FAMILY = Family(
-    "interleaved-1f1b",
-    layout,
-    orders,
-    balanced_bound,
-    Exchange.MEGATRON_INTERLEAVED,
-    min_chunks=2,
-    max_chunks=None,
-    takes_groups=True,
-    fill=3,
-)
+FAMILY = Family("interleaved-1f1b", layout, orders, Exchange.MEGATRON_INTERLEAVED, min_chunks=2, max_chunks=None, takes_groups=True, fill=3)

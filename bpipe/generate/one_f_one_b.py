@@ -25,9 +25,4 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     return warm_up + steady + cool_down
 
 
-def balanced_bound(num_ranks: int, *_: object) -> int:
-    """`mu_opt` of the BPipe paper: a pair saves p + 1 micro-batches together, one more slot serves an eviction and a load at once."""
-    return (num_ranks + 3) // 2
-
-
-FAMILY = Family("1f1b", one_stage_a_rank, orders, balanced_bound, Exchange.MEGATRON_1F1B, fill=2)
+FAMILY = Family("1f1b", one_stage_a_rank, orders, Exchange.MEGATRON_1F1B, fill=2)

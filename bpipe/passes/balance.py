@@ -8,7 +8,7 @@ A bound that cannot be kept is refused with the smallest that can. Knows no tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -19,11 +19,14 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
 
 
-def balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None = None) -> Schedule:
+def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None) -> Schedule:
     """The schedule with the fewest evictions that keep every rank within its bound, a number of chunk micro-batches.
 
-    Raises ValueError where a bound cannot be kept, naming the smallest that can.
+    By default that is the smallest that every pair can keep, the same for all. Raises ValueError where a bound cannot be kept, naming the
+    smallest that can.
     """
+    if bounds is None:
+        return _balance_evenly(schedule, partners)
     return replace(_balance(schedule, bounds, counts_of(schedule), partners), bounds=tuple(bounds))
 
 
@@ -40,14 +43,49 @@ def balance_bytes(schedule: Schedule, bound_bytes: Sequence[int], memory: Memory
 def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners: Sequence[int] | None) -> Schedule:
     chosen = pairing(schedule.num_ranks, partners)
     _check_input(schedule, bounds, memory)
-    rows = list(schedule.ranks)
-    for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
+    outcomes: dict[Pair, Shared] = {}
+    for pair in _pairs(chosen):
         outcome = share(schedule, pair, [bounds[rank] * memory.parts for rank in pair], memory)
         if outcome.refusal is not None:
             raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
+        outcomes[pair] = outcome
+    return _joined(schedule, chosen, outcomes)
+
+
+def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:
+    """To the smallest bound that every pair can keep. It starts where no pair could keep less, and rises with the first that has to."""
+    chosen, memory = pairing(schedule.num_ranks, partners), counts_of(schedule)
+    _check_input(schedule, (1,) * schedule.num_ranks, memory)
+    bound = max(_together(schedule, pair, memory) for pair in _pairs(chosen))
+    found: dict[Pair, tuple[int, Shared]] = {}
+    for pair in _pairs(chosen):
+        outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        if outcome.refusal is not None:
+            bound = smallest_bound(schedule, pair, memory, bound + 1)
+            outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        found[pair] = (bound, outcome)
+    # A pair that kept less takes fewer evictions where it may hold as much as the others.
+    outcomes = {
+        pair: outcome if tried == bound else share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        for pair, (tried, outcome) in found.items()
+    }
+    return replace(_joined(schedule, chosen, outcomes), bounds=(bound,) * schedule.num_ranks)
+
+
+def _pairs(partners: Sequence[int]) -> list[Pair]:
+    return sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(partners)})
+
+
+def _joined(schedule: Schedule, partners: tuple[int, ...], outcomes: Mapping[Pair, Shared]) -> Schedule:
+    rows = list(schedule.ranks)
+    for pair, outcome in outcomes.items():
         for rank, row in zip(pair, outcome.rows, strict=True):
             rows[rank] = row
-    return replace(schedule, ranks=tuple(rows), partners=chosen)
+    return replace(schedule, ranks=tuple(rows), partners=partners)
+
+
+# The lower rank first; a rank without a partner is both.
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +97,7 @@ class Shared:
     refusal: str | None = None
 
 
-def share(schedule: Schedule, pair: tuple[int, int], bounds: Sequence[int], memory: Memory) -> Shared:
+def share(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory) -> Shared:
     """Balance one pair; a rank paired with itself can only be within its bound as it is. `bounds` and peaks are in parts of a unit."""
     rows = [schedule.ranks[rank] for rank in pair]
     peaks = tuple(max(live_bytes(schedule, rank, memory)) for rank in pair)
@@ -93,28 +131,29 @@ def _plan(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | s
         return f"rank {rank} cannot keep to {memory.words(bound)}: {place}, {least} over all slots"
 
 
-def smallest_bounds(schedule: Schedule, partners: Sequence[int] | None = None) -> tuple[int, ...]:
-    """For every rank the smallest count that it and its partner can both keep."""
-    chosen = pairing(schedule.num_ranks, partners)
-    memory = counts_of(schedule)
-    _check_input(schedule, (1,) * schedule.num_ranks, memory)
-    return tuple(smallest_bound(schedule, (min(rank, partner), max(rank, partner)), memory) for rank, partner in enumerate(chosen))
+def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory, least: int = 1) -> int:
+    """The smallest bound from `least` up, in whole units, that both ranks of a pair can keep: at the latest the higher of their peaks.
 
-
-def smallest_bound(schedule: Schedule, pair: tuple[int, int], memory: Memory) -> int:
-    """The smallest bound, in whole units, that both ranks of a pair can keep. Without transfers each keeps its own peak, so there is one.
-
-    The search halves: a higher bound takes no more evictions, so it asks no more of the partner either.
+    It is near what half of the pair's micro-batches are, so the search goes up from there in growing steps before it halves: a higher
+    bound takes no more evictions, and asks no more of the partner either.
     """
-    low, high = 0, ceil(memory.amount(max(max(live_bytes(schedule, rank, memory)) for rank in pair)))
+    high = ceil(memory.amount(max(max(live_bytes(schedule, rank, memory)) for rank in pair)))
+    low = max(least, _together(schedule, pair, memory)) - 1
+    step = 1
     while high - low > 1:
-        middle = (low + high) // 2
-        outcome = share(schedule, pair, (middle * memory.parts,) * 2, memory)
+        probe = min(low + step, (low + high) // 2)
+        outcome = share(schedule, pair, (probe * memory.parts,) * 2, memory)
         if outcome.refusal is None:
-            high = ceil(memory.amount(max(outcome.peaks)))
+            high, step = ceil(memory.amount(max(outcome.peaks))), high
         else:
-            low = middle
+            low, step = probe, 2 * step
     return high
+
+
+def _together(schedule: Schedule, pair: Pair, memory: Memory) -> int:
+    """No pair keeps a bound below this, for no transfer lowers what its ranks hold together."""
+    curves = [live_bytes(schedule, rank, memory) for rank in pair]
+    return -(-max(map(sum, zip(*curves, strict=True))) // (2 * memory.parts))
 
 
 def _least(schedule: Schedule, rank: int, needed: int, memory: Memory) -> int:
@@ -127,7 +166,7 @@ def _least(schedule: Schedule, rank: int, needed: int, memory: Memory) -> int:
             needed = over.needed
 
 
-def _way_out(schedule: Schedule, pair: tuple[int, int], memory: Memory) -> str:
+def _way_out(schedule: Schedule, pair: Pair, memory: Memory) -> str:
     smallest = smallest_bound(schedule, pair, memory)
     if pair[0] == pair[1]:
         return f". Give it {smallest}, or a partner"

@@ -12,9 +12,10 @@ from bpipe.generate.families import FAMILIES
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
+from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import live_bytes, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance, balance_bytes, smallest_bounds
+from bpipe.passes.balance import balance, balance_bytes
 from bpipe.passes.evict import OverBound, plan_evictions
 from bpipe.passes.levels import level_bytes
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -66,7 +67,7 @@ def random_schedule(seed: int) -> Schedule:
             behind.append(Action(1, Kind.FORWARD, action.microbatch))
         else:
             behind.append(Action(1, Kind.BACKWARD, action.microbatch))
-    return place("random", m, (0, 1), [order, behind])
+    return place("random", m, one_pipe((0, 1)), [order, behind])
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -122,7 +123,7 @@ def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
 def test_any_bound_from_the_smallest_up_is_kept(name: str) -> None:
     plain = generate(name, 6, 13, 1 if name == "1f1b" else 2)
-    least = max(smallest_bounds(plain))
+    (least,) = set(balance(plain).bounds or ())
     evictions = []
     for bound in range(least, max(peak_counts(plain)) + 1):
         balanced = balance(plain, [bound] * 6)
@@ -132,6 +133,23 @@ def test_any_bound_from_the_smallest_up_is_kept(name: str) -> None:
     assert evictions[-1] == 0
     with pytest.raises(ValueError, match=f"both keep is {least} micro-batches"):
         balance(plain, [least - 1] * 6)
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (3, 3), (4, 2), (5, 2), (6, 3), (8, 2)])
+def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_full(p: int, v: int) -> None:
+    """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together, and one more place serves an eviction and a load at once."""
+    for m, g in ((p, p), (p + 1, p), (2 * p, p), (3 * p + 1, p), (2 * p, 2 * p), (4 * p, 2 * p)):
+        (bound,) = set(balance(FAMILIES["interleaved-1f1b"].generate(p, m, v, g)).bounds or ())
+        formula = (v - 1) * g + p + 1
+        assert bound == formula if m >= 2 * g else bound <= formula
+
+
+def test_pairs_that_could_keep_less_hold_as_much_as_the_heaviest() -> None:
+    """Ranks 0 and 6 need 6; 1 and 7 and the others evict no more than that asks of them."""
+    plain, partners = generate("1f1b", 8, 16), (6, 7, 5, 4, 3, 2, 0, 1)
+    balanced = balance(plain, None, partners)
+    assert balanced == balance(plain, [6] * 8, partners)
+    check(balanced)
 
 
 def test_a_bound_of_its_own_for_each_rank() -> None:
@@ -182,7 +200,7 @@ def test_balancing_twice_is_refused() -> None:
 
 def test_gpipe_has_no_room_to_share() -> None:
     plain = generate("gpipe", 4, 8)
-    assert smallest_bounds(plain) == (8,) * 4
+    assert balance(plain).bounds == (8,) * 4
     assert build(ScheduleConfig("gpipe", 4, 8, balance=BalanceConfig())).ranks == plain.ranks
 
 

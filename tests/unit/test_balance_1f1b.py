@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
@@ -69,7 +70,8 @@ def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
     plain = FAMILIES["1f1b"].generate(p, m, 1)
     assert len(plain.ranks[0]) == 2 * (m + p - 1)
     assert peak_counts(plain) == tuple(min(p - stage, m) for stage in range(p))
-    balanced = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
+    balanced = balance(plain, [mu_opt(p)] * p)
+    check(balanced)
     assert max(peak_counts(balanced)) <= mu_opt(p)
     for stage in range(p // 2):
         made = {
@@ -81,6 +83,21 @@ def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
         assert all(len(actions) == 1 for actions in made.values()), "at most one transfer decision falls in a slot"
         acceptor = p - 1 - stage
         assert num_host_buffers(balanced, acceptor) <= max(0, p - stage - mu_opt(p) + 1)
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_the_smallest_bound_is_the_papers_once_the_pipeline_is_full(p: int) -> None:
+    """`mu_opt`: a pair saves p + 1 micro-batches together, and one more place serves an eviction and a load at once."""
+    for m in (*range(1, p + 3), 3 * p + 1):
+        (bound,) = set(build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig())).bounds or ())
+        assert bound == mu_opt(p) == (p + 3) // 2 if m >= p > 1 else bound <= mu_opt(p)
+
+
+def test_a_short_iteration_keeps_less() -> None:
+    """Four micro-batches never fill five ranks: the formula says 4, which is what they hold as they are."""
+    schedule = build(ScheduleConfig("1f1b", 5, 4, balance=BalanceConfig()))
+    assert schedule.bounds == (3,) * 5
+    assert peak_counts(schedule) == (3, 3, 3, 3, 2)
 
 
 # Exhaustive search under the same bound finds no fewer evictions: (p, m) -> one number an evictor.

@@ -14,7 +14,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.ir.text import read_csv
 from bpipe.passes import lower
-from bpipe.passes.balance import balance, smallest_bounds
+from bpipe.passes.balance import balance
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
@@ -29,7 +29,7 @@ def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
     for p in stages:
         for m in (p - 1, p, 2 * p, 3 * p + 1):
             plain = FAMILIES[name].generate(p, m, chunks)
-            least = max(smallest_bounds(plain))
+            least = max(balance(plain).bounds or ())
             made += [balance(plain, [bound] * p) for bound in range(least, least + 4)]
     return made
 

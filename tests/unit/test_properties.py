@@ -14,11 +14,11 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.host_buffers import host_buffers
-from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.memory import counts_of, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
 from bpipe.ir.text import read_csv, write_csv
-from bpipe.passes.balance import balance, smallest_bounds
+from bpipe.passes.balance import balance, smallest_bound
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
@@ -39,7 +39,11 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
     assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 2 * p * v * m
     if config.balance is not None:
         plain = FAMILIES[config.schedule].generate(p, m, v, g)
-        assert max(peak_counts(schedule)) <= FAMILIES[config.schedule].balanced_bound(p, m, v, g)
+        (bound,) = set(schedule.bounds or ())
+        assert schedule == balance(plain, [bound] * p)
+        if bound > 1:
+            with pytest.raises(ValueError, match=r"cannot keep|has no partner|hosting for"):
+                balance(plain, [bound - 1] * p)
         for before, after in zip(plain.ranks, schedule.ranks, strict=True):
             assert [slot.compute for slot in before] == [slot.compute for slot in after], "balancing moves no computation"
     for rank in range(p):
@@ -83,7 +87,8 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, ab
     partners = list(range(config.num_ranks))
     for one, other in zip(ranks[::2], ranks[1::2], strict=False):
         partners[one], partners[other] = other, one
-    least = smallest_bounds(plain, partners)
+    pairs = [(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(partners)]
+    least = [smallest_bound(plain, pair, counts_of(plain)) for pair in pairs]
     bounds = [bound + above for bound in least]
     balanced = balance(plain, bounds, partners)
     check(balanced)
@@ -99,8 +104,8 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, ab
 @given(st.integers(4, 32), st.integers(1, 64))
 def test_evictions_of_1f1b(p: int, m: int) -> None:
     """Warm-up sends min(p - s, m) - mu_opt ahead; every load that a forward precedes makes room by one more eviction."""
-    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
     bound = -(-(p + 2) // 2)
+    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig((bound,))))
     for stage, row in enumerate(schedule.ranks[: p // 2]):
         ahead = max(0, min(p - stage, m) - bound)
         steady = 0
