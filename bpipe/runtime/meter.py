@@ -33,13 +33,15 @@ _LOOKS = {Kind.EVICT: 3, Kind.LOAD: 1, Kind.BACKWARD_INPUT: 1}
 class _Held:
     """What one micro-batch saved for itself: how much it was, how much of it the last look found, and where what is left lies.
 
-    `looks` are still to be made; once its backward has run, until nothing is left.
+    `looks` are still to be made; once its backward has run, until nothing is left. Once the first half of a split backward has run, a
+    micro-batch is `halved`: it holds what the second half needs, and has not left.
     """
 
     saved_bytes: int = 0
     bytes_now: int = 0
     addresses: set[int] = field(default_factory=set)
     looks: int = 0
+    halved: bool = False
     over: bool = False
 
 
@@ -110,6 +112,7 @@ class Meter:
             return
         if action.kind in _LOOKS:
             held.looks = _LOOKS[action.kind]
+            held.halved = action.kind is Kind.BACKWARD_INPUT
         else:
             held.over = True
 
@@ -130,7 +133,7 @@ class Meter:
                     del self._held[owner]
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. And whoever holds bytes
         # of one whose backward has run holds bytes, not a micro-batch.
-        here = sum(1 for held in self._held.values() if not held.over and 2 * held.bytes_now > held.saved_bytes)
+        here = sum(1 for held in self._held.values() if not held.over and (held.halved or 2 * held.bytes_now > held.saved_bytes))
         self.peak_microbatches = max(self.peak_microbatches, here + host_buffers)
         in_all = sum(held.bytes_now for held in self._held.values()) + host_bytes
         self.peak_bytes = max(self.peak_bytes, in_all)

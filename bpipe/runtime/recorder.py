@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import TRANSFER, Action, Kind
 from bpipe.runtime.streams import Clock, Mark, span_s
 from bpipe.transport.base import Pending
 
@@ -89,6 +89,7 @@ class Recorder:
             start_s, end_s = exact
         wait_s = row.waited[1].since(row.waited[0]) if row.waited else 0.0
         host = row.start.host_s - base.host_s, row.end.host_s - base.host_s
-        nbytes = {Kind.FORWARD: saved_bytes, Kind.BACKWARD: {}}.get(row.action.kind, moved_bytes).get(row.action.stage)
+        sizes = saved_bytes if row.action.kind is Kind.FORWARD else moved_bytes if row.action.kind in TRANSFER else {}
+        nbytes = sizes.get(row.action.stage)
         times = (round(value, 9) for value in (start_s, end_s, wait_s, *host))
         return [str(row.action), *times, nbytes, row.host_buffer, row.live_bytes, row.left_bytes]

@@ -16,6 +16,9 @@ from bpipe.runtime import meter as meter_module
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import COLUMNS, Recorder
+from bpipe.runtime.streams import Clock
+from bpipe.transport.base import Done
 from tests.unit.runtime.loop import gradient, inputs_of, new_weight, schedule, stage
 from tests.unit.runtime.test_engine import engine_for
 
@@ -101,6 +104,37 @@ def test_what_is_left_after_its_backward_is_no_micro_batch() -> None:
     assert meter.saved_bytes == {0: nbytes}
     assert meter.peak_bytes == (max(live_counts(plan, 0)) + 1) * nbytes
     assert meter.peak_microbatches == max(live_counts(plan, 0))
+
+
+def test_between_the_halves_of_its_backward_a_micro_batch_is_here_with_what_is_left() -> None:
+    """The first half may free most of it: it was taken for one that had left."""
+    meter = Meter()
+    tensors = {microbatch: [torch.zeros(30), torch.zeros(10)] for microbatch in range(2)}
+    for microbatch, saved in tensors.items():
+        storages = [tensor.untyped_storage() for tensor in saved]
+        meter.saved(Action(0, Kind.FORWARD, microbatch), [SavedStorage(storage, storage.nbytes(), True) for storage in storages])
+        del storages
+        del tensors[microbatch][0]
+        meter.touched(Action(0, Kind.BACKWARD_INPUT, microbatch))
+        assert meter.sample(0, 0) == 40 * (microbatch + 1)
+    assert (meter.peak_microbatches, meter.peak_bytes) == (2, 80)
+    meter.touched(Action(0, Kind.BACKWARD_WEIGHT, 0))
+    tensors[0].clear()
+    assert meter.sample(1, 0) == 40
+    assert meter.peak_microbatches == 2, "one that is over makes room"
+
+
+def test_a_row_has_bytes_where_its_action_saves_or_moves_them() -> None:
+    recorder = Recorder(Clock(torch.device("cpu")))
+    recorder.begin()
+    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD):
+        recorder.started(Action(0, kind, 0))
+        recorder.computed(None)
+    recorder.started(Action(0, Kind.EVICT, 0), host_buffer=0)
+    recorder.waited(Action(0, Kind.EVICT, 0), recorder.mark(), Done())
+    rows, _ = recorder.rows({0: 40}, {0: 30})
+    column = COLUMNS.index("bytes")
+    assert {row[0]: row[column] for row in rows} == {"0F0": 40, "0I0": None, "0W0": None, "0B0": None, "0EVICT0": 30}
 
 
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
