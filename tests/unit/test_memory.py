@@ -22,10 +22,10 @@ from bpipe.ir.action import COMPUTE, Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.layout import one_pipe
-from bpipe.ir.memory import Memory, StageMemory, live_bytes, live_counts, memory_of, num_transfers, peak_counts, with_after_input
+from bpipe.ir.memory import Memory, StageMemory, counts_of, live_bytes, live_counts, memory_of, num_transfers, peak_counts, with_after_input
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
-from bpipe.passes.balance import balance, balance_bytes, smallest_bounds
+from bpipe.passes.balance import balance, balance_bytes, smallest_bound
 from bpipe.passes.evict import OverBound, plan_evictions
 from bpipe.passes.levels import level_bytes
 from bpipe.simulate.cost import Costs, StageCost
@@ -220,8 +220,8 @@ def test_counts_are_bytes_with_ones_and_bounds_are_whole(seed: int, share: Fract
     memory = memory_of([4, 4], None, [int(4 * share)] * 2)
     for rank in range(2):
         assert [4 * count for count in live_counts(plain, rank)] == slow_curve(plain, rank, memory)
-    least = smallest_bounds(plain)
-    balanced = balance(plain, least)
+    least = (smallest_bound(plain, (0, 1), counts_of(plain)),) * 2
+    balanced = balance(plain)
     check(balanced)
     assert balanced.bounds == least
     assert all(peak <= bound for peak, bound in zip(peak_counts(balanced), least, strict=True))
