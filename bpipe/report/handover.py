@@ -8,11 +8,13 @@ prediction has hand-overs, too, so only what is more than predicted is late. Kno
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action
+from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.schedule import Schedule
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Timeline
 
@@ -29,17 +31,18 @@ def late_starts(comparison: Comparison, timeline: Timeline, place: int) -> list[
     lane = timeline.lanes[place]
     if lane is None:
         return []
-    owner, report = comparison.measured.schedule.layout.only_placement, comparison.prediction.report
-    around = _around(owner, place)
-    rows = [timeline.lanes[other] for other in around]
-    ends = {row.action: row.end_s for other in rows if other is not None for row in other.computations}
+    schedule, report = comparison.measured.schedule, comparison.prediction.report
+    needs = Needs(schedule.layout, schedule.num_microbatches)
+    makers = _makers(schedule, needs, place)
+    rows = [timeline.lanes[other] for other in makers]
+    ends = _ends(needs, ((row.action, row.end_s) for other in rows if other is not None for row in other.computations))
     waits = sorted(row.end_s for row in lane.transfers if row.wait_s > 0)
     run = [_Ran(row.action, row.start_s, row.end_s) for row in lane.computations]
-    planned_ends = {timed.action: float(timed.end_s) for other in around for timed in report.computations[other]}
+    planned_ends = _ends(needs, ((timed.action, float(timed.end_s)) for other in makers for timed in report.computations[other]))
     plan = [_Ran(timed.action, float(timed.start_s), float(timed.end_s)) for timed in report.computations[place]]
     # The simulation does not say where a rank waits for transfers; there such a wait counts as a hand-over, and less is called late.
-    planned = _handovers(plan, planned_ends, [])
-    found = [Late(seconds - planned.get(action, 0.0), action) for action, seconds in _handovers(run, ends, waits).items()]
+    planned = _handovers(needs, plan, planned_ends, [])
+    found = [Late(seconds - planned.get(action, 0.0), action) for action, seconds in _handovers(needs, run, ends, waits).items()]
     return [late for late in found if late.seconds > 0]
 
 
@@ -49,26 +52,31 @@ class _Ran(NamedTuple):
     end_s: float
 
 
-def _around(owner: Sequence[int], place: int) -> list[int]:
-    """The place and those that compute its stages' inputs."""
-    stages = [stage + step for stage, of in enumerate(owner) if of == place for step in (-1, 0, 1)]
-    return sorted({owner[stage] for stage in stages if 0 <= stage < len(owner)})
+def _makers(schedule: Schedule, needs: Needs, place: int) -> list[int]:
+    """Those that make what the place's computations need."""
+    needed = {needs.needed(action) for cell in schedule.ranks[place] for action in cell.computations}
+    return sorted({rank for value in needed - {NOTHING} for rank in needs.route(value).makers})
 
 
-def _handovers(rows: Sequence[_Ran], ends: Mapping[Action, float], waits: Sequence[float]) -> dict[Action, float]:
+def _ends(needs: Needs, computations: Iterable[tuple[Action, float]]) -> dict[int, float]:
+    """When each value was made."""
+    ends: dict[int, float] = {}
+    for action, end in computations:
+        value = needs.made(action)
+        ends[value] = max(end, ends.get(value, end))
+    ends.pop(NOTHING, None)
+    return ends
+
+
+def _handovers(needs: Needs, rows: Sequence[_Ran], ends: Mapping[int, float], waits: Sequence[float]) -> dict[Action, float]:
     """Seconds before every computation whose input a neighbour made; those whose neighbour left no record are left out.
 
     `waits` are when waits for transfers were over, in order.
     """
     found = {}
     for before, row in pairwise(rows):
-        made = ends.get(_input_of(row.action))
+        made = ends.get(needs.needed(row.action))
         if made is not None:
             waited = bisect_right(waits, row.start_s)
             found[row.action] = row.start_s - max(before.end_s, made, waits[waited - 1] if waited else made)
     return found
-
-
-def _input_of(action: Action) -> Action:
-    step = -1 if action.kind is Kind.FORWARD else 1
-    return Action(action.stage + step, action.kind, action.microbatch)

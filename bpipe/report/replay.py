@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import changes_in_time
+from bpipe.ir.needs import Needs
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
@@ -208,46 +209,48 @@ def _nodes(measured: Measured) -> tuple[int, ...]:
 
 def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, float | None]:
     """Seconds of a message inside a node and between nodes."""
-    owner = measured.schedule.layout.only_placement
+    needs = Needs(measured.schedule.layout, measured.schedule.num_microbatches)
     inside: list[float] = []
     between: list[float] = []
-    for stage in range(len(owner) - 1):
-        message = message_seconds(measured.steady, owner, stage)
+    for stage in range(needs.num_stages - 1):
+        message = message_seconds(measured.steady, needs, stage)
         if message is None:
             continue
-        (between if nodes and nodes[owner[stage]] != nodes[owner[stage + 1]] else inside).append(message)
+        sender, receiver = (measured.schedule.layout.only_rank_of(one) for one in (stage, stage + 1))
+        (between if nodes and nodes[sender] != nodes[receiver] else inside).append(message)
     return (median(inside) if inside else None), (median(between) if between else None)
 
 
-def message_seconds(timelines: Sequence[Timeline], owner: Sequence[int], stage: int) -> float | None:
+def message_seconds(timelines: Sequence[Timeline], needs: Needs, stage: int) -> float | None:
     """A message between a stage and the next: the mean of both directions' median gaps, so that what two clocks differ by drops out."""
-    forth, back = (
-        [gap for timeline in timelines for gap in gaps(timeline, owner, *pair)] for pair in ((stage, stage + 1), (stage + 1, stage))
-    )
+    outputs = needs.made(Action(stage, _FORWARD, 0))
+    gradients = needs.made(Action(stage + 1, _BACKWARD, 0))
+    forth, back = ([gap for timeline in timelines for gap in gaps(timeline, needs, first)] for first in (outputs, gradients))
     if len(forth) < MIN_GAPS or len(back) < MIN_GAPS:
         return None
     return max(0.0, (median(forth) + median(back)) / 2)
 
 
-def gaps(timeline: Timeline, owner: Sequence[int], sender: int, receiver: int) -> list[float]:
-    """From a stage's computation to the one it allows on the neighbour, where the neighbour had nothing else to wait for.
+def gaps(timeline: Timeline, needs: Needs, first: int) -> list[float]:
+    """From a computation to the one it allows on another rank, for `first` and the same values of all other micro-batches.
 
-    That is: it had ended its computation before, and waited for no transfer.
+    Only where the other rank had nothing else to wait for: it had ended its computation before, and waited for no transfer.
     """
-    ours, theirs = timeline.lanes[owner[sender]], timeline.lanes[owner[receiver]]
+    (maker,), (taker,) = needs.route(first)
+    ours, theirs = timeline.lanes[maker], timeline.lanes[taker]
     if ours is None or theirs is None or ours is theirs:
         return []
-    kinds = (_FORWARD,) if receiver > sender else (_BACKWARD, Kind.BACKWARD_INPUT)
-    ends = {row.action.microbatch: row.end_s for row in ours.computations if row.action.stage == sender and row.action.kind in kinds}
+    values = range(first, first + needs.num_microbatches)
+    ends = {value: row.end_s for row in ours.computations if (value := needs.made(row.action)) in values}
     waits = sorted(row.end_s for row in theirs.transfers if row.wait_s > 0)
     found = []
     for free, row in _with_free(theirs.computations):
-        if row.action.stage != receiver or row.action.kind not in kinds:
+        value = needs.needed(row.action)
+        if value not in values:
             continue
-        end = ends[row.action.microbatch]
         waited = bisect_left(waits, free) < bisect_right(waits, row.start_s)
-        if free < end and not waited:
-            found.append(row.start_s - end)
+        if free < ends[value] and not waited:
+            found.append(row.start_s - ends[value])
     return found
 
 
