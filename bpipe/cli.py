@@ -18,7 +18,7 @@ from pathlib import Path
 from bpipe import __version__
 from bpipe.commands.parser import Parser, numbers, positive, share
 from bpipe.generate.families import FAMILIES, that_take_groups
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
@@ -48,6 +48,7 @@ _COLOURS = {
     Kind.BACKWARD: "32",
     Kind.BACKWARD_INPUT: "32",
     Kind.BACKWARD_WEIGHT: "36",
+    **dict.fromkeys(SHARDS, "35;1"),
     Kind.EVICT: "31",
     Kind.HOST: "33",
     Kind.RETURN: "33",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.memory import Count, live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -38,6 +38,7 @@ STYLES = {
     "forward": Style("#cfe3f7", "#1f5a94"),
     "backward": Style("#d6ecd2", "#2e6b2e", hatch=True),
     "weight": Style("#efe6c8", "#7a6420", hatch=True),
+    "shard": Style("#d9e8e8", "#2f6668", hatch=True),
     "bubble": Style("none", "#b8b8b8", dash=True),
     "away": Style("#f6c9bd", "#a03018"),
     "towards": Style("#e6d4f2", "#5d2f86"),
@@ -46,12 +47,14 @@ STYLES = {
     "axis": Style("none", "#909090"),
     "grid": Style("none", "#e4e4e4"),
 }
+RARE = frozenset({"shard"})
 
 _COMPUTE_STYLES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward",
     Kind.BACKWARD_WEIGHT: "weight",
+    **dict.fromkeys(SHARDS, "shard"),
 }
 _AWAY = (Kind.EVICT, Kind.RETURN)
 _LINES = ("curve", "bound")
@@ -103,7 +106,8 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     if subtitle:
         title += f", {subtitle}"
     picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))
-    draw_legend(picture, LEGEND, MARGIN_LEFT, 36)
+    shards = (("shard", "shard of the vocabulary"),) if schedule.layout.shard_kinds else ()
+    draw_legend(picture, (*LEGEND, *shards), MARGIN_LEFT, 36)
     curves = [live_counts(schedule, rank) for rank in range(schedule.num_ranks)]
     top = max(max(max(curve) for curve in curves), *(schedule.bounds or (1,)))
     for rank in range(schedule.num_ranks):

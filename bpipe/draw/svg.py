@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from bpipe.draw.picture import STYLES, Picture, Shape, Style, Word, lay_out
+from bpipe.draw.picture import RARE, STYLES, Picture, Shape, Style, Word, lay_out
 from bpipe.ir.schedule import Schedule
 
 
@@ -15,14 +15,17 @@ def write_svg(schedule: Schedule) -> str:
 
 def render_svg(picture: Picture) -> str:
     """Any picture, such as a simulation's."""
+    # What few schedules have costs the others no line.
+    drawn = {shape.style for shape in picture.shapes}
+    styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width}" height="{picture.height}" '
         f'viewBox="0 0 {picture.width} {picture.height}" font-family="sans-serif">',
         "<defs>",
-        *(_pattern(name, style) for name, style in STYLES.items() if style.hatch),
+        *(_pattern(name, style) for name, style in styles.items() if style.hatch),
         "</defs>",
         "<style>",
-        *(_rule(name, style) for name, style in STYLES.items()),
+        *(_rule(name, style) for name, style in styles.items()),
         "text { dominant-baseline: central; fill: #111; }",
         "</style>",
         f'<rect width="{picture.width}" height="{picture.height}" fill="#fff"/>',

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from bpipe.draw.picture import Picture, Shape, Word, draw_legend, pointed
-from bpipe.ir.action import Kind
+from bpipe.ir.action import SHARDS, Kind
 from bpipe.simulate.report import Simulation, Timed
 
 WIDTH = 1600
@@ -31,6 +31,7 @@ _STYLES = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward",
     Kind.BACKWARD_WEIGHT: "weight",
+    **dict.fromkeys(SHARDS, "shard"),
     Kind.EVICT: "away",
     Kind.RETURN: "away",
     Kind.HOST: "towards",
@@ -38,6 +39,7 @@ _STYLES = {
 }
 _COMPUTED = (("forward", "forward"), ("backward", "backward"))
 _SPLIT = (("weight", "backward of weights"),)
+_SHARDED = (("shard", "shard of the vocabulary"),)
 _MOVED = (("away", "evict, return"), ("towards", "load, host"))
 _HELD = (("curve", "bytes of activations held"),)
 _BOUND = (("bound", "bound of balancing"),)
@@ -82,9 +84,10 @@ def _seconds(value: float) -> str:
 
 def _legend_entries(simulation: Simulation) -> tuple[tuple[str, str], ...]:
     """Of what there is."""
-    splits = any(timed.action.kind is Kind.BACKWARD_WEIGHT for row in simulation.computations for timed in row)
+    kinds = {timed.action.kind for row in simulation.computations for timed in row}
+    computed = (*_COMPUTED, *(_SPLIT if Kind.BACKWARD_WEIGHT in kinds else ()), *(_SHARDED if kinds & SHARDS else ()))
     moves = any(simulation.transfers)
-    return (*_COMPUTED, *(_SPLIT if splits else ()), *(_MOVED if moves else ()), *_HELD, *(_BOUND if simulation.schedule.bounds else ()))
+    return (*computed, *(_MOVED if moves else ()), *_HELD, *(_BOUND if simulation.schedule.bounds else ()))
 
 
 def _bound_bytes(simulation: Simulation, rank: int) -> int | None:
