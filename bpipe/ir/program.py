@@ -101,7 +101,7 @@ class Instruction(NamedTuple):
         return f"{self.do.name.lower()} {self.what}"
 
 
-class Messages:
+class MessageTable:
     """What a schedule's values are as messages, made when somebody asks: running millions needs only their numbers."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -131,7 +131,7 @@ class Program:
     whats: Sequence[Action | int | Transfer]
     starts: Sequence[int]
     slots: Sequence[int]
-    messages: Messages
+    messages: MessageTable
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from bpipe.ir.action import COMPUTE, SHARDS, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.program import Do, Exchange, Messages, Program, Transfer
+from bpipe.ir.program import Do, Exchange, MessageTable, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.steps import Step, steps
 
@@ -70,7 +70,7 @@ class _Passing:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.messages = schedule, Messages(schedule)
+        self.schedule, self.messages = schedule, MessageTable(schedule)
         needs = self.messages.needs
         pipes = range(schedule.layout.num_pipes)
         made, needed = [_ends(needs, needs.made, pipe) for pipe in pipes], [_ends(needs, needs.needed, pipe) for pipe in pipes]

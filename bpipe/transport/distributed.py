@@ -43,6 +43,11 @@ class Works:
             work.wait()
         self._works, self._tensors = [], []
 
+    @property
+    def completed(self) -> bool:
+        """Whether it is over. Gloo does not know before it was waited for."""
+        return all(work.is_completed() for work in self._works)
+
 
 @dataclass(frozen=True)
 class PairGroups:
@@ -53,10 +58,13 @@ class PairGroups:
     receiving: dist.ProcessGroup
 
 
-def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
-    """A group of these ranks. Collective over the world: every rank calls it, in the same order. Elsewhere the result is not used."""
+def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str, few_units: bool = True) -> dist.ProcessGroup:
+    """A group of these ranks. Collective over the world: every rank calls it, in the same order. Elsewhere the result is not used.
+
+    `few_units`: for what runs beside a computation and should leave it the device; a computation waits for what has all of them.
+    """
     timeout = timedelta(seconds=timeout_s)
-    options = nccl_options(timeout) if backend == "nccl" else None
+    options = nccl_options(timeout) if backend == "nccl" and few_units else None
     # Ranks outside a group get a constant that says so.
     made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"BPIPE_{name}")
     return cast(dist.ProcessGroup, made)
@@ -97,12 +105,15 @@ def destroy_groups(groups: PairGroups) -> None:
         dist.destroy_process_group(group)
 
 
-def pair_groups(low: int, high: int, backend: str, timeout_s: float, device: torch.device) -> PairGroups | None:
-    """The pair's groups, one a direction; None on any other rank. Collective over the world, as `new_group`.
+def pair_groups(
+    low: int, high: int, backend: str, timeout_s: float, device: torch.device, purpose: str = "", few_units: bool = True
+) -> PairGroups | None:
+    """The pair's groups, one a direction; None on any other rank. Collective over the world; arguments as of `new_group`.
 
     The pair exchanges one byte in each direction, so that a network that does not connect fails here and not in the middle of a step.
     """
-    upward, downward = (new_group([low, high], backend, timeout_s, f"{name}_{low}_{high}") for name in ("UP", "DOWN"))
+    names = (f"{purpose}{direction}_{low}_{high}" for direction in ("UP", "DOWN"))
+    upward, downward = (new_group([low, high], backend, timeout_s, name, few_units) for name in names)
     rank = dist.get_rank()
     if rank not in (low, high):
         return None
@@ -110,11 +121,11 @@ def pair_groups(low: int, high: int, backend: str, timeout_s: float, device: tor
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     send, receive = (dist.isend, byte, groups.sending), (dist.irecv, torch.empty_like(byte), groups.receiving)
     for operation, tensor, group in (send, receive) if rank == low else (receive, send):
-        _batched(operation, [tensor], groups.partner, group).wait()
+        batched(operation, [tensor], groups.partner, group).wait()
     return groups
 
 
-def _batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:
+def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:
     """One operation a tensor, in order, in as few group calls as NCCL allows."""
     works: list[Any] = []
     for start in range(0, len(tensors), MAX_BATCHED_OPERATIONS):
@@ -156,7 +167,7 @@ class Distributed:
     withdraw = abandon = release
 
     def _send(self, tensors: Sequence[torch.Tensor]) -> Works:
-        return _batched(dist.isend, tensors, self._groups.partner, self._groups.sending)
+        return batched(dist.isend, tensors, self._groups.partner, self._groups.sending)
 
     def _receive(self, tensors: Sequence[torch.Tensor]) -> Works:
-        return _batched(dist.irecv, tensors, self._groups.partner, self._groups.receiving)
+        return batched(dist.irecv, tensors, self._groups.partner, self._groups.receiving)

@@ -1,4 +1,4 @@
-"""A pipeline loop of one rank over a small real autograd graph, with the engine's calls around every operation.
+"""One rank of a pipeline over a small real autograd graph, run by the executor with an engine around every operation.
 
 In: a schedule, a rank, an engine or none. Out: gradients that depend on every micro-batch's every bit. Its neighbours are not there: what
 they would send is drawn from the micro-batch's number.
@@ -6,17 +6,22 @@ they would send is drawn from the micro-batch's number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import steps
 from bpipe.program import ScheduleConfig, balancing, build
-from bpipe.runtime.engine import Engine
+from bpipe.runtime.executor import Calls, Executor
+from bpipe.runtime.messages import Alone
+from bpipe.runtime.stage import Tensors, TorchStages
 
 WIDTH = 32
+
+Layer = Callable[[torch.nn.Parameter, torch.Tensor], torch.Tensor]
 
 
 def schedule(p: int = 4, m: int = 8, balance: str = "bpipe") -> Schedule:
@@ -37,43 +42,63 @@ def new_weight() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
 
 
+Rows = Callable[[int], int]
+
+
+class Small(TorchStages):
+    """A rank's stages, all of one weight. `computing` is called inside every forward and backward, to hold the computation up."""
+
+    def __init__(
+        self,
+        plan: Schedule,
+        rank: int,
+        weight: torch.nn.Parameter,
+        rows: Rows = lambda microbatch: 16,
+        computing: Callable[[], None] = lambda: None,
+        forward: Layer = stage,
+    ) -> None:
+        self._computing = computing
+        last = plan.num_stages - 1
+
+        def part(number: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+            computing()
+            # Nobody else may hold it: the first stage's input leaves with what else it saved.
+            output = forward(weight, *(received or (inputs_of(microbatch, rows(microbatch)),)))
+            return output if number < last else (output * (0.5 + microbatch)).sum()
+
+        super().__init__({number: functools.partial(part, number) for number in plan.layout.stages_of(rank)})
+
+    def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        self._computing()
+        return super().backward(action, gradients)
+
+
+def drawn(rows: Rows = lambda microbatch: 16) -> Alone:
+    """What neighbours would send."""
+
+    def tensors(message: Message) -> Tensors:
+        (made_by,) = message.made_by
+        x = inputs_of(made_by.microbatch, rows(made_by.microbatch))
+        return (x if made_by.kind is Kind.FORWARD else torch.full_like(x, 0.5 + made_by.microbatch),)
+
+    return Alone(tensors)
+
+
 def run_iteration(
-    engine: Engine | None,
+    engine: Calls | None,
     plan: Schedule,
     weight: torch.nn.Parameter,
-    rows: Callable[[int], int] = lambda microbatch: 16,
+    rows: Rows = lambda microbatch: 16,
     rank: int = 0,
     computing: Callable[[], None] = lambda: None,
-    forward: Callable[[torch.nn.Parameter, torch.Tensor], torch.Tensor] = stage,
+    forward: Layer = stage,
 ) -> None:
-    """One iteration. `computing` is called inside every forward and backward, to hold the computation up."""
-    outputs: dict[int, torch.Tensor] = {}
-    if engine:
-        engine.begin()
-    for step in steps(plan, rank)[1:-1]:
-        op = step.compute
-        assert op is not None
-        if op.kind is Kind.FORWARD:
-            received = inputs_of(op.microbatch, rows(op.microbatch))
-        if engine:
-            engine.before(op)
-        computing()
-        if op.kind is Kind.FORWARD:
-            outputs[op.microbatch] = forward(weight, received)
-            if engine:
-                engine.after(op, [outputs[op.microbatch]], [received])
-        else:
-            output = outputs.pop(op.microbatch)
-            torch.autograd.backward(output, torch.full_like(output, 0.5 + op.microbatch))
-            del output
-            if engine:
-                engine.after(op)
-    if engine:
-        engine.end()
+    """One iteration."""
+    Executor(plan, rank, Small(plan, rank, weight, rows, computing, forward), drawn(rows)).run(engine)
 
 
 def gradient(
-    engine: Engine | None, plan: Schedule, iterations: int = 1, rank: int = 0, computing: Callable[[], None] = lambda: None
+    engine: Calls | None, plan: Schedule, iterations: int = 1, rank: int = 0, computing: Callable[[], None] = lambda: None
 ) -> torch.Tensor:
     """The weight's gradient after so many iterations."""
     weight = new_weight()

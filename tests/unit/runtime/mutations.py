@@ -23,8 +23,8 @@ from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    *(f"bpipe/runtime/{name}.py" for name in ("evictor", "acceptor", "engine", "streams")),
-    *(f"bpipe/transport/{name}.py" for name in ("one_sided", "lanes", "distributed")),
+    *(f"bpipe/runtime/{name}.py" for name in ("evictor", "acceptor", "engine", "streams", "executor")),
+    *(f"bpipe/transport/{name}.py" for name in ("one_sided", "lanes", "distributed", "edges")),
 )
 # What waits, or says what waits for what. Definitions and comments do not.
 WAITING = re.compile(r"\.wait\(|wait_event\(|self\._wait\(|\b_settle\(|\b_finish\(|finish_\w+\(|\bafter=\[|_behind_compute\(")
@@ -35,6 +35,8 @@ ENGINE = "tests/unit/runtime/test_engine.py"
 LANES = "tests/unit/transport/test_lanes.py"
 ONE_SIDED = "tests/unit/transport/test_one_sided.py"
 DISTRIBUTED = "tests/unit/transport/test_distributed.py"
+EXECUTOR = "tests/unit/runtime/test_executor.py"
+EDGES = "tests/unit/transport/test_edges.py"
 LIMIT_S = 100.0
 
 
@@ -65,7 +67,7 @@ class Mutation:
 
 
 def mutate(file: str, line: str, instead: str, *tests: str, nth: int = 0) -> Mutation:
-    folder = "transport" if file in ("one_sided", "lanes", "distributed") else "runtime"
+    folder = "transport" if file in ("one_sided", "lanes", "distributed", "edges") else "runtime"
     return Mutation(f"bpipe/{folder}/{file}.py", line, instead, tests, nth)
 
 
@@ -137,10 +139,15 @@ TABLE = (
     mutate("distributed", "work.wait()", "pass", DISTRIBUTED),
     mutate(
         "distributed",
-        "_batched(operation, [tensor], groups.partner, group).wait()",
-        "_batched(operation, [tensor], groups.partner, group)",
+        "batched(operation, [tensor], groups.partner, group).wait()",
+        "batched(operation, [tensor], groups.partner, group)",
         DISTRIBUTED,
     ),
+    # Messages between stages.
+    mutate("executor", "arrived = self._messages.wait(what)", "arrived = ()", EXECUTOR),
+    mutate("edges", "works.wait()", "pass", EDGES),
+    mutate("edges", "works.wait()", "pass", EDGES, nth=1),
+    mutate("edges", "works.wait()", "pass", EDGES, nth=2),
 )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -114,14 +115,12 @@ def test_nothing_outlives_its_backward() -> None:
     engine = engine_for(plan)
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
     references = []
-    plain_after = engine.after
 
-    def after(op: Action, outputs: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> None:
-        references.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in inputs)
-        plain_after(op, outputs, inputs)
+    def forward(weight: torch.nn.Parameter, received: torch.Tensor) -> torch.Tensor:
+        references.append(StorageWeakRef(received.untyped_storage()))
+        return stage(weight, received)
 
-    engine.after = after  # type: ignore[method-assign, assignment]
-    run_iteration(engine, plan, weight)
+    run_iteration(engine, plan, weight, forward=forward)
     gc.collect()
     assert len(references) == 8
     assert all(reference.expired() for reference in references)
@@ -434,35 +433,36 @@ def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_i
     assert [str(action) for action in end.after] == ["0RETURN10"]
     engine = Engine(plan, 5, transport, EngineConfig("rank 5", CPU, minimum_bytes=1, timeout_s=1.0))
     seen: list[int] = []
-    ended = engine.end
 
-    def looked() -> None:
-        seen.append(len(returned))
-        engine.communicated()
-        seen.append(len(returned))
-        ended()
-        seen.append(len(returned))
+    def looking(does: Callable[[], None]) -> Callable[[], None]:
+        def looked() -> None:
+            seen.append(len(returned))
+            does()
+            seen.append(len(returned))
 
-    engine.end = looked  # type: ignore[method-assign]
-    run_iteration(engine, plan, new_weight(), rank=5)
-    engine.end = ended  # type: ignore[method-assign]
-    run_iteration(engine, plan, new_weight(), rank=5)
-    assert seen == [4, 5, 5]
-    assert len(returned) == 10, "a loop that does not say when it has sent its last message has when it ends"
+        return looked
+
+    calls: Any = SimpleNamespace(begin=engine.begin, before=engine.before, after=engine.after, end=looking(engine.end))
+    calls.communicated = looking(engine.communicated)
+    run_iteration(calls, plan, new_weight(), rank=5)
+    assert seen == [4, 5, 5, 5]
+    calls.communicated = lambda: None
+    run_iteration(calls, plan, new_weight(), rank=5)
+    assert seen[4:] == [9, 10], "a loop that does not say when it has sent its last message has when it ends"
 
 
 def test_where_it_stands_is_said_at_the_end_too() -> None:
     """After its last transfers have started it has not gone back to the start."""
     plan = schedule()
     engine = engine_for(plan)
-    end, where = engine.end, []
+    communicated, where = engine.communicated, []
 
     def looked() -> None:
         where.append(engine.where())
-        engine.communicated()
+        communicated()
         where.append(engine.where())
-        end()
 
-    engine.end = looked  # type: ignore[method-assign]
+    engine.communicated = looked  # type: ignore[method-assign]
     run_iteration(engine, plan, new_weight())
-    assert where == ["rank 0, stage 0, after 0B7"] * 2
+    # Once from the loop, once from the engine's own end.
+    assert where == ["rank 0, stage 0, after 0B7"] * 4

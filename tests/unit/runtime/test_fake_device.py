@@ -18,15 +18,18 @@ import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
+from bpipe.ir.program import Do
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import steps
 from bpipe.runtime import evictor as evictor_module
 from bpipe.runtime import host_buffers, streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.evictor import ActivationsState, Evictor
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.messages import Alone
 from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import StreamLane, Streams
 from bpipe.transport import distributed
 from bpipe.transport.base import Done, Transport
@@ -93,29 +96,49 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
     return put
 
 
+class Fake:
+    """A stage whose forwards and backwards only say on the device what they write and read."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._iteration = 0
+        self._live: dict[int, Microbatch] = {}
+
+    def forward(self, action: Action, received: Tensors) -> Tensors:
+        self._iteration += not self._live and not action.microbatch
+        microbatch = self._live[action.microbatch] = Microbatch(self._device, (str(action), self._iteration))
+        with self._workspace(action):
+            microbatch.forward(self._device)
+        output = SimpleNamespace(grad_fn=microbatch, detach=lambda: None)
+        return (output,)  # type: ignore[return-value]
+
+    def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        with self._workspace(action):
+            self._live.pop(action.microbatch).backward(self._device)
+        return ()
+
+    @contextlib.contextmanager
+    def _workspace(self, action: Action) -> Iterator[None]:
+        """Memory that lives as long as the operation: what was just freed is written to at once."""
+        workspace = FakeStorage(self._device, 1000)
+        self._device.machine.issue(self._device.compute, f"workspace of {action}", writes=[workspace.unit()])
+        yield
+        workspace.resize_(0)
+
+    def backward_input(self, action: Action, gradients: Tensors) -> Tensors:
+        raise AssertionError(f"{action} is half of a backward")
+
+    def backward_weight(self, action: Action) -> None:
+        raise AssertionError(f"{action} is half of a backward")
+
+
 def program(plan: Schedule, rank: int, engine: Engine, device: Device) -> Iterator[None]:
-    """The rank's loop; between two steps another rank's host may go on."""
-    for iteration in range(ITERATIONS):
-        live: dict[int, Microbatch] = {}
-        engine.begin()
-        for step in steps(plan, rank)[1:-1]:
-            yield
-            op = step.compute
-            assert op is not None
-            engine.before(op)
-            # A workspace that lives as long as the operation: what was just freed is written to at once.
-            workspace = FakeStorage(device, 1000)
-            device.machine.issue(device.compute, f"workspace of {op}", writes=[workspace.unit()])
-            if op.kind is Kind.FORWARD:
-                live[op.microbatch] = Microbatch(device, (str(op), iteration))
-                live[op.microbatch].forward(device)
-                workspace.resize_(0)
-                engine.after(op, [SimpleNamespace(grad_fn=live[op.microbatch])])  # type: ignore[list-item]
-            else:
-                live.pop(op.microbatch).backward(device)
-                workspace.resize_(0)
-                engine.after(op)
-        engine.end()
+    """The rank's loop; between two computations another rank's host may go on."""
+    executor = Executor(plan, rank, Fake(device), Alone())
+    for _ in range(ITERATIONS):
+        for instruction in executor.walk(engine):
+            if instruction.do is Do.RUN:
+                yield
 
 
 def run(

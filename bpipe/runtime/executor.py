@@ -1,0 +1,131 @@
+"""Run one rank's program: compute, pass on what other ranks need, hand over what stays here.
+
+In: a schedule and a rank of it; a Stage that computes, Messages that carry, and around every computation an engine, or none. Out: all
+computations of an iteration, each with what it needs. Knows no model and no process group.
+
+A computation runs once its own input is there, and what it made is sent at once: no other wait stands between two computations. What
+stays on the rank, as between two stages that are both here, is no message. Transfers are the engine's, which starts them around the
+computations by the same schedule; without one nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.program import Do, Exchange, Instruction, Message
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.lower import lower
+from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.messages import Messages
+from bpipe.runtime.stage import Stage, Tensors
+
+
+class Calls(Protocol):
+    """What is called around the computations of an iteration: an engine, or somebody who only looks on."""
+
+    def begin(self) -> None: ...
+
+    def before(self, op: Action) -> None: ...
+
+    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None: ...
+
+    def communicated(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def neighbours(schedule: Schedule) -> list[tuple[int, int]]:
+    """Every two ranks between which messages pass, the lower one first: the same on every rank that asks."""
+    needs = Needs(schedule.layout, schedule.num_microbatches)
+    parties = {needs.route(value).parties for value in range(needs.num_values)}
+    return sorted({(min(both), max(both)) for both in parties if len(both) == 2})
+
+
+class Executor:
+    """One rank's program over real tensors, iteration after iteration."""
+
+    def __init__(self, schedule: Schedule, rank: int, stage: Stage, messages: Messages) -> None:
+        self.schedule, self.rank = schedule, rank
+        self._needs = Needs(schedule.layout, schedule.num_microbatches)
+        self._stage, self._messages = stage, messages
+        self.program = program = lower(schedule, Exchange.POSTED)[rank]
+        self._instructions = [each for each in program.instructions if each.do is Do.RUN or isinstance(each.what, Message)]
+        # Behind it nothing is sent any more.
+        passing = [number for number, each in enumerate(self._instructions) if each.do in (Do.RUN, Do.SEND)]
+        self._last = passing[-1] if passing else -1
+        self._compute: dict[Kind, Callable[[Action, Tensors], Tensors]] = {
+            Kind.FORWARD: stage.forward,
+            Kind.BACKWARD: stage.backward,
+            Kind.BACKWARD_INPUT: stage.backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+        }
+        for each in self._instructions:
+            if isinstance(each.what, Action) and each.what.kind not in self._compute:
+                raise ValueError(f"rank {rank}: {each.what} is no computation of a stage: nothing here computes it")
+        # What was made or received and is not used yet, by its number.
+        self._values: dict[int, Tensors] = {}
+
+    def run(self, calls: Calls | None = None) -> None:
+        """One iteration."""
+        for _ in self.walk(calls):
+            pass
+
+    def walk(self, calls: Calls | None = None) -> Iterator[Instruction]:
+        """One iteration, pausing before each instruction until the next one is asked for: several ranks can take turns in one thread."""
+        self._values.clear()
+        if calls:
+            calls.begin()
+        for number, instruction in enumerate(self._instructions):
+            yield instruction
+            self._carry_out(instruction, calls)
+            if calls and number == self._last:
+                calls.communicated()
+        if calls:
+            calls.end()
+        if self._values:
+            left = ", ".join(self._needs.words(value) for value in self._values)
+            raise RuntimeFault(f"rank {self.rank}: nothing used {left}")
+
+    def _carry_out(self, instruction: Instruction, calls: Calls | None) -> None:
+        do, what = instruction
+        if isinstance(what, Action):
+            self._run(what, calls)
+            return
+        assert isinstance(what, Message)
+        if do is Do.POST:
+            self._messages.post(what)
+        elif do is Do.SEND:
+            self._messages.send(what, self._take(what.value, what))
+        else:
+            arrived = self._messages.wait(what)
+            if what.parties[0] != self.rank:
+                self._values[what.value] = arrived
+
+    def _run(self, action: Action, calls: Calls | None) -> None:
+        needed = self._needs.needed(action)
+        received = () if needed == NOTHING else self._take(needed, action)
+        if calls:
+            calls.before(action)
+        made = self._compute[action.kind](action, received)
+        if calls:
+            forward = action.kind is Kind.FORWARD
+            calls.after(action, made, received) if forward else calls.after(action)
+        value = self._needs.made(action)
+        if value != NOTHING and self._needs.route(value).takers:
+            # Its own tensor: whoever made it may exchange what lies behind the one it has.
+            self._values[value] = tuple(tensor.detach() for tensor in made)
+
+    def _backward_weight(self, action: Action, received: Tensors) -> Tensors:
+        self._stage.backward_weight(action)
+        return ()
+
+    def _take(self, value: int, what: object) -> Tensors:
+        try:
+            return self._values.pop(value)
+        except KeyError:
+            raise RuntimeFault(f"rank {self.rank}: {self._needs.words(value)} is not here for {what}") from None

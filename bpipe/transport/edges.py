@@ -1,0 +1,157 @@
+"""Carry the messages between pipeline stages by `torch.distributed` point-to-point operations, gloo and NCCL by the same calls.
+
+In: the groups of this rank with its neighbours, and a Program's messages in its order. Out: the tensors that they carry. Knows no schedule.
+
+Every directed edge between two ranks is a process group of its own, made by all ranks in one order and used once before the first step.
+Within an edge both ends issue in the sender's order, so messages match by order alone; two directions in one communicator would wait for
+each other. A sender never waits. What a stage makes has the same shape for every micro-batch, so it is announced once: in front of the
+first message of its sort goes another that says how many tensors there are, of which types and shapes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from bpipe.ir.action import Kind
+from bpipe.ir.program import Message
+from bpipe.transport.distributed import PairGroups, Works, batched, pair_groups
+
+# What a stage makes in its forward, or in its backward: the same for every micro-batch.
+Sort = tuple[int, Kind]
+Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+# An announcement is as many whole numbers: how many tensors, and of each its type, how many dimensions it has, and their lengths.
+ANNOUNCEMENT = 64
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def connect_edges(pairs: Iterable[tuple[int, int]], backend: str, timeout_s: float, device: torch.device) -> dict[int, PairGroups]:
+    """This rank's groups by neighbour, one a direction. Collective over the world: every rank names the same pairs in the same order."""
+    found = {}
+    for low, high in pairs:
+        groups = pair_groups(low, high, backend, timeout_s, device, "EDGE_", few_units=False)
+        if groups is not None:
+            found[groups.partner] = groups
+    return found
+
+
+@dataclass
+class _Inbound:
+    """What comes from one neighbour: what was posted, and of that what is being received, into memory of its shape."""
+
+    groups: PairGroups
+    posted: deque[Message] = field(default_factory=deque)
+    announcement: tuple[torch.Tensor, Works] | None = None
+    shapes: dict[Sort, Shapes] = field(default_factory=dict)
+    receiving: dict[int, tuple[tuple[torch.Tensor, ...], Works]] = field(default_factory=dict)
+
+
+class Edges:
+    """One rank's messages for one program; the groups may serve several."""
+
+    def __init__(self, rank: int, groups: Mapping[int, PairGroups], device: torch.device) -> None:
+        """`groups` are by the neighbour's rank in the pipeline."""
+        self._rank = rank
+        self._device = device
+        self._inbound = {neighbour: _Inbound(both) for neighbour, both in groups.items()}
+        self._announced: dict[tuple[int, Sort], Shapes] = {}
+        # By message, what carries it and keeps its tensors.
+        self._sent: dict[int, list[Works]] = {}
+
+    def post(self, message: Message) -> None:
+        inbound = self._inbound[self._neighbour(message)]
+        inbound.posted.append(message)
+        self._receive(inbound, None)
+
+    def send(self, message: Message, tensors: tuple[torch.Tensor, ...]) -> None:
+        target, sort = self._neighbour(message), _sort(message)
+        groups = self._inbound[target].groups
+        # Some backends know that a send is over without being waited for; what it carried may go.
+        self._sent = {value: sent for value, sent in self._sent.items() if not all(works.completed for works in sent)}
+        shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+        parts = [[tensor.detach().contiguous() for tensor in tensors]]
+        if (target, sort) not in self._announced:
+            self._announced[target, sort] = shapes
+            parts.insert(0, [_announcement(message, shapes).to(self._device)])
+        elif shapes != (first := self._announced[target, sort]):
+            raise ValueError(
+                f"rank {self._rank}: {message} carries {_words(shapes)}, the first of its sort carried {_words(first)}: micro-batches of "
+                f"differing size are not supported, pad to one length"
+            )
+        self._sent[message.value] = [batched(dist.isend, part, groups.partner, groups.sending) for part in parts]
+
+    def wait(self, message: Message) -> tuple[torch.Tensor, ...]:
+        if message.parties[0] == self._rank:
+            for works in self._sent.pop(message.value, ()):
+                works.wait()
+            return ()
+        inbound = self._inbound[self._neighbour(message)]
+        if message.value not in inbound.receiving:
+            self._receive(inbound, message)
+        tensors, works = inbound.receiving.pop(message.value)
+        works.wait()
+        return tensors
+
+    def _neighbour(self, message: Message) -> int:
+        if message.is_collective:
+            raise ValueError(f"{message} is of {len(message.parties)} ranks: an edge has two ends")
+        maker, taker = message.parties
+        return taker if maker == self._rank else maker
+
+    def _receive(self, inbound: _Inbound, needed: Message | None) -> None:
+        """Receive what was posted, as far as its shapes are known; for what is `needed`, wait until they are."""
+        groups = inbound.groups
+        while inbound.posted:
+            message, sort = inbound.posted[0], _sort(inbound.posted[0])
+            if sort not in inbound.shapes:
+                if inbound.announcement is None:
+                    numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
+                    inbound.announcement = numbers, batched(dist.irecv, [numbers], groups.partner, groups.receiving)
+                if needed is None:
+                    return
+                numbers, works = inbound.announcement
+                works.wait()
+                inbound.shapes[sort], inbound.announcement = _read(numbers.tolist()), None
+            inbound.posted.popleft()
+            tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in inbound.shapes[sort])
+            inbound.receiving[message.value] = tensors, batched(dist.irecv, tensors, groups.partner, groups.receiving)
+            if message == needed:
+                needed = None
+        if needed is not None:
+            raise ValueError(f"rank {self._rank}: waits for {needed}, which it never posted")
+
+
+def _sort(message: Message) -> Sort:
+    (maker,) = message.made_by
+    return maker.stage, maker.kind
+
+
+def _announcement(message: Message, shapes: Shapes) -> torch.Tensor:
+    numbers = [len(shapes)]
+    for dtype, shape in shapes:
+        numbers += [DTYPES.index(dtype), len(shape), *shape]
+    if len(numbers) > ANNOUNCEMENT:
+        raise ValueError(f"{message} carries {len(shapes)} tensors, more than an announcement of {ANNOUNCEMENT} numbers can describe")
+    return torch.tensor(numbers + [0] * (ANNOUNCEMENT - len(numbers)))
+
+
+def _read(numbers: list[int]) -> Shapes:
+    count, *rest = numbers
+    shapes = []
+    for _ in range(count):
+        dtype, dimensions, *rest = rest
+        shapes.append((DTYPES[dtype], tuple(rest[:dimensions])))
+        rest = rest[dimensions:]
+    return tuple(shapes)
+
+
+def _words(shapes: Shapes) -> str:
+    return " and ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in shapes) or "nothing"

@@ -1,0 +1,74 @@
+"""Four ranks that run programs with the executor over gloo, one case after another in the same processes.
+
+In: a folder. Out: `<folder>/rank<r>.json`: by case, whether every gradient of this rank's stages has the bits of the model in one piece,
+and how many bytes of a micro-batch left this rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+from bpipe.ir.memory import num_transfers
+from bpipe.ir.schedule import Schedule
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.streams import copying_on
+from bpipe.transport.connect import connect
+from bpipe.transport.edges import Edges, connect_edges
+from tests.unit.runtime.pipeline import Model, in_one_piece
+
+CPU = torch.device("cpu")
+RANKS, ITERATIONS, TIMEOUT_S = 4, 2, 60.0
+CASES = {
+    "1f1b": (ScheduleConfig("1f1b", RANKS, 8), None),
+    "interleaved": (ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2), None),
+    "1f1b, balanced over gloo": (ScheduleConfig("1f1b", RANKS, 8, balance=BalanceConfig()), "gloo"),
+    "1f1b, balanced over peer": (ScheduleConfig("1f1b", RANKS, 8, balance=BalanceConfig()), "peer"),
+    "interleaved, balanced over gloo": (ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2, balance=BalanceConfig()), "gloo"),
+    "interleaved, balanced over peer": (ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2, balance=BalanceConfig()), "peer"),
+}
+
+
+def engine_of(schedule: Schedule, rank: int, transport: str) -> Engine:
+    assert schedule.partners is not None
+    pairs = [(stage, schedule.partners[stage]) for stage in range(RANKS) if num_transfers(schedule, stage).evictions]
+    connection, _ = connect(pairs, transport, TIMEOUT_S, copying_on(CPU))
+    config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
+    return Engine(schedule, rank, connection.transport() if connection else None, config)
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    # A ring, of which the schedules without chunks use the chain.
+    groups = connect_edges(neighbours(build(CASES["interleaved"][0])), "gloo", TIMEOUT_S, CPU)
+    found = {}
+    for name, (config, transport) in CASES.items():
+        schedule = build(config)
+        model = Model(schedule.num_stages)
+        engine = engine_of(schedule, rank, transport) if transport else None
+        executor = Executor(schedule, rank, model.parts(schedule, rank), Edges(rank, groups, CPU))
+        for _ in range(ITERATIONS):
+            executor.run(engine)
+        expected = in_one_piece(schedule.num_stages, schedule.num_microbatches, ITERATIONS)
+        own = schedule.layout.stages_of(rank)
+        same = all(torch.equal(model.weights[stage].grad, expected[stage]) for stage in own)  # type: ignore[arg-type]
+        found[name] = {"same": same, "moved": sum(engine.moved_bytes.values()) if engine else 0}
+        if engine:
+            engine.release()
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    start_processes(one_rank, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")

@@ -1,0 +1,31 @@
+"""The executor over gloo, engine included: the bits of the model in one piece, whatever the schedule and however activations move."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.gloo.conftest import ROOT
+from tests.gloo.executors import CASES, RANKS
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("executors")
+    command = [sys.executable, "-m", "tests.gloo.executors", str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", CASES)
+def test_every_gradient_has_the_bits_of_the_model_in_one_piece(case: str, found: list[dict[str, Any]]) -> None:
+    assert [rank[case]["same"] for rank in found] == [True] * RANKS
+    moved = [rank[case]["moved"] for rank in found]
+    assert (moved[0] > 0) is ("balanced" in case)
+    assert moved[-1] == 0

@@ -1,0 +1,113 @@
+"""All ranks of a schedule in one thread, each at its own place in its program: whoever can go on does.
+
+In: a schedule. Out: gradients of all stages' weights, and those of the same model in one piece. Messages are copied, and have to be posted
+in the order in which they are sent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import torch
+
+from bpipe.ir.program import Do, Instruction, Message
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.stage import Tensors, TorchStages
+
+ROWS, WIDTH = 4, 8
+Edge = tuple[int, int]
+
+
+class Post:
+    """The mail between all ranks: what is under way on every directed edge, in order."""
+
+    def __init__(self) -> None:
+        self.sent: dict[Edge, deque[tuple[Message, Tensors]]] = defaultdict(deque)
+        self.posted: dict[Edge, deque[Message]] = defaultdict(deque)
+
+
+class Mail:
+    """One rank's messages."""
+
+    def __init__(self, rank: int, post: Post) -> None:
+        self._rank, self._post = rank, post
+
+    def post(self, message: Message) -> None:
+        self._post.posted[message.parties].append(message)
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        assert message.parties[0] == self._rank
+        assert all(not tensor.requires_grad for tensor in tensors)
+        self._post.sent[message.parties].append((message, tuple(tensor.clone() for tensor in tensors)))
+
+    def wait(self, message: Message) -> Tensors:
+        if message.parties[0] == self._rank:
+            return ()
+        sent, tensors = self._post.sent[message.parties].popleft()
+        assert sent == self._post.posted[message.parties].popleft() == message
+        return tensors
+
+    def can(self, instruction: Instruction) -> bool:
+        """Whether this would not have to wait for another rank."""
+        what = instruction.what
+        return instruction.do is not Do.WAIT or what.parties[0] == self._rank or bool(self._post.sent[what.parties])  # type: ignore[union-attr]
+
+
+def inputs_of(microbatch: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(microbatch))
+
+
+class Model:
+    """A stage is a layer; the first draws its input, the last makes a loss of the micro-batch."""
+
+    def __init__(self, num_stages: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.weights = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 2) for _ in range(num_stages)]
+
+    def part(self, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+        (x,) = received or (inputs_of(microbatch),)
+        made = torch.nn.functional.gelu(x @ self.weights[stage]) @ self.weights[stage].t()
+        return made if stage + 1 < len(self.weights) else (made * (microbatch + 1)).square().mean()
+
+    def parts(self, schedule: Schedule, rank: int) -> TorchStages:
+        def part_of(stage: int) -> object:
+            return lambda microbatch, *received: self.part(stage, microbatch, *received)
+
+        return TorchStages({stage: part_of(stage) for stage in schedule.layout.stages_of(rank)})  # type: ignore[misc]
+
+    def gradients(self) -> list[torch.Tensor]:
+        found = []
+        for weight in self.weights:
+            assert weight.grad is not None
+            found.append(weight.grad)
+            weight.grad = None
+        return found
+
+
+def in_one_piece(num_stages: int, num_microbatches: int, iterations: int = 1) -> list[torch.Tensor]:
+    """The gradients that nobody's pipeline made."""
+    model = Model(num_stages)
+    for microbatch in [*range(num_microbatches)] * iterations:
+        made: Tensors = ()
+        for stage in range(num_stages):
+            made = (model.part(stage, microbatch, *made),)
+        torch.autograd.backward(made)
+    return model.gradients()
+
+
+def in_a_pipeline(schedule: Schedule, iterations: int = 1) -> list[torch.Tensor]:
+    model, post = Model(schedule.num_stages), Post()
+    mails = [Mail(rank, post) for rank in range(schedule.num_ranks)]
+    executors = [Executor(schedule, rank, model.parts(schedule, rank), mail) for rank, mail in enumerate(mails)]
+    for _ in range(iterations):
+        walks = [executor.walk() for executor in executors]
+        ahead = {rank: next(walk, None) for rank, walk in enumerate(walks)}
+        while any(ahead.values()):
+            going = [rank for rank, instruction in ahead.items() if instruction and mails[rank].can(instruction)]
+            assert going, f"all wait: {', '.join(map(str, ahead.values()))}"
+            for rank in going:
+                ahead[rank] = next(walks[rank], None)
+        assert not any(post.sent.values())
+        assert not any(post.posted.values())
+    return model.gradients()

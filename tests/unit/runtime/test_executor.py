@@ -1,0 +1,210 @@
+"""The loop: every family's program over a small model gives the gradients of the model in one piece, to the bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.grid import read_grid
+from bpipe.ir.program import Do, Instruction, Message, Program, Transfer
+from bpipe.ir.schedule import Schedule
+from bpipe.ir.steps import steps
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.runtime import executor as executor_module
+from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.messages import Alone
+from bpipe.runtime.stage import Tensors, TorchStages
+from tests.unit.runtime.loop import Small, drawn, new_weight
+from tests.unit.runtime.loop import schedule as balanced
+from tests.unit.runtime.pipeline import in_a_pipeline, in_one_piece
+from tests.unit.runtime.test_engine import engine_for
+
+# The halves of a backward apart.
+SPLIT = """\
+# bpipe schedule=hand-made microbatches=3 stage_to_rank=0,1,2
+slot      0  1  2  3  4  5  6  7  8  9 10 11 12 13
+rank 0 C F0 F1 F2  .  . I0 W0  . I1 W1  . I2 W2  .
+rank 1 C  . F0 F1  . I0 F2  . I1 W0  . I2 W1 W2  .
+rank 2 C  .  . F0 I0 F1  . I1 W0 F2 I2 W1 W2  .  .
+"""
+# Stages 1 and 2 are neighbours on one rank, so what passes between them is no message.
+FOLDED = """\
+# bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1,1,0
+slot     0   1   2   3   4   5   6   7   8   9
+rank 0 C 0F0 0F1   . 3F0 3B0 3F1 3B1 0B0   . 0B1
+rank 1 C   . 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1   .
+"""
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+FAMILIES = [
+    ScheduleConfig("1f1b", 4, 8),
+    ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()),
+    ScheduleConfig("1f1b", 1, 2),
+    ScheduleConfig("gpipe", 3, 4),
+    ScheduleConfig("interleaved-1f1b", 2, 4, num_chunks=3),
+    ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()),
+]
+
+
+def named(config: ScheduleConfig) -> str:
+    return f"{config.schedule} p={config.num_ranks} m={config.num_microbatches} {config.balance_name}"
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=named)
+def test_every_family_computes_what_the_model_in_one_piece_does(config: ScheduleConfig) -> None:
+    schedule = build(config)
+    assert same(in_a_pipeline(schedule, 2), in_one_piece(schedule.num_stages, config.num_microbatches, 2))
+
+
+def test_a_backward_in_halves_gives_the_same_gradients() -> None:
+    assert same(in_a_pipeline(read_grid(SPLIT)), in_one_piece(3, 3))
+
+
+def test_what_stays_on_its_rank_is_handed_over_without_a_message() -> None:
+    schedule = read_grid(FOLDED)
+    sent = [each.what for each in Executor(schedule, 1, TorchStages({}), Alone()).program.instructions if each.do is Do.SEND]
+    assert [str(message) for message in sent] == ["2F0>3F0", "2F1>3F1", "1B0>0B0", "1B1>0B1"]
+    assert neighbours(schedule) == [(0, 1)]
+    assert same(in_a_pipeline(schedule), in_one_piece(4, 2))
+
+
+@pytest.mark.parametrize("config", [config for config in FAMILIES if config.balance], ids=named)
+def test_a_programs_transfers_are_those_that_an_engine_starts(config: ScheduleConfig) -> None:
+    """The executor leaves them to the engine, which folds the same schedule by itself."""
+    schedule = build(config)
+    for rank in range(schedule.num_ranks):
+        program = Executor(schedule, rank, TorchStages({}), Alone()).program
+        found = [each.what for each in program.instructions if each.do in (Do.RUN, Do.START)]
+        told = [action for step in steps(schedule, rank) for action in (*step.before, *step.computations, *step.after)]
+        assert [each.action if isinstance(each, Transfer) else each for each in found] == told
+        assert any(each.do is Do.START for each in program.instructions) is (rank in (0, schedule.num_ranks - 1))
+
+
+def test_an_input_that_the_loop_holds_leaves_too() -> None:
+    """A rank that receives its input keeps it for its gradient; on the first rank nobody but the graph has it."""
+    plan = balanced(6, 12)
+    moved = []
+    for rank in (0, 1):
+        engine = engine_for(plan, rank=rank)
+        Executor(plan, rank, Small(plan, rank, new_weight()), drawn()).run(engine)
+        moved += engine.moved_bytes.values()
+    assert moved[0] == moved[1] > 0
+
+
+class Log:
+    """Calls and messages of a rank, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self.sent: list[Tensors] = []
+
+    def begin(self) -> None:
+        self.entries.append("begin")
+
+    def before(self, op: Action) -> None:
+        self.entries.append(f"before {op}")
+
+    def after(self, op: Action, outputs: object = (), inputs: object = ()) -> None:
+        self.entries.append(f"after {op}")
+
+    def communicated(self) -> None:
+        self.entries.append("communicated")
+
+    def end(self) -> None:
+        self.entries.append("end")
+
+    def post(self, message: Message) -> None:
+        self.entries.append(f"post {message}")
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        self.entries.append(f"send {message}")
+        self.sent.append(tensors)
+
+    def wait(self, message: Message) -> Tensors:
+        self.entries.append(f"wait {message}")
+        return (torch.ones(2),)
+
+
+def test_each_call_has_its_place() -> None:
+    plan, log = build(ScheduleConfig("1f1b", 3, 1)), Log()
+    Executor(plan, 1, TorchStages({1: lambda microbatch, x: x * 2}), log).run(log)
+    forward = ["post 0F0>1F0", "post 2B0>1B0", "wait 0F0>1F0", "before 1F0", "after 1F0", "send 1F0>2F0"]
+    backward = ["wait 2B0>1B0", "before 1B0", "after 1B0", "send 1B0>0B0", "communicated"]
+    assert log.entries == ["begin", *forward, *backward, "wait 1F0>2F0", "wait 1B0>0B0", "end"]
+
+
+def test_what_is_sent_stays_when_its_stage_lets_go_of_it() -> None:
+    """Megatron frees what it has sent by exchanging what lies behind the tensor, while it may still be on its way."""
+
+    class LettingGo(TorchStages):
+        def backward(self, action: Action, gradients: Tensors) -> Tensors:
+            for output in self._held[action.stage, action.microbatch][1]:
+                output.data = torch.empty(2)
+            return super().backward(action, gradients)
+
+    plan, log = build(ScheduleConfig("1f1b", 3, 1)), Log()
+    Executor(plan, 1, LettingGo({1: lambda microbatch, x: x * 2}), log).run()
+    assert torch.equal(log.sent[0][0], torch.full((2,), 2.0))
+
+
+def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:
+    """Programs without some instructions."""
+    lower = executor_module.lower
+
+    def without(program: Program) -> SimpleNamespace:
+        return SimpleNamespace(instructions=[each for each in program.instructions if str(each) not in dropped])
+
+    monkeypatch.setattr(executor_module, "lower", lambda *given: [without(program) for program in lower(*given)])
+
+
+def run_alone(plan: Schedule, rank: int) -> None:
+    Executor(plan, rank, Small(plan, rank, new_weight()), drawn()).run()
+
+
+def test_a_program_that_does_not_wait_for_what_it_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropping(monkeypatch, "wait 0F1>1F1")
+    with pytest.raises(RuntimeFault, match="rank 1: the output of 0F1 is not here for 1F1"):
+        run_alone(balanced(), 1)
+
+
+def test_a_program_that_leaves_something_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropping(monkeypatch, "send 1F1>2F1")
+    with pytest.raises(RuntimeFault, match="rank 1: nothing used the output of 1F1"):
+        run_alone(balanced(), 1)
+
+
+def test_what_no_stage_computes_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = balanced()
+    shard = Instruction(Do.RUN, Action(0, Kind.SHARD_FORWARD, 0))
+    monkeypatch.setattr(executor_module, "lower", lambda *given: [SimpleNamespace(instructions=[shard])])
+    with pytest.raises(ValueError, match="rank 0: 0S0 is no computation of a stage"):
+        Executor(plan, 0, TorchStages({}), Alone())
+
+
+# -- stages in plain torch --------------------------------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD = Action(1, Kind.FORWARD, 0), Action(1, Kind.BACKWARD, 0)
+
+
+def test_several_tensors_pass_and_those_without_gradients_get_none() -> None:
+    stages = TorchStages({1: lambda microbatch, x, mask: (x * mask, x + 1)})
+    x, mask = torch.ones(2), torch.tensor([2, 3])
+    assert [output.tolist() for output in stages.forward(FORWARD, (x, mask))] == [[2, 3], [2, 2]]
+    (gradient,) = stages.backward(BACKWARD, (torch.ones(2), torch.full((2,), 10.0)))
+    assert gradient.tolist() == [12, 13]
+
+
+def test_a_part_that_makes_nothing_of_what_it_receives_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    stages = TorchStages({1: lambda microbatch, x: weight * 2})
+    stages.forward(FORWARD, (torch.ones(2),))
+    with pytest.raises(ValueError, match=r"a part made nothing of a tensor \(2,\) that it received"):
+        stages.backward(BACKWARD, (torch.ones(2),))
