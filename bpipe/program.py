@@ -29,7 +29,7 @@ Pass = Callable[[Schedule], Schedule]
 class BalanceConfig:
     """How to balance. `bounds` holds one number for every rank, or the same for all; by default the smallest that every pair can keep.
 
-    `partners[rank]` is the rank that hosts for it; by default rank s and rank p-1-s are a pair.
+    `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on.
     """
 
     bounds: tuple[int, ...] | None = None

@@ -18,6 +18,7 @@ from fractions import Fraction
 from bpipe.ir.action import Action
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import num_transfers, peak_counts, plain
+from bpipe.ir.pairing import mirrored
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NAME, TextError, describe, read_computation, read_share, read_vocabulary, slot_of, write_computation
 from bpipe.values import load_json
@@ -103,7 +104,7 @@ def _partners(fields: dict[str, object], num_ranks: int) -> tuple[int, ...] | No
     balance = fields["balance"]
     if balance not in ("none", "bpipe"):
         raise TextError(f'balance: {balance!r} is neither "none" nor "bpipe"')
-    usual = None if balance == "none" else list(reversed(range(num_ranks)))
+    usual = None if balance == "none" else list(mirrored(num_ranks))
     partners = fields.get("partners", usual)
     if (partners is None) != (balance == "none"):
         raise TextError(f"balance is {balance!r}, but partners is {partners!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.pairing import default_partners
+from bpipe.ir.pairing import mirrored
 from bpipe.models.layout import Setup
 from bpipe.models.memory import rank_parameters
 from bpipe.models.saved import element_bytes, num_tokens, sent_bytes, stage_bytes
@@ -127,7 +127,7 @@ def links(setup: Setup) -> Links:
 
 def one_sided(links: Links, num_ranks: int) -> frozenset[int]:
     """The ranks whose partner is on their node. There `--bpipe-transport auto` reaches into its memory; between nodes both have to meet."""
-    return frozenset(rank for rank, partner in enumerate(default_partners(num_ranks)) if not links.crosses(rank, partner))
+    return frozenset(rank for rank, partner in enumerate(mirrored(num_ranks)) if not links.crosses(rank, partner))
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:

@@ -129,10 +129,11 @@ def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[i
 
 
 @lru_cache(maxsize=1024)
-def held_counts(schedule: str, pipeline: int, num_microbatches: int, balance: str) -> tuple[tuple[int, int], ...]:
-    """For every rank its own micro-batches at most, and its host buffers, with one stage a rank."""
+def held_counts(schedule: str, pipeline: int, num_microbatches: int, balance: str) -> tuple[tuple[int, int, int], ...]:
+    """For every rank its own micro-batches at most, its host buffers, and for whom they are, with one stage a rank."""
     built = held(schedule, pipeline, num_microbatches, 1, balance)
-    return tuple(held_bytes(built, (1,) * pipeline, rank) for rank in range(pipeline))
+    partners = built.partners or range(pipeline)
+    return tuple((*held_bytes(built, (1,) * pipeline, rank), partners[rank]) for rank in range(pipeline))
 
 
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
@@ -146,9 +147,9 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     if fill is None:
         return tuple((m * sum(saved[rank::p]), 0) for rank in range(p))
     if setup.chunks == 1:
-        # Partners are p-1-s, and equal stages hold equal bytes: thousands of setups share a few counts.
+        # Equal stages hold equal bytes: thousands of setups share a few counts.
         counts = held_counts(setup.schedule, p, min(m, fill * p), setup.balance)
-        return tuple((own * saved[rank], buffers * saved[p - 1 - rank]) for rank, (own, buffers) in enumerate(counts))
+        return tuple((own * saved[rank], buffers * saved[partner]) for rank, (own, buffers, partner) in enumerate(counts))
     schedule = held(setup.schedule, p, min(m, fill * p), setup.chunks, setup.balance)
     return tuple(held_bytes(schedule, saved, rank) for rank in range(p))
 

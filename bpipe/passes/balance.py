@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from operator import add
 
 from bpipe.ir.action import OTHER_END, Action
 from bpipe.ir.memory import Memory, counts_of, live_bytes, peak_counts
-from bpipe.ir.pairing import pairing
+from bpipe.ir.pairing import default_partners, pairing
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
 
@@ -41,7 +42,7 @@ def balance_bytes(schedule: Schedule, bound_bytes: Sequence[int], memory: Memory
 
 
 def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners: Sequence[int] | None) -> Schedule:
-    chosen = pairing(schedule.num_ranks, partners)
+    chosen = partners_of(schedule, partners)
     _check_input(schedule, bounds, memory)
     outcomes: dict[Pair, Shared] = {}
     for pair in _pairs(chosen):
@@ -54,15 +55,16 @@ def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners
 
 def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:
     """To the smallest bound that every pair can keep. It starts where no pair could keep less, and rises with the first that has to."""
-    chosen, memory = pairing(schedule.num_ranks, partners), counts_of(schedule)
+    memory = counts_of(schedule)
     _check_input(schedule, (1,) * schedule.num_ranks, memory)
-    bound = max(_together(schedule, pair, memory) for pair in _pairs(chosen))
+    curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
+    chosen = default_partners([max(curve) for curve in curves]) if partners is None else pairing(schedule.num_ranks, partners)
+    bound = max(_together([curves[rank] for rank in pair], memory) for pair in _pairs(chosen))
     found: dict[Pair, tuple[int, Shared]] = {}
     for pair in _pairs(chosen):
         outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory)
         if outcome.refusal is not None:
-            bound = smallest_bound(schedule, pair, memory, bound + 1)
-            outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory)
+            bound, outcome = _smallest(schedule, pair, memory, bound + 1)
         found[pair] = (bound, outcome)
     # A pair that kept less takes fewer evictions where it may hold as much as the others.
     outcomes = {
@@ -70,6 +72,11 @@ def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Sched
         for pair, (tried, outcome) in found.items()
     }
     return replace(_joined(schedule, chosen, outcomes), bounds=(bound,) * schedule.num_ranks)
+
+
+def partners_of(schedule: Schedule, partners: Sequence[int] | None) -> tuple[int, ...]:
+    """The given partners, or those that the ranks' peaks suggest."""
+    return default_partners(peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
 
 
 def _pairs(partners: Sequence[int]) -> list[Pair]:
@@ -131,29 +138,35 @@ def _plan(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | s
         return f"rank {rank} cannot keep to {memory.words(bound)}: {place}, {least} over all slots"
 
 
-def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory, least: int = 1) -> int:
-    """The smallest bound from `least` up, in whole units, that both ranks of a pair can keep: at the latest the higher of their peaks.
+def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory) -> int:
+    """The smallest bound, in whole units, that both ranks of a pair can keep: at the latest the higher of their own peaks."""
+    return _smallest(schedule, pair, memory, 1)[0]
 
-    It is near what half of the pair's micro-batches are, so the search goes up from there in growing steps before it halves: a higher
-    bound takes no more evictions, and asks no more of the partner either.
+
+def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tuple[int, Shared]:
+    """The smallest bound from `least` up, and the pair within it.
+
+    It is near half of what the pair holds together, so the search goes up from there in growing steps before it halves: a higher bound
+    takes no more evictions, so it asks no more of the partner either.
     """
-    high = ceil(memory.amount(max(max(live_bytes(schedule, rank, memory)) for rank in pair)))
-    low = max(least, _together(schedule, pair, memory)) - 1
-    step = 1
+    curves = [live_bytes(schedule, rank, memory) for rank in pair]
+    low, high = max(least, _together(curves, memory)) - 1, ceil(memory.amount(max(map(max, curves))))
+    step, kept = 1, None
     while high - low > 1:
         probe = min(low + step, (low + high) // 2)
         outcome = share(schedule, pair, (probe * memory.parts,) * 2, memory)
         if outcome.refusal is None:
-            high, step = ceil(memory.amount(max(outcome.peaks))), high
+            step, high = high, ceil(memory.amount(max(outcome.peaks)))
+            kept = outcome if high == probe else None
         else:
             low, step = probe, 2 * step
-    return high
+    return high, kept or share(schedule, pair, (high * memory.parts,) * 2, memory)
 
 
-def _together(schedule: Schedule, pair: Pair, memory: Memory) -> int:
-    """No pair keeps a bound below this, for no transfer lowers what its ranks hold together."""
-    curves = [live_bytes(schedule, rank, memory) for rank in pair]
-    return -(-max(map(sum, zip(*curves, strict=True))) // (2 * memory.parts))
+def _together(curves: Sequence[Sequence[int]], memory: Memory) -> int:
+    """No pair keeps a bound below this, for no transfer lowers what its ranks hold together. A rank without a partner is both."""
+    together: int = max(map(add, *curves))
+    return -(-together // (2 * memory.parts))
 
 
 def _least(schedule: Schedule, rank: int, needed: int, memory: Memory) -> int:

@@ -153,12 +153,15 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
 
 def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
     """None where nothing moves."""
+    if not any(moves):
+        return None
     needs = []
+    # As many micro-batches as fill the pipeline tell who hosts for whom.
+    partners = program(setup.program(min(setup.num_microbatches, setup.pipeline))).partners or range(setup.pipeline)
     for rank, evictions in enumerate(moves):
         if not evictions:
             continue
-        partner = setup.pipeline - 1 - rank
-        available = costs.links.link(rank, partner).bytes_per_s
+        available = costs.links.link(rank, partners[rank]).bytes_per_s
         for stage in range(rank, setup.num_stages, setup.pipeline):
             cost = costs.stages[stage]
             if cost.whole_forward_s and available is not None:

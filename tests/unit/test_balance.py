@@ -14,6 +14,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import live_bytes, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
+from bpipe.ir.pairing import default_partners, mirrored, pairing
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance, balance_bytes
 from bpipe.passes.evict import OverBound, plan_evictions
@@ -175,6 +176,30 @@ def test_a_pairing_of_the_users() -> None:
     assert num_transfers(balanced, 7).hosts == num_transfers(balanced, 1).evictions > 0
     with pytest.raises(ValueError, match="smallest bound that ranks 0 and 6 can both keep is 6"):
         balance(plain, [5] * 8, partners=(6, 7, 5, 4, 3, 2, 0, 1))
+
+
+@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
+def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) -> None:
+    """Also where fewer micro-batches than ranks make the first ranks equally heavy, and in larger groups."""
+    for p in (1, 2, 3, 4, 5, 8, 11):
+        for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
+            for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
+                peaks = peak_counts(FAMILIES[name].generate(p, m, v, g))
+                assert default_partners(peaks) == mirrored(p), peaks
+
+
+@pytest.mark.parametrize(
+    ("peaks", "partners"),
+    [
+        ((5, 6, 7, 8, 8, 7, 6, 5), (3, 2, 1, 0, 7, 6, 5, 4)),  # two pipes in opposite directions: each half is a pipeline's
+        ((3, 3, 3, 3, 3), (4, 3, 2, 1, 0)),
+        ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # of equally light ranks the opposite one; one is left over
+        ((1, 1, 9, 4, 4, 4), (3, 2, 1, 0, 5, 4)),  # no opposite one among the lightest: the nearest
+    ],
+)
+def test_default_partners_follow_the_peaks(peaks: tuple[int, ...], partners: tuple[int, ...]) -> None:
+    assert default_partners(peaks) == partners
+    assert pairing(len(peaks), partners) == partners
 
 
 @pytest.mark.parametrize(
