@@ -40,9 +40,9 @@ def all_cases(files: Path) -> list[Case]:
 
 
 def _case(command: str, arguments: str | Sequence[str], *variants: Sequence[str], input: str | None = None) -> Case:
-    """`arguments` as they are, and with each variant behind them; a variant's name is its last word."""
+    """`arguments` as they are, or with each variant behind them."""
     base = arguments.split() if isinstance(arguments, str) else list(arguments)
-    runs = [Run(variant[-1] if variant else "as it is", [*base, *variant], input) for variant in (variants or ((),))]
+    runs = [Run(" ".join(variant) or "as it is", [*base, *variant], input) for variant in (variants or ((),))]
     return Case(command, " ".join(base) + (f" < {input}" if input else ""), runs)
 
 
@@ -81,7 +81,8 @@ def _schedule() -> Iterator[Case]:
         if number % 10 == 0:
             # The name says the format.
             variants += [["--output", f"out/schedule.{suffix}"] for suffix in ("csv", "json", "svg", "txt", "pdf")]
-        if number % 50 == 0:
+        # Those of many cells take seconds to draw.
+        if number % 50 == 0 and int(flags[flags.index("--stages") + 1]) <= 6:
             variants.append(["--output", "out/schedule.png"])
         yield _case("schedule", flags, *variants)
     for line in SCHEDULE_REFUSED.strip().splitlines():
@@ -343,7 +344,6 @@ SMALL_MORE = """
 --cluster in/cluster.json --balance bpipe
 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --swiglu --rms-norm --disable-bias-linear --rotary --no-dropout
 --num-layers 24 --untie-embeddings-and-output-weights --num-query-groups 4 --kv-channels 128 --ffn-hidden-size 10000
---global-batch 20000
 --cluster b200-180g:8x8 --tensor 8 --global-batch 128
 """
 
@@ -364,6 +364,8 @@ def _simulate() -> Iterator[Case]:
             sizes = f"--model gpt3-13b --num-layers 48 --cluster a100-80g:{ranks} --pipeline {ranks} --global-batch {microbatches}"
             chunks = " --chunks 2" if schedule == CHUNKED else ""
             yield _case("simulate", f"simulate {sizes} --schedule {schedule}{chunks} --balance {balance}", *texts, traced)
+    # So many that the steady phase is continued, which a trace would not be.
+    yield _case("simulate", f"{SMALL} --global-batch 20000", *texts)
     yield _case("simulate", f"{SMALL} --balance bpipe --pipeline 4", ["--plot", "out/plot.png"], ["--plot", "out/plot.pdf"])
     yield from _launches("simulate", texts)
 
