@@ -22,7 +22,9 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile, zip_longest
 from pathlib import Path
 
-from golden_cases import Case, all_cases, spread
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from validation.golden_cases import Case, all_cases, spread
 
 COMMANDS = ("usage", "schedule", "read", "simulate", "plan", "estimate", "report")
 SIDES = ("before", "after")

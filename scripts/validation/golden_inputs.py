@@ -15,7 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from golden_cases import (
+# Not the folder of bpipe: which one is asked is said by PYTHONPATH.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from validation.golden_cases import (
     CLUSTERS,
     CONFIG,
     DAMAGED,
@@ -26,7 +29,7 @@ from golden_cases import (
     damaged,
     source_flags,
 )
-from golden_side import call
+from validation.golden_side import call
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
