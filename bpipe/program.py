@@ -5,9 +5,8 @@ The command, the planner and the trainer's hooks all ask here, so they cannot di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_groups
@@ -128,26 +127,3 @@ def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
     if len(how.bounds) not in (1, p):
         raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
     return balance(schedule, how.bounds * (p if len(how.bounds) == 1 else 1), how.partners)
-
-
-def as_document(config: ScheduleConfig) -> dict[str, Any]:
-    """As a run records it: under the names that its files always had (`num_stages` is p), without what is not given."""
-    how = config.balance or BalanceConfig()
-    values = {
-        "schedule": config.schedule,
-        "num_stages": config.num_ranks,
-        "num_microbatches": config.num_microbatches,
-        "num_chunks": config.num_chunks,
-        "balance": config.balance_name,
-        "bounds": how.bounds,
-        "partners": how.partners,
-        "group_size": config.group_size,
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def from_document(found: Mapping[str, Any]) -> ScheduleConfig:
-    """Read back; the caller has looked at the values' types. Raises KeyError where one is missing, and ValueError like the values."""
-    how = balancing(found.get("balance") or BALANCES[0], found.get("bounds"), found.get("partners"))
-    sizes = (found["num_stages"], found["num_microbatches"], found.get("num_chunks") or 1)
-    return ScheduleConfig(found["schedule"], *sizes, how, found.get("group_size"))

@@ -72,38 +72,10 @@ def a_number(value: object, name: str, least: float = 0, most: float = LARGEST) 
     return float(value)  # type: ignore[arg-type]
 
 
-class Fields:
-    """An object's values by key, each of the type that is asked for. What is absent or null is None, or refused as `needed`."""
-
-    def __init__(self, found: object, name: str) -> None:
-        self._found = an_object(found, name)
-
-    def needed(self, key: str) -> object:
-        if self._found.get(key) is None:
-            raise ValueError(f"{key!r} is missing")
-        return self._found[key]
-
-    def known(self, key: str, default: object) -> object:
-        value = self._found.get(key)
-        return default if value is None else value
-
-    def whole(self, key: str, least: int = 0, most: int = LARGEST_BYTES) -> int | None:
-        value = self._found.get(key)
-        return None if value is None else a_whole(value, key, least, most)
-
-    def number(self, key: str, least: float, most: float) -> float | None:
-        value = self._found.get(key)
-        return None if value is None else a_number(value, key, least, most)
-
-    def text(self, key: str) -> str | None:
-        value = self._found.get(key)
-        return None if value is None else a_text(value, key)
-
-    def flag(self, key: str) -> bool:
-        value = self._found.get(key)
-        if value is not None and type(value) is not bool:
-            raise _error(key, value, "must be true or false")
-        return bool(value)
+def a_flag(value: object, name: str) -> bool:
+    if type(value) is not bool:
+        raise _error(name, value, "must be true or false")
+    return value
 
 
 def _error(name: str, value: object, wanted: str) -> ValueError:

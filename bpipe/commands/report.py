@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bpipe.commands.flags import print_json
 
 if TYPE_CHECKING:
-    from bpipe.report.held import Held
+    from bpipe.record.format import Held
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from bpipe.report.held import read_held
-    from bpipe.report.read import has_iterations
+    from bpipe.record.read import has_iterations, read_held
     from bpipe.report.report import report_of
 
     held = read_held(options.folder)

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from bpipe.values import Fields, a_number, a_whole, an_object, load_json
+from bpipe.record.format import STEPS, SUMMARY, RankSummary
+from bpipe.record.keys import values_of
+from bpipe.values import a_number, a_whole, an_object, load_json
 
 LOSS = "lm loss"
-FILE = "iterations.jsonl"
 
 # What follows may stand after a rank's prefix (`srun -l`, torchrun's --tee); Megatron ends every field with a bar.
 _LOG_LINE = re.compile(r"\biteration\s+([0-9]+)/\s*[0-9]+ \|(.*)\|")
@@ -39,6 +40,9 @@ class StageNumbers:
     loads: int
 
 
+_NUMBERS = tuple(one.name for one in fields(StageNumbers))
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """One run. `exact`: whether its numbers have every bit. `balanced` is None where nothing says so, and what is not known is empty."""
@@ -57,7 +61,7 @@ class Training:
 def read_training(path: Path, num_stages: int | None = None, num_iterations: int | None = None, balanced: bool | None = None) -> Training:
     """A folder or a .jsonl file is a report, any other file a log. What is given besides has to be so, and only a report can show it."""
     exact = path.is_dir() or path.suffix == ".jsonl"
-    iterations, seconds = _read_iterations(path / FILE if path.is_dir() else path) if exact else _read_log(path)
+    iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
     if not iterations:
         raise ValueError(f"{path}: no iteration in it; is this {'the report' if exact else 'a log of Megatron with --log-interval'}?")
     if num_iterations is not None:
@@ -72,13 +76,14 @@ def read_stages(folder: Path, num_stages: int | None = None, balanced: bool | No
     """Each stage's row, and whether the run was balanced. Where several ranks hold a stage (replicas), the highest number of each kind."""
     stages: dict[int, StageNumbers] = {}
     was_balanced = balanced
-    for path in sorted(folder.glob("rank_*.json")):
+    for path in SUMMARY.files(folder):
         try:
-            found = Fields(load_json(_read_text(path)), "it")
-            stage = a_whole(found.needed("stage"), "stage")
-            row = StageNumbers(*(a_whole(found.needed(one.name), one.name, most=2**60) for one in fields(StageNumbers)))
-            found.needed("balanced")
-            is_balanced = found.flag("balanced")
+            found = values_of(RankSummary, load_json(_read_text(path)), "it")
+            absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in found), None)
+            if absent is not None:
+                raise ValueError(f"{absent!r} is missing")
+            stage, is_balanced = found["stage"], found["balanced"]
+            row = StageNumbers(*(found[name] for name in _NUMBERS))
         except ValueError as error:
             raise ValueError(f"{path}: no row of a stage, so the run was perhaps cut off: {error}") from None
         if was_balanced is not None and is_balanced != was_balanced:
@@ -86,7 +91,7 @@ def read_stages(folder: Path, num_stages: int | None = None, balanced: bool | No
             raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
         was_balanced = is_balanced
         known = stages.get(stage, row)
-        stages[stage] = StageNumbers(*(max(getattr(known, one.name), getattr(row, one.name)) for one in fields(StageNumbers)))
+        stages[stage] = StageNumbers(*(max(getattr(known, name), getattr(row, name)) for name in _NUMBERS))
     if num_stages is None and balanced is not None and not stages:
         raise ValueError(f"{folder}: no rank_*.json there, so nothing says whether this run was balanced")
     if num_stages is not None and sorted(stages) != list(range(num_stages)):

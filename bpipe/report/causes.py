@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from statistics import mean, median, quantiles
 
 from bpipe.ir.action import Kind
+from bpipe.record.format import Row
 from bpipe.report.compare import Comparison
 from bpipe.report.handover import late_starts
 from bpipe.report.measured import SLOWER, Lane, Measured, Timeline, ended_transfers, lanes_of, warm_up_ratios
-from bpipe.report.record import Row
 from bpipe.report.replay import probed_speed
 from bpipe.report.units import bytes_text, percent_text, rate_text, seconds_text
 

@@ -12,8 +12,8 @@ from statistics import median
 
 from bpipe.ir.action import Kind
 from bpipe.models.flops import mfu
+from bpipe.record.format import Iteration, Row
 from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers, lanes_of, peak_microbatches, steps_of
-from bpipe.report.record import Iteration, Row
 from bpipe.report.replay import Prediction
 
 

@@ -15,7 +15,7 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import changes_in_time, counting
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ScheduleConfig, build
-from bpipe.report.record import Iteration, RankRecord, Row, Run
+from bpipe.record.format import Iteration, RankRecord, Row, Run
 
 # Slower by less than this is not called slower; an iteration is a warm-up if this share of its stages were.
 SLOWER = 1.1

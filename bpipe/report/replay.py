@@ -17,9 +17,9 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import changes_in_time
 from bpipe.ir.needs import Needs
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.record.format import ONE_SIDED, Row
 from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
-from bpipe.report.record import ONE_SIDED, Row
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Level, Simulation, levels_of

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from bpipe.record.read import read_run
 from bpipe.report.answers import answers
 from bpipe.report.compare import Comparison, compare
 from bpipe.report.differences import Difference, differences
 from bpipe.report.measured import choose
-from bpipe.report.read import read_run
 from bpipe.report.replay import replay
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from bpipe.report.held import Held, Mark, RankHeld
+from bpipe.record.format import Held, MemoryMark, RankHeld
 from bpipe.report.memory import own_peak
 from bpipe.report.units import bytes_text, counted
 
@@ -145,7 +145,7 @@ def _need(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> Stage
     )
 
 
-def _fullest(rank: RankHeld) -> Mark:
+def _fullest(rank: RankHeld) -> MemoryMark:
     """When memory ran out, or else when it held most."""
     out = next((mark for mark in rank.marks if mark.out_of_memory), None)
     return out or max(rank.marks, key=lambda mark: mark.activations_bytes)

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from bpipe.ir.action import TRANSFER, Action, Kind
+from bpipe.record.format import Row
 from bpipe.runtime.streams import Clock, Mark, span_s
 from bpipe.transport.base import Pending
 
-COLUMNS = ("action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes", "left_bytes")
-
 
 @dataclass
-class _Row:
+class _Noted:
     action: Action
     start: Mark
     host_buffer: int | None = None
@@ -37,8 +35,8 @@ class Recorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._begin: Mark | None = None
-        self._rows: list[_Row] = []
-        self._transfers: dict[Action, _Row] = {}
+        self._rows: list[_Noted] = []
+        self._transfers: dict[Action, _Noted] = {}
 
     def begin(self) -> None:
         """A new iteration starts now."""
@@ -47,7 +45,7 @@ class Recorder:
 
     def started(self, action: Action, host_buffer: int | None = None, live_bytes: int | None = None) -> None:
         """A computation begins, or a transfer has just been issued."""
-        row = _Row(action, self._clock.mark(), host_buffer, live_bytes=live_bytes)
+        row = _Noted(action, self._clock.mark(), host_buffer, live_bytes=live_bytes)
         self._rows.append(row)
         if host_buffer is not None:
             self._transfers[action] = row
@@ -71,25 +69,32 @@ class Recorder:
             row.waited = None if self._clock.beside() else (since, row.end)
             row.pending = pending
 
-    def rows(self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> tuple[list[list[Any]], float]:
-        """All rows, in the order of `COLUMNS`, and the seconds the iteration took until now. Waits for the device."""
+    def rows(self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> tuple[tuple[Row, ...], float]:
+        """All rows, by their start, and the seconds the iteration took until now. Waits for the device."""
         assert self._begin is not None
         elapsed_s = self._clock.mark().since(self._begin)
         # A transfer of a stage of which nothing can move did not happen.
         happened = [row for row in self._rows if row.host_buffer is None or moved_bytes.get(row.action.stage) != 0]
         rows = [self._row(row, self._begin, saved_bytes, moved_bytes) for row in happened]
-        rows.sort(key=lambda row: row[1])
-        return rows, elapsed_s
+        return tuple(sorted(rows, key=lambda row: row.start_s)), elapsed_s
 
-    def _row(self, row: _Row, base: Mark, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> list[Any]:
+    def _row(self, row: _Noted, base: Mark, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> Row:
         assert row.end is not None, f"{row.action} was never waited for"
         start_s, end_s = row.start.since(base), row.end.since(base)
         exact = span_s(row.pending, base) if row.pending is not None else None
         if exact is not None:
             start_s, end_s = exact
         wait_s = row.waited[1].since(row.waited[0]) if row.waited else 0.0
-        host = row.start.host_s - base.host_s, row.end.host_s - base.host_s
         sizes = saved_bytes if row.action.kind is Kind.FORWARD else moved_bytes if row.action.kind in TRANSFER else {}
-        nbytes = sizes.get(row.action.stage)
-        times = (round(value, 9) for value in (start_s, end_s, wait_s, *host))
-        return [str(row.action), *times, nbytes, row.host_buffer, row.live_bytes, row.left_bytes]
+        return Row(
+            row.action,
+            start_s=round(start_s, 9),
+            end_s=round(end_s, 9),
+            wait_s=round(wait_s, 9),
+            host_start_s=round(row.start.host_s - base.host_s, 9),
+            host_end_s=round(row.end.host_s - base.host_s, 9),
+            bytes=sizes.get(row.action.stage),
+            slot=row.host_buffer,
+            live_bytes=row.live_bytes,
+            left_bytes=row.left_bytes,
+        )

@@ -20,6 +20,7 @@ from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.record.format import RankSummary
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
@@ -32,7 +33,7 @@ from megatron.scheduling.beside import OwnTime
 from megatron.scheduling.log import FirstIterations, describe, say
 from megatron.scheduling.recording import Recorded
 from megatron.scheduling.refusals import refuse
-from megatron.scheduling.stage_report import StageReport
+from megatron.scheduling.stage_report import summary_of
 from megatron.scheduling.waiting import refuse_standstill
 from megatron.scheduling.watermark import Watermark
 
@@ -224,7 +225,7 @@ class Driver:
             engine = None if self._program is None else self._engines.get(self._program)
             self.watermark.failed(error, self._at, self._meter, engine, self._program)
 
-    def stage_report(self, pipeline: int) -> StageReport | None:
+    def stage_report(self, pipeline: int) -> RankSummary | None:
         """What this rank of this pipeline measured, beside the prediction; None where no iteration was trained.
 
         The first iteration does not count when there are others: what micro-batches share is known only after two of them.
@@ -233,7 +234,7 @@ class Driver:
             return None
         engine = self._engines[self._program]
         peaks = self._peaks[1:] or self._peaks
-        return StageReport.of(
+        return summary_of(
             engine.schedule,
             self.rank,
             peak_microbatches=max(peak[0] for peak in peaks),

@@ -1,19 +1,15 @@
-"""Write the record of a run: what every rank did in a few chosen iterations, action by action.
+"""Fill the record of a run: what every rank did in a few chosen iterations, action by action.
 
-In: the engine's rows. Out: files under the folder of `--bpipe-report`, which `bpipe report` reads (docs/report.md has their format).
-
-    DIR/run.json              what is the same for all ranks; rank 0, whole, once
-    DIR/record_00003.jsonl    a rank: a header, then one line a recorded iteration, each written at once: a killed run leaves whole lines
+In: the engine's rows. Out: run.json and this rank's record under the folder of `--bpipe-report`, as `bpipe.record.format` defines them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,46 +19,42 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.models.cluster import DEVICES
-from bpipe.program import ScheduleConfig, as_document
+from bpipe.program import ScheduleConfig
+from bpipe.record.format import FAILURE, RECORD, RUN, Iteration, LinkSpeed, RankHeader, Row, RunInfo
+from bpipe.record.write import append, write_whole
 from bpipe.runtime.kept import Share
-from bpipe.runtime.recorder import COLUMNS
 from bpipe.transport.connect import Facts, MeasuredLink
 from megatron.scheduling import upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.watermark import Besides
 
-VERSION = 1
-
-# Of a run that failed: which rank did first, and what of.
-FAILURE = "failure.json"
-
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Dense 16-bit FLOP/s of one device, for the MFU, and who says so."""
 
     flops_per_s: float
     source: str
 
 
-def peak_of(device_name: str, given_tflops: float | None) -> Peak | None:
+def peak_of(device_name: str, given_tflops: float | None) -> PeakFlops | None:
     """The peak the user gave, or the one of the device table; None where neither knows."""
     if given_tflops is not None:
-        return Peak(given_tflops * 1e12, "--bpipe-peak-tflops")
+        return PeakFlops(given_tflops * 1e12, "--bpipe-peak-tflops")
     for device in DEVICES.values():
         if device.name.split("-")[0] in device_name.lower():
-            return Peak(device.peak_flops_per_s, f"{device.source}, dense 16-bit")
+            return PeakFlops(device.peak_flops_per_s, f"{device.source}, dense 16-bit")
     return None
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a rank noted of one iteration's pipelined loop. `begin_s`: unix time; rows as in `bpipe.runtime.recorder.COLUMNS`."""
+    """What a rank noted of one iteration's pipelined loop. `begin_s`: unix time on this rank's clock."""
 
     program: ScheduleConfig
     begin_s: float
     elapsed_s: float
-    rows: Sequence[Sequence[Any]]
+    rows: tuple[Row, ...]
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
     received_bytes: int
@@ -73,19 +65,18 @@ class Recorded:
     @property
     def exposed_s(self) -> float:
         """How long computation stood still for transfers."""
-        waits = COLUMNS.index("wait_s")
-        return float(sum(row[waits] for row in self.rows))
+        return float(sum(row.wait_s for row in self.rows))
 
 
 class RunRecord:
     """This rank's record in a folder."""
 
-    def __init__(self, folder: Path, config: SchedulingConfig, peak: Peak | None) -> None:
+    def __init__(self, folder: Path, config: SchedulingConfig, peak: PeakFlops | None) -> None:
         """Before the first step. Collective over the world: the clocks are compared."""
         self._folder = folder
         self._config = config
         self._peak = peak
-        self.path = folder / f"record_{dist.get_rank():05d}.jsonl"
+        self.path = RECORD.path(folder, dist.get_rank())
         self._started = False
         self._clock_ahead_s = clock_ahead_s()
         self.pipeline = pipeline_index()
@@ -101,67 +92,67 @@ class RunRecord:
         self, iteration: int, recorded: Recorded, flops: float | None, links: Sequence[MeasuredLink], besides: Callable[[], Besides]
     ) -> None:
         """An iteration that was recorded is over, and its weights are updated."""
-        head = "" if self._started else self._begin(flops, links, besides().now_bytes)
-        line = {
-            "iteration": iteration,
-            "program": as_document(recorded.program),
-            "begin_s": round(recorded.begin_s - self._clock_ahead_s, 6),
-            "elapsed_s": round(recorded.elapsed_s, 9),
-            "saved_bytes": recorded.saved_bytes,
-            "moved_bytes": recorded.moved_bytes,
-            "kept_bytes": {stage: share.kept_bytes for stage, share in recorded.shares.items()},
-            "kept_counted_by": next((share.counted_by for share in recorded.shares.values()), None),
-            "received_bytes": recorded.received_bytes,
-            "host_bytes": recorded.host_bytes,
+        headers = [] if self._started else [self._begin(flops, links, besides().now_bytes)]
+        line = Iteration(
+            iteration=iteration,
+            program=recorded.program,
+            begin_s=round(recorded.begin_s - self._clock_ahead_s, 6),
+            elapsed_s=round(recorded.elapsed_s, 9),
+            saved_bytes=recorded.saved_bytes,
+            moved_bytes=recorded.moved_bytes,
+            kept_bytes={stage: share.kept_bytes for stage, share in recorded.shares.items()},
+            kept_counted_by=next((share.counted_by for share in recorded.shares.values()), None),
+            received_bytes=recorded.received_bytes,
+            host_bytes=recorded.host_bytes,
             # The CPU's stand-in has no counter and says 0.
-            "device_peak_bytes": torch.cuda.max_memory_allocated() or None,
-            "columns": COLUMNS,
-            "actions": recorded.rows,
-        }
-        with self.path.open("a") as file:
-            file.write(head + json.dumps(line, separators=(",", ":")) + "\n")
+            device_peak_bytes=torch.cuda.max_memory_allocated() or None,
+            rows=recorded.rows,
+        )
+        append(self.path, *headers, line)
 
-    def _begin(self, flops: float | None, links: Sequence[MeasuredLink], weights_bytes: int) -> str:
+    def _begin(self, flops: float | None, links: Sequence[MeasuredLink], weights_bytes: int) -> RankHeader:
         """Rank 0 says what run this is; every rank gets its header."""
         self._started = True
         if dist.get_rank() == 0:
             megatron = upstream.running()
-            run = {
-                "format": "bpipe-run",
-                "version": VERSION,
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "world_size": dist.get_world_size(),
-                "num_pipelines": dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size(),
-                "balanced": self._config.balance,
-                "synchronous": self._config.synchronous,
-                "device": device_name(),
-                "torch": torch.__version__,
-                "megatron_core": megatron.version,
-                "megatron_core_path": str(megatron.place),
-                "flops_per_iteration": flops,
-                "peak_flops": self._peak.flops_per_s if self._peak else None,
-                "peak_source": self._peak.source if self._peak else None,
-                "links": [asdict(link) for link in links],
-            }
-            write_whole(self._folder / "run.json", run)
+            run = RunInfo(
+                started=datetime.now(UTC).isoformat(timespec="seconds"),
+                world_size=dist.get_world_size(),
+                num_pipelines=dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size(),
+                balanced=self._config.balance,
+                synchronous=self._config.synchronous,
+                device=device_name(),
+                torch=str(torch.__version__),
+                megatron_core=megatron.version,
+                megatron_core_path=str(megatron.place),
+                flops_per_iteration=flops,
+                peak_flops=self._peak.flops_per_s if self._peak else None,
+                peak_source=self._peak.source if self._peak else None,
+                links=tuple(
+                    LinkSpeed(
+                        ranks=frozenset(link.ranks),
+                        transport=link.transport,
+                        bytes_per_s=dict(link.bytes_per_s),
+                        refused=dict(link.refused),
+                    )
+                    for link in links
+                ),
+            )
+            write_whole(self._folder / RUN, run)
         rank = dist.get_rank()
         link = next((link for link in links if rank in link.ranks), None)
-        header = {
-            "format": "bpipe-record",
-            "version": VERSION,
-            "rank": rank,
-            "pipeline": self.pipeline,
-            "place": parallel_state.get_pipeline_model_parallel_rank(),
-            "host": socket.gethostname(),
-            "device": device_name(),
-            # Ranks of one machine that share fewer cores than they are slow each other down, which no prediction knows.
-            "cores": len(os.sched_getaffinity(0)),
-            "transport": link.transport if link else None,
-            "partner": sum(link.ranks) - rank if link else None,
-            "weights_bytes": weights_bytes,
-            "limit_bytes": limit_bytes(),
-        }
-        return json.dumps(header) + "\n"
+        return RankHeader(
+            rank=rank,
+            pipeline=self.pipeline,
+            place=int(parallel_state.get_pipeline_model_parallel_rank()),
+            host=socket.gethostname(),
+            device=device_name(),
+            cores=len(os.sched_getaffinity(0)),
+            transport=link.transport if link else None,
+            partner=sum(link.ranks) - rank if link else None,
+            weights_bytes=weights_bytes,
+            limit_bytes=limit_bytes(),
+        )
 
 
 def clock_ahead_s() -> float:
@@ -194,10 +185,3 @@ def device_name() -> str:
 def limit_bytes() -> int | None:
     device = torch.device(torch.cuda.current_device())
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """The file is there whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)

@@ -1,12 +1,7 @@
-"""Write what a run measured: one file a rank, and one line an iteration with its exact loss and gradient norm.
+"""Collect what a run says of itself: the record's files under the folder of `--bpipe-report`, and what Megatron's own writers are told.
 
-In: measurements. Out: files under the folder of `--bpipe-report`. Knows no tensors' insides.
-
-    DIR/rank_00000.json     one stage: peaks measured and predicted, transfers an iteration
-    DIR/iterations.jsonl    {"iteration": 1, "lm loss": "0x1.9p+2", "grad_norm": "0x1.0p+0", "skipped": 0, "elapsed_s": 0.5}
-    DIR/failure.json        of a run that failed: the rank that did first, and what of
-    DIR/memory_00000.jsonl  see `watermark`
-    DIR/run.json, DIR/record_00000.jsonl    see `recording`
+In: measurements, from Megatron's training step and from the driver. Out: files, as `bpipe.record.format` defines them. Knows no tensors'
+insides.
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +19,15 @@ import torch
 import torch.distributed as dist
 
 from bpipe.models.flops import mfu
+from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, TrainingStep
+from bpipe.record.write import append, write_whole
 from bpipe.runtime.failures import Failure
 from megatron.scheduling import metrics, patches
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.driver import Driver
 from megatron.scheduling.guard import Guard
 from megatron.scheduling.log import say
-from megatron.scheduling.recording import FAILURE, Peak, RunRecord, device_name, limit_bytes, peak_of, write_whole
+from megatron.scheduling.recording import PeakFlops, RunRecord, device_name, limit_bytes, peak_of
 from megatron.scheduling.watermark import Watermark, held
 
 
@@ -46,7 +42,7 @@ class Reporter:
         self._guard = Guard("recording")
         self._writers = Guard("what TensorBoard and Weights & Biases are told")
         self._watermark = Watermark(self._folder, config, self._guard)
-        self._peak: Peak | None = None
+        self._peak: PeakFlops | None = None
         self._record: RunRecord | None = None
         self._started = False
         self._first, self._last = 0, 0
@@ -102,7 +98,7 @@ class Reporter:
     def failed(self, first: Failure) -> None:
         """This rank found out which rank failed first."""
         path = self._folder / FAILURE
-        self._guard.run(lambda: write_whole(path, asdict(first)), path)
+        self._guard.run(lambda: write_whole(path, FirstFailure(rank=first.rank, cause=first.cause)), path)
 
     def _choose(self, iteration: int) -> None:
         """What to record, now that the first iteration to be trained is known: a resumed run begins where its checkpoint was."""
@@ -117,30 +113,29 @@ class Reporter:
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         losses, skipped, grad_norm = result[0], result[1], result[5]
-        record: dict[str, Any] = {"iteration": iteration, **{name: _exact(value) for name, value in losses.items()}}
-        record |= {"grad_norm": _exact(grad_norm), "skipped": int(skipped), "elapsed_s": round(elapsed_s, 6)}
-        path = self._folder / "iterations.jsonl"
-        self._guard.run(lambda: self._write(path, iteration, record), path)
+        numbers = {name: _exact(value) for name, value in {**losses, "grad_norm": grad_norm}.items()}
+        step = TrainingStep(iteration=iteration, numbers=numbers, skipped=int(skipped), elapsed_s=round(elapsed_s, 6))
+        path = self._folder / STEPS
+        self._guard.run(lambda: self._write(path, step), path)
 
-    def _write(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
+    def _write(self, path: Path, step: TrainingStep) -> None:
         if not self._started:
             # A resumed run goes on where its checkpoint was; what was trained after it, or by another run before, is not this run's.
             self._started = True
-            path.write_text("".join(_before(path, iteration)))
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            path.write_text("".join(_before(path, step.iteration)))
+        append(path, step)
 
     def finish(self) -> None:
         """Write this rank's row, whole or not at all."""
         record = self._record
         if record is not None:
-            path = self._folder / f"rank_{dist.get_rank():05d}.json"
+            path = SUMMARY.path(self._folder, dist.get_rank())
             self._guard.run(lambda: self._finish(path, record.pipeline), path)
 
     def _finish(self, path: Path, pipeline: int) -> None:
         report = self._driver.stage_report(pipeline)
         if report is not None:
-            write_whole(path, asdict(report))
+            write_whole(path, report)
 
 
 def _before(path: Path, iteration: int) -> list[str]:
@@ -158,8 +153,6 @@ def _number(line: str) -> float:
         return math.inf
 
 
-def _exact(value: Any) -> str | None:
+def _exact(value: Any) -> float | None:
     """A number without losing a bit, or None where there is none."""
-    if value is None:
-        return None
-    return float(value.item() if isinstance(value, torch.Tensor) else value).hex()
+    return None if value is None else float(value.item() if isinstance(value, torch.Tensor) else value)

@@ -15,7 +15,7 @@ from bpipe.check.deadlock import Waits
 from bpipe.check.rules import ScheduleError, check_waits
 from bpipe.generate.families import exchange_of
 from bpipe.ir.schedule import Schedule
-from bpipe.report.record import ONE_SIDED
+from bpipe.record.format import ONE_SIDED
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.arguments import SchedulingConfig
 

@@ -1,16 +1,12 @@
-"""Write down what this rank holds, from its first forward on, so that an out-of-memory in the first iteration leaves more than a traceback.
+"""Note what this rank holds, from its first forward on, so that an out-of-memory in the first iteration leaves more than a traceback.
 
-In: the meter, and what the model and its optimizer hold. Out: one small file a rank, appended to: a killed run leaves whole lines.
-
-    DIR/memory_00003.jsonl    a header with what is held besides activations; a line whenever more was held than ever before, which is once
-                              a forward of the first warm-up and hardly ever after; and a line for the error that ended the training
-
-docs/report.md has the keys. Looks at the device's own counters and waits for nothing.
+In: the meter, and what the model and its optimizer hold. Out: this rank's file of its memory, as `bpipe.record.format` defines it: a line
+whenever more was held than ever before, which is once a forward of the first warm-up and hardly ever after, and a line for the error that
+ended the training. Looks at the device's own counters and waits for nothing.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,14 +18,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.ir.action import Action
-from bpipe.program import ScheduleConfig, as_document
+from bpipe.program import ScheduleConfig
+from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark
+from bpipe.record.write import append, begin
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.failures import cause_of
 from bpipe.runtime.meter import Meter
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.guard import Guard
-
-VERSION = 1
 
 # An Adam keeps two moments of each parameter, in 32 bit; SGD one if it has a momentum.
 _MOMENTS = {"Adam": 2, "AdamW": 2, "FusedAdam": 2, "CPUAdam": 2}
@@ -108,53 +104,46 @@ class Watermark:
 
     def begin(self, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:
         """Before the first iteration; whatever another run left goes."""
-        self._path = self._folder / f"memory_{dist.get_rank():05d}.jsonl"
-        header = {
-            "format": "bpipe-memory",
-            "version": VERSION,
-            "rank": dist.get_rank(),
-            "pipeline": pipeline,
-            "place": int(parallel_state.get_pipeline_model_parallel_rank()),
-            "host": socket.gethostname(),
-            "device": device,
-            "limit_bytes": limit_bytes,
-            "micro_batch": self._config.micro_batch_size,
+        self._path = MEMORY.path(self._folder, dist.get_rank())
+        header = MemoryHeader(
+            rank=dist.get_rank(),
+            pipeline=pipeline,
+            place=int(parallel_state.get_pipeline_model_parallel_rank()),
+            host=socket.gethostname(),
+            device=device,
+            limit_bytes=limit_bytes,
+            micro_batch=self._config.micro_batch_size,
             **asdict(besides),
-        }
-        self._guard.run(lambda: _start(self._path, header), self._path)
+        )
+        self._guard.run(lambda: begin(self._path, header), self._path)
 
     def saw(self, action: Action, meter: Meter, engine: Engine, program: ScheduleConfig) -> None:
         """A forward has run. Costs a comparison, unless more was held than ever before."""
         if meter.peak_bytes > self._most:
             self._most = meter.peak_bytes
-            self._append({"action": str(action)}, meter, engine, program)
+            self._append(meter, engine, program, action=str(action))
 
     def failed(self, error: BaseException, at: Action | None, meter: Meter, engine: Engine | None, program: ScheduleConfig | None) -> None:
         """The training ends here. `at` was running, or None outside of the pipelined loop."""
-        line = {
-            "action": None if at is None else str(at),
-            "error": cause_of(error),
-            "out_of_memory": isinstance(error, torch.OutOfMemoryError),
-        }
-        self._append(line, meter, engine, program)
+        ran_out = isinstance(error, torch.OutOfMemoryError)
+        self._append(meter, engine, program, action=None if at is None else str(at), error=cause_of(error), out_of_memory=ran_out)
 
-    def _append(self, line: Mapping[str, Any], meter: Meter, engine: Engine | None, program: ScheduleConfig | None) -> None:
-        sizes = meter.held()
-        whole = {
-            "iteration": self.iteration,
-            **line,
-            "program": None if program is None else as_document(program),
-            "microbatches": [[stage, microbatch, num_bytes] for (stage, microbatch), num_bytes in sorted(sizes.items())],
-            "saved_bytes": meter.saved_bytes,
-            "moved_bytes": {} if engine is None else engine.moved_bytes,
-            "received_bytes": meter.received_bytes,
-            "host_bytes": 0 if engine is None else engine.host_bytes,
-            "logits_bytes": self._logits_bytes(meter),
+    def _append(self, meter: Meter, engine: Engine | None, program: ScheduleConfig | None, **what: Any) -> None:
+        mark = MemoryMark(
+            iteration=self.iteration,
+            **what,
+            program=program,
+            microbatches=tuple((stage, microbatch, num_bytes) for (stage, microbatch), num_bytes in sorted(meter.held().items())),
+            saved_bytes=meter.saved_bytes,
+            moved_bytes={} if engine is None else engine.moved_bytes,
+            received_bytes=meter.received_bytes,
+            host_bytes=0 if engine is None else engine.host_bytes,
+            logits_bytes=self._logits_bytes(meter),
             # The CPU's stand-in has no counters and says 0.
-            "allocated_bytes": torch.cuda.memory_allocated() or None,
-            "reserved_bytes": torch.cuda.memory_reserved() or None,
-        }
-        self._guard.run(lambda: _write(self._path, whole), self._path)
+            allocated_bytes=torch.cuda.memory_allocated() or None,
+            reserved_bytes=torch.cuda.memory_reserved() or None,
+        )
+        self._guard.run(lambda: append(self._path, mark), self._path)
 
     def _logits_bytes(self, meter: Meter) -> int:
         """Of one micro-batch, on the last stage; known by their size."""
@@ -162,13 +151,3 @@ class Watermark:
         if count is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return 0
         return next((count * each for each in _LOGIT_BYTES if meter.has_of_size(count * each)), 0)
-
-
-def _start(path: Path, header: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(header) + "\n")
-
-
-def _write(path: Path, line: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line, separators=(",", ":")) + "\n")

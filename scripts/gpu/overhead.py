@@ -21,7 +21,7 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.recorder import COLUMNS, Recorder
+from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, lanes
 from bpipe.simulate.bandwidth import required_bytes_per_s
 from bpipe.transport.one_sided import Reaching
@@ -156,4 +156,4 @@ def _exposed(device: torch.device, loop: Loop, engine: Engine) -> tuple[float, f
     loop.iteration(engine)
     rows, elapsed_s = engine.recorder.rows({}, engine.moved_bytes)
     engine.recorder = None
-    return sum(row[COLUMNS.index("wait_s")] for row in rows), elapsed_s
+    return sum(row.wait_s for row in rows), elapsed_s

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.report.read import read_run
+from bpipe.record.read import read_run
 from tests.gloo.conftest import BPIPE, Case, Outcome
 from tests.gloo.test_training import same
 

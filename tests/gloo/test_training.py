@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bpipe.program import build, from_document
+from bpipe.program import build
+from bpipe.record.format import read_program
 from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome
 
@@ -138,7 +139,7 @@ def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, 
         assert (header["rank"], header["place"], header["pipeline"]) == (rank, rank, 0)
         assert header["weights_bytes"] > 0
         assert [line["iteration"] for line in lines] == iterations
-        schedule = build(from_document(lines[-1]["program"]))
+        schedule = build(read_program(lines[-1]["program"]))
         program = [str(slot.compute) for slot in schedule.ranks[rank] if slot.compute is not None]
         rows = [dict(zip(lines[-1]["columns"], row, strict=True)) for row in lines[-1]["actions"]]
         computed = [row for row in rows if row["slot"] is None]

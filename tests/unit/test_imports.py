@@ -32,6 +32,7 @@ WITHOUT_TORCH = [
     "models",
     "plan",
     "draw",
+    "record",
     "report",
     "commands",
     "compare",
@@ -47,6 +48,8 @@ ARROWS = [
     # Nor does what reads and judges two runs know of a command line or of text.
     Arrow("compare", {"bpipe.commands", "bpipe.cli"}),
     Arrow("compare", {"bpipe.compare.show"}, but=("compare/show.py",)),
+    # A record is what was measured; who reads it comes after it.
+    Arrow("record", {"bpipe.report", "bpipe.simulate", "bpipe.plan", "bpipe.draw", "bpipe.compare", "bpipe.commands"}),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from bpipe.report.held import Held
+from bpipe.record.format import Held
 from bpipe.report.out.table import aligned, wrapped
 from bpipe.report.shortage import Shortage, StageNeed, shortage_of
 from bpipe.report.units import bytes_text, counted

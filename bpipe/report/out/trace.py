@@ -5,8 +5,8 @@ Device times; where the host's differ (on a GPU the host runs ahead), its own be
 
 from __future__ import annotations
 
+from bpipe.record.format import Row
 from bpipe.report.measured import Lane, Measured, Timeline, lanes_of
-from bpipe.report.record import Row
 from bpipe.simulate.trace import LOOP, NAMES, Slice, Span, Track, write_tracks
 
 

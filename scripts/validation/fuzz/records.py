@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from bpipe.report.record import Row
+from bpipe.record.format import Row
 from tests.unit.report.recorded import write_run
 from validation.fuzz.damage import damaged_json
 from validation.fuzz.reader import Wrong, judge_numbers, outcome

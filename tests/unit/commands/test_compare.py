@@ -270,7 +270,7 @@ def cut_rank(plain: Path, balanced: Path) -> None:
 
 
 def drop_key(plain: Path, balanced: Path) -> None:
-    (plain / "rank_00001.json").write_text('{"stage": 1}')
+    (plain / "rank_00001.json").write_text('{"rank": 1, "stage": 1, "peak_bytes": 7}')
 
 
 def mix_runs(plain: Path, balanced: Path) -> None:

@@ -21,8 +21,8 @@ from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ScheduleConfig, balancing, build
+from bpipe.record.format import ONE_SIDED
 from bpipe.report.memory import own_peak
-from bpipe.report.record import ONE_SIDED
 from bpipe.simulate import engine
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.report import Simulation

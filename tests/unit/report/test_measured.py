@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bpipe.ir.memory import peak_counts
+from bpipe.record.read import read_run
 from bpipe.report.measured import choose, peak_microbatches
-from bpipe.report.read import read_run
 from tests.unit.report.recorded import write_run
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bpipe.ir.action import Kind
+from bpipe.record.read import read_run
 from bpipe.report.measured import Measured, choose
-from bpipe.report.read import read_run
 from bpipe.report.replay import replay
 from tests.unit.report.recorded import MOVED, write_run
 

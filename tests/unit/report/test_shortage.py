@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
-from bpipe.report.held import read_held
+from bpipe.record.read import read_held
 from bpipe.report.out.shortage_text import text
 from bpipe.report.shortage import shortage_of
 
@@ -104,14 +104,14 @@ def test_a_killed_rank_leaves_a_torn_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"iteration": None}, "line 9: iteration is 'None', which is no number of at least 0"),
-        ({"saved_bytes": [1]}, "line 9: "),
-        ({"microbatches": [[0, 0]]}, "line 9: "),
-        ({"microbatches": 7}, "line 9: "),
-        ({"program": {"schedule": "1f1b", "num_stages": 1e300, "num_microbatches": 8}}, "line 9: num_stages is '1e+300'"),
-        ({"program": "1f1b"}, "line 9: "),
-        ({"saved_bytes": {"0": -5}}, "line 9: bytes of stage 0 is '-5'"),
-        ({"allocated_bytes": float("inf")}, "line 9: allocated_bytes is 'inf'"),
+        ({"iteration": None}, "line 9: 'iteration' is missing"),
+        ({"saved_bytes": [1]}, "line 9: saved_bytes is [1], but must be an object"),
+        ({"microbatches": [[0, 0]]}, "line 9: [0, 0] is no stage, micro-batch and bytes"),
+        ({"microbatches": 7}, "line 9: microbatches is 7, but must be a list"),
+        ({"program": {"schedule": "1f1b", "num_stages": 1e300, "num_microbatches": 8}}, "line 9: program.num_stages is 1e+300, but"),
+        ({"program": "1f1b"}, "line 9: program is '1f1b', but must be an object"),
+        ({"saved_bytes": {"0": -5}}, "line 9: saved_bytes of stage 0 is -5, but"),
+        ({"allocated_bytes": float("inf")}, "line 9: no JSON (Infinity is no number"),
     ],
 )
 def test_what_no_run_writes_is_refused_in_one_line(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.report.read import read_run
+from bpipe.record.read import read_run
 from tests.unit.report.recorded import write_run
 
 

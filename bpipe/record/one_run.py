@@ -1,0 +1,102 @@
+"""Refuse what cannot be of one run. In: what was read of a folder. Out: nothing, or what is missing; or a ValueError with the way out.
+
+Reads no file. Each value was judged alone when it was read; here they are laid beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+from bpipe.models.flops import mfu
+from bpipe.program import ScheduleConfig
+from bpipe.record.format import CLOCK_ERROR_S, MOST_RANKS, RankRecord, RunInfo
+
+_EMPTY_IT = "Records of two runs lie in one folder: give every run a folder of its own"
+
+
+def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> None:
+    """Refuse what cannot be of one run: ranks that it does not have, two at one place, disagreement, loops at different times."""
+    taken: dict[tuple[int, int], int] = {}
+    for record in ranks:
+        if info.world_size is not None and record.rank >= info.world_size:
+            raise ValueError(f"{folder}: a record of rank {record.rank}, but run.json says {info.world_size} ranks. {_EMPTY_IT}")
+        other = taken.setdefault((record.pipeline, record.place), record.rank)
+        if other != record.rank:
+            raise ValueError(
+                f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline {record.pipeline}. "
+                f"{_EMPTY_IT}"
+            )
+    widest = max((one.program.num_ranks for record in ranks for one in record.iterations.values()), default=0)
+    if widest > (info.world_size or MOST_RANKS):
+        raise ValueError(f"{folder}: {widest} stages were run, but run.json says {info.world_size or 'no number of'} ranks. {_EMPTY_IT}")
+    for number in sorted({number for record in ranks for number in record.iterations}):
+        _check_iteration(folder, [record for record in ranks if number in record.iterations], number)
+
+
+def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> None:
+    first = ranks[0]
+    program = first.iterations[number].program
+    for record in ranks:
+        other = record.iterations[number].program
+        if other != program:
+            raise ValueError(
+                f"{folder}: in iteration {number} rank {first.rank} ran {_described(program)}, rank {record.rank} ran {_described(other)}. "
+                f"{_EMPTY_IT}"
+            )
+        needed, rows = 2 * program.num_microbatches * program.num_chunks, len(record.iterations[number].rows)
+        # The rows are compared one by one later; a program of another size altogether is not even built for that.
+        if needed > 2 * rows:
+            raise ValueError(
+                f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program {needed} computations"
+            )
+        if not 0 <= record.place < program.num_ranks:
+            raise ValueError(f"{folder}: rank {record.rank} is at place {record.place} of a pipeline of {program.num_ranks}. {_EMPTY_IT}")
+    late = max(ranks, key=lambda record: record.iterations[number].begin_s)
+    early = min(ranks, key=lambda record: record.iterations[number].begin_s + record.iterations[number].elapsed_s)
+    began, ended = late.iterations[number].begin_s, early.iterations[number].begin_s + early.iterations[number].elapsed_s
+    if began > ended + CLOCK_ERROR_S:
+        raise ValueError(
+            f"{folder}: rank {late.rank} began iteration {number} {began - ended:.0f} s after rank {early.rank} had ended it. {_EMPTY_IT}"
+        )
+
+
+def _described(program: ScheduleConfig) -> str:
+    return (
+        f"{program.schedule} of {program.num_ranks} stages, {program.num_microbatches} micro-batches, {program.num_chunks} chunks, "
+        f"balance {program.balance_name}"
+    )
+
+
+def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
+    """Which ranks have no record, by rank where the size of the world is known, else by place."""
+    if info.world_size is not None:
+        absent = sorted(set(range(info.world_size)) - {record.rank for record in ranks})
+        noun = "rank" if len(absent) == 1 else "ranks"
+        return [f"no record of {noun} {_listed(list(map(str, absent)))} (of {info.world_size})"] if absent else []
+    num_pipelines = max(record.pipeline for record in ranks) + 1
+    num_places = max(iteration.program.num_ranks for record in ranks for iteration in record.iterations.values())
+    if num_pipelines * num_places > MOST_RANKS:
+        raise ValueError(f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: that many ranks there are not")
+    missing = set(product(range(num_pipelines), range(num_places))) - {(record.pipeline, record.place) for record in ranks}
+    named = [f"{place} of pipeline {pipeline}" for pipeline, place in sorted(missing)]
+    return [f"no record of stage {_listed(named)}"] if named else []
+
+
+def _listed(names: Sequence[str], most: int = 100) -> str:
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:
+    """No device does more than it can: then one of the numbers that say so is wrong."""
+    if info.flops_per_iteration is None or info.peak_flops is None or info.world_size is None:
+        return
+    for iteration, elapsed_s in step_s.items():
+        reached = mfu(info.flops_per_iteration, elapsed_s, info.world_size, info.peak_flops) if elapsed_s > 0 else 2.0
+        if reached > 1:
+            raise ValueError(
+                f"{path}: iteration {iteration} would have an MFU of {100 * reached:.4g} %: {info.flops_per_iteration:g} FLOPs in "
+                f"{elapsed_s} s on {info.world_size} devices of {info.peak_flops:g} FLOP/s ({info.peak_source or 'source not said'}). "
+                "Correct peak_flops there, or make it null"
+            )

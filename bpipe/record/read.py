@@ -1,0 +1,241 @@
+"""Read the folder of a recorded run. In: the folder of `--bpipe-report`. Out: a `Run` or a `Held`, or a ValueError.
+
+Whatever a killed run may leave is accepted and noted: a torn last line, ranks without a file, no run.json. Whatever cannot be of one run
+is refused, and so is a value that no run can have: one of another type, a negative duration, more FLOPs than the devices can do. Unknown
+keys and columns are passed over: later versions add some. Which there are, `format` says. Knows no schedule and judges no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bpipe.record.format import (
+    CLOCK_ERROR_S,
+    COLUMNS,
+    FAILURE,
+    MEMORY,
+    RECORD,
+    RUN,
+    STEPS,
+    SUMMARY,
+    VERSION,
+    FirstFailure,
+    Held,
+    Iteration,
+    MemoryHeader,
+    MemoryMark,
+    PerRank,
+    RankHeader,
+    RankHeld,
+    RankRecord,
+    RankSummary,
+    Row,
+    Run,
+    RunInfo,
+    TrainingStep,
+)
+from bpipe.record.keys import keys_of, values_of
+from bpipe.record.one_run import check_one_run, check_speed, missing
+from bpipe.values import a_list, load_json
+
+
+def read_run(folder: str | Path) -> Run:
+    """Everything a run left in its folder of the iterations that it recorded."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: name the one that the run was given as --bpipe-report")
+    files = RECORD.files(path)
+    if not files:
+        raise ValueError(f"{path} holds no record_*.jsonl: was it the --bpipe-report of a run, and did that record an iteration?")
+    notes: list[str] = []
+    info = _read_info(path / RUN, notes)
+    ranks = tuple(record for record in (_read_record(file, notes) for file in files) if record is not None)
+    if not any(record.iterations for record in ranks):
+        raise ValueError(f"{path}: no iteration is recorded in it. Choose some that the run reaches with --bpipe-report-iterations")
+    check_one_run(path, info, ranks)
+    notes += missing(info, ranks)
+    steps = {step.iteration: step.elapsed_s for step in read_steps(path / STEPS, notes) if step.elapsed_s is not None}
+    check_speed(path / RUN, info, steps)
+    return Run(path, info, ranks, steps, {one.rank: one.peak_bytes for one in read_summaries(path)}, tuple(notes))
+
+
+def has_iterations(folder: str | Path) -> bool:
+    """Whether any rank recorded a whole one: a line after its header."""
+    return any(file.read_bytes().count(b"\n") > 1 for file in RECORD.files(Path(folder)))
+
+
+def read_held(folder: str | Path) -> Held | None:
+    """What every rank wrote down of its memory, from its first forward on; None where none did."""
+    path = Path(folder)
+    ranks = tuple(found for found in map(_read_memory, MEMORY.files(path)) if found is not None)
+    return Held(path, ranks, _read_failure(path / FAILURE)) if ranks else None
+
+
+def read_steps(path: Path, notes: list[str]) -> Iterator[TrainingStep]:
+    """Every line of the file of iterations, in its order; none where there is no file."""
+    keys = {key.name for key in keys_of(TrainingStep)}
+    for count, line in _lines(path, notes) if path.exists() else ():
+        try:
+            values = values_of(TrainingStep, line, "a step")
+            yield TrainingStep(**values, numbers={name: _exact(value) for name, value in line.items() if name not in keys})
+        except ValueError as error:
+            raise ValueError(f"{path}, line {count}: {error}") from None
+
+
+def _exact(value: object) -> float | None:
+    """A number as it was written to the bit; None for whatever else stands there."""
+    try:
+        return float.fromhex(value) if isinstance(value, str) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def read_summaries(folder: Path) -> Iterator[RankSummary]:
+    """Of the ranks that ended well."""
+    for path in SUMMARY.files(folder):
+        try:
+            yield RankSummary(**values_of(RankSummary, load_json(path.read_bytes()), "the file"))
+        except ValueError as error:
+            raise ValueError(f"{path}: not the measurements of a rank ({error})") from None
+
+
+def _read_info(path: Path, notes: list[str]) -> RunInfo:
+    if not path.exists():
+        notes.append("run.json is missing: the number of ranks, the links' speed and MFU are not known")
+        return RunInfo()
+    try:
+        found = load_json(path.read_bytes())
+        _check_format(path, found, RunInfo.FORMAT)
+        return RunInfo(**values_of(RunInfo, found, RUN))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the description of a run ({error})") from None
+
+
+def _read_failure(path: Path) -> FirstFailure | None:
+    if not path.exists():
+        return None
+    try:
+        return FirstFailure(**values_of(FirstFailure, load_json(path.read_bytes()), "the file"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the failure of a run ({error})") from None
+
+
+def _check_format(path: Path, found: object, expected: str) -> None:
+    if not isinstance(found, dict) or found.get("format") != expected:
+        raise ValueError(f"{path}: it does not say that it is {expected}, so it is no file of bpipe's --bpipe-report")
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: {expected} version {found.get('version')}, this bpipe reads version {VERSION}: use the one that wrote it"
+        )
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
+    """The values of a file with one a line, numbered from 1. A torn last line is left out and noted."""
+    with path.open("rb") as file:
+        for count, line in enumerate(file, 1):
+            try:
+                yield count, load_json(line)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise ValueError(f"{path}, line {count}: no JSON ({error}), though the line is whole. Is the file damaged?") from None
+                notes.append(f"{path.name} ends in a torn line, which is left out: the run was killed while it wrote")
+
+
+def _of_a_rank(path: Path, files: PerRank, kind: type[RankHeader | MemoryHeader], notes: list[str]) -> Iterator[tuple[int, Any]]:
+    """A file's header as the arguments of a `kind`, then its lines; nothing of a file without a whole line."""
+    lines = _lines(path, notes)
+    header: Any = next(lines, (0, None))[1]
+    if header is None:
+        notes.append(f"{path.name} is empty")
+        return
+    _check_format(path, header, kind.FORMAT)
+    try:
+        values = values_of(kind, header, "the header")
+        if files.rank(path) != values["rank"]:
+            raise ValueError(f"the file says that it is of rank {values['rank']}. Was it renamed?")
+    except ValueError as error:
+        raise ValueError(f"{path}, line 1: {error}") from None
+    yield 1, values
+    for count, line in lines:
+        if isinstance(line, dict) and "format" in line:
+            _check_format(path, line, kind.FORMAT)
+            again = "a second header: two runs wrote into this file. Give every run a folder of its own"
+            raise ValueError(f"{path}, line {count}: {again}")
+        yield count, line
+
+
+def _read_record(path: Path, notes: list[str]) -> RankRecord | None:
+    lines = _of_a_rank(path, RECORD, RankHeader, notes)
+    header: Any = next(lines, (0, None))[1]
+    if header is None:
+        return None
+    iterations: dict[int, Iteration] = {}
+    for count, line in lines:
+        try:
+            iteration = _iteration(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {count}: {error}") from None
+        if iteration.iteration in iterations:
+            raise ValueError(f"{path}, line {count}: iteration {iteration.iteration} stands there twice: two runs wrote into this file")
+        iterations[iteration.iteration] = iteration
+    return RankRecord(**header, iterations=iterations)
+
+
+def _read_memory(path: Path) -> RankHeld | None:
+    lines = _of_a_rank(path, MEMORY, MemoryHeader, [])
+    header: Any = next(lines, (0, None))[1]
+    if header is None:
+        return None
+    marks = []
+    for count, line in lines:
+        try:
+            marks.append(MemoryMark(**values_of(MemoryMark, line, "what was held")))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {count}: {error}") from None
+    return RankHeld(**header, marks=tuple(marks))
+
+
+def _iteration(line: object) -> Iteration:
+    values = values_of(Iteration, line, "a recorded iteration")
+    assert isinstance(line, dict)
+    for name in ("columns", "actions"):
+        if line.get(name) is None:
+            raise ValueError(f"{name!r} is missing")
+    return Iteration(**values, rows=_rows(a_list(line["columns"], "columns"), a_list(line["actions"], "actions"), values["elapsed_s"]))
+
+
+def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float) -> tuple[Row, ...]:
+    absent = [column.name for column in COLUMNS if column.needed and column.name not in columns]
+    if absent:
+        raise ValueError(f"columns {', '.join(absent)} are missing")
+    doubled = next((name for name in columns if columns.count(name) > 1), None)
+    if doubled is not None:
+        raise ValueError(f"column {doubled!r:.40} stands there twice")
+    places = [columns.index(column.name) if column.name in columns else None for column in COLUMNS]
+    rows = []
+    for row in actions:
+        if not isinstance(row, list) or len(row) != len(columns):
+            raise ValueError(f"{str(row)[:60]} has {len(row) if isinstance(row, list) else 'no'} values for {len(columns)} columns")
+        rows.append(_row([None if place is None else row[place] for place in places], elapsed_s))
+    return tuple(rows)
+
+
+def _row(found: Sequence[Any], elapsed_s: float) -> Row:
+    """A row, if each of its values can be one of an iteration of that length."""
+    first, *others = COLUMNS
+    action = first.rule.read(found[0], first.name)
+    try:
+        values = [
+            column.default if value is None and not column.needed else column.rule.read(value, column.name)
+            for column, value in zip(others, found[1:], strict=True)
+        ]
+        row = Row(action, *values)
+        if not row.start_s <= row.end_s:
+            raise ValueError(f"ends at {row.end_s} s, before it starts at {row.start_s} s")
+        if row.end_s > elapsed_s + CLOCK_ERROR_S:
+            raise ValueError(f"ends at {row.end_s} s, but its iteration took {elapsed_s} s")
+    except ValueError as error:
+        raise ValueError(f"{action} {error}") from None
+    return row

@@ -1,0 +1,112 @@
+"""A record has one definition: what it says is what is written and what is read, also of a run that was recorded before there was one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bpipe.ir.action import Action, Kind
+from bpipe.record import format as form
+from bpipe.record.keys import keys_of
+from bpipe.record.read import read_held, read_run, read_steps, read_summaries
+from bpipe.record.write import append, begin, write_whole
+
+ROOT = Path(__file__).resolve().parents[3]
+# Four stages, eight micro-batches, balanced over shared memory; iterations 2 and 3 of 3. Written before `bpipe.record` was.
+BEFORE = ROOT / "tests" / "data" / "recorded_run"
+
+
+def test_a_run_of_before_is_read_whole() -> None:
+    run = read_run(BEFORE)
+    assert run.notes == ()
+    assert [record.rank for record in run.ranks] == [0, 1, 2, 3]
+    assert [record.partner for record in run.ranks] == [3, None, None, 0]
+    assert all(set(record.iterations) == {2, 3} for record in run.ranks)
+    assert run.info.links[0].bytes_per_s["peer"] == 5837152263.352107
+    first = run.ranks[0].iterations[2]
+    assert first.program.balance_name == "bpipe"
+    assert (first.kept_counted_by, first.kept_bytes, first.moved_bytes) == ("storages", {0: 1019904}, {0: 1015808})
+    assert sum(row.action.kind is Kind.FORWARD for row in first.rows) == 8
+    assert first.rows[0].action == Action(0, Kind.FORWARD, 0)
+    assert all(row.live_bytes for row in first.rows if row.slot is None)
+    assert run.run_peak_bytes[0] == 3055616
+    held = read_held(BEFORE)
+    assert held is not None
+    assert [len(rank.marks) for rank in held.ranks] == [4, 4, 3, 2]
+    assert held.ranks[0].besides_bytes == 249088 + 249088 + 498176
+    assert held.ranks[0].marks[1].microbatches == ((0, 0, 1017856), (0, 1, 1017856))
+
+
+def test_what_is_read_is_written_again_to_the_byte(tmp_path: Path) -> None:
+    """So nothing that a run says of itself is lost between the two, and files look as they did."""
+    run = read_run(BEFORE)
+    write_whole(tmp_path / form.RUN, run.info)
+    for record in run.ranks:
+        names = [key.name for key in keys_of(form.RankHeader)]
+        header = form.RankHeader(**{name: getattr(record, name) for name in names})
+        append(form.RECORD.path(tmp_path, record.rank), header, *record.iterations.values())
+    for summary in read_summaries(BEFORE):
+        write_whole(form.SUMMARY.path(tmp_path, summary.rank), summary)
+    begin(tmp_path / form.STEPS, *read_steps(BEFORE / form.STEPS, []))
+    written = sorted(tmp_path.iterdir())
+    assert len(written) == 1 + 4 + 4 + 1
+    for path in written:
+        assert path.read_bytes() == (BEFORE / path.name).read_bytes(), path.name
+
+
+def test_what_was_held_is_written_again(tmp_path: Path) -> None:
+    """A line now says of its error also that there was none."""
+    held = read_held(BEFORE)
+    assert held is not None
+    for rank in held.ranks:
+        path = form.MEMORY.path(tmp_path, rank.rank)
+        header = form.MemoryHeader(**{key.name: getattr(rank, key.name) for key in keys_of(form.MemoryHeader)})
+        begin(path, header, *rank.marks)
+        lines, before = ([json.loads(line) for line in one.read_text().splitlines()] for one in (path, BEFORE / path.name))
+        assert lines == [before[0], *(line | {"error": None, "out_of_memory": False} for line in before[1:])]
+    assert read_held(tmp_path) == form.Held(tmp_path, held.ranks, None)
+
+
+def test_the_first_failure_is_written_and_read(tmp_path: Path) -> None:
+    first = form.FirstFailure(rank=2, cause="OutOfMemoryError: no memory left")
+    write_whole(tmp_path / form.FAILURE, first)
+    (tmp_path / "memory_00000.jsonl").write_text((BEFORE / "memory_00000.jsonl").read_text())
+    found = read_held(tmp_path)
+    assert found is not None
+    assert found.failure == first
+    (tmp_path / form.FAILURE).write_text('{"rank": "two", "cause": "?"}')
+    with pytest.raises(ValueError, match=r"failure\.json: not the failure of a run \(rank is 'two'"):
+        read_held(tmp_path)
+
+
+@pytest.mark.parametrize("number", [0.1, -0.0, 5e-324, None])
+def test_a_loss_keeps_every_bit(tmp_path: Path, number: float | None) -> None:
+    step = form.TrainingStep(iteration=1, numbers={"lm loss": number, "grad_norm": 1.5}, skipped=0, elapsed_s=0.5)
+    append(tmp_path / form.STEPS, step)
+    (found,) = read_steps(tmp_path / form.STEPS, [])
+    assert repr(found) == repr(step)
+
+
+@pytest.mark.parametrize(
+    ("heading", "kinds"),
+    [
+        ("The run", (form.RunInfo,)),
+        ("The record of a rank", (form.RankHeader, form.Iteration, form.Row)),
+        ("The memory of a rank", (form.MemoryHeader, form.MemoryMark)),
+    ],
+)
+def test_every_key_is_documented(heading: str, kinds: tuple[type, ...]) -> None:
+    section = (ROOT / "docs" / "report.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    named = {key for line in section.splitlines() if line.startswith("| `") for key in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    defined = {key.name for kind in kinds for key in keys_of(kind)}
+    assert defined <= named
+    assert {name for name in named if "." not in name} - defined <= {"format", "version", "columns", "actions"}
+
+
+def test_a_column_without_a_value_is_read_as_its_default() -> None:
+    """What a later version adds has one, so that a record without the column is read."""
+    assert [column.name for column in form.COLUMNS] == list(form.Row._fields)
+    assert [column.name for column in form.COLUMNS if column.needed] == ["action", "start_s", "end_s"]
