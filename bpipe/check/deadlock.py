@@ -88,11 +88,14 @@ class _Ends:
 
     def transfer(self, transfer: Transfer, nth: int) -> int:
         """Transfers of one direction pass in the order in which each end starts them."""
+        if transfer.sender == transfer.receiver:
+            # What a rank keeps in its own host memory has no other end.
+            self.expected.append(1)
+            return len(self.expected) - 1
         key = (transfer.sender, transfer.receiver, nth)
         if key not in self.transfers:
             self.transfers[key] = len(self.expected)
-            # What a rank keeps in its own host memory has no other end.
-            self.expected.append(1 if transfer.sender == transfer.receiver else 2)
+            self.expected.append(2)
         return self.transfers[key]
 
 

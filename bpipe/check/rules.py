@@ -14,9 +14,9 @@ from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.grid import window
 from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.pairing import pairing
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -106,14 +106,15 @@ def check_shape(case: Case) -> None:
         raise ScheduleError(rule, f"after_input {share} is no share of at least 0 with at most {SHARE_DECIMALS} decimals")
 
 
-def check_partners(case: Case) -> None:
-    """Every rank has one partner, if any has, and is its partner's."""
-    partners = case.schedule.partners
-    if partners is not None:
-        try:
-            pairing(case.schedule.num_ranks, partners)
-        except ValueError as error:
-            raise ScheduleError("partners", f"{error}") from None
+def check_hosts(case: Case) -> None:
+    """Every host is another rank, or the rank's own host memory."""
+    rule, num_ranks, hosts = "hosts", case.schedule.num_ranks, case.schedule.hosts
+    if hosts is not None and len(hosts) != num_ranks:
+        raise ScheduleError(rule, f"hosts of {len(hosts)} ranks for {num_ranks}: say where each may evict to")
+    for rank, of_rank in enumerate(hosts or ()):
+        for host in of_rank:
+            if host != OWN_MEMORY and not (0 <= host < num_ranks and host != rank):
+                raise ScheduleError(rule, f"rank {rank}: host {host} is no other rank of 0 to {num_ranks - 1}", rank)
 
 
 def check_once(case: Case) -> None:
@@ -228,24 +229,42 @@ def check_shard_order(case: Case) -> None:
 
 
 def check_other_ends(case: Case) -> None:
-    """Every transfer has its other end in the same slot of the partner, and starts on the rank of its stage."""
+    """Every transfer has its other end in the same slot of one host, or goes to own memory; what comes back comes from where it went."""
     schedule, rule = case.schedule, "other ends"
-    partners = schedule.partners
+    hosts = schedule.hosts or ((),) * schedule.num_ranks
+    guests = [[other for other, of_rank in enumerate(hosts) if rank in of_rank] for rank in range(schedule.num_ranks)]
+    stays: dict[tuple[int, int], int] = {}
     for rank, slot, transfer in _transfers(schedule):
         kind = transfer.kind
         if kind not in TRANSFER:
             raise case.error(rule, rank, slot, transfer, f"{kind.value} is no transfer")
-        if partners is None or partners[rank] == rank:
+        is_evictors = kind is _EVICT or kind is _LOAD
+        others = hosts[rank] if is_evictors else guests[rank]
+        if not others:
             raise case.error(rule, rank, slot, transfer, f"rank {rank} has no partner")
-        partner = partners[rank]
-        evictor = rank if kind is _EVICT or kind is _LOAD else partner
-        if not 0 <= transfer.stage < schedule.num_stages or schedule.layout.rank_of(transfer.stage, transfer.microbatch) != evictor:
-            raise case.error(rule, rank, slot, transfer, f"stage {transfer.stage} is none of rank {evictor}'s")
+        evictors = [rank] if is_evictors else others
+        if not 0 <= transfer.stage < schedule.num_stages or schedule.layout.rank_of(transfer.stage, transfer.microbatch) not in evictors:
+            raise case.error(rule, rank, slot, transfer, f"stage {transfer.stage} is none of rank {' or '.join(map(str, evictors))}'s")
         if not 0 <= transfer.microbatch < schedule.num_microbatches:
             raise case.error(rule, rank, slot, transfer, f"there are micro-batches 0 to {schedule.num_microbatches - 1}")
         other = Action(transfer.stage, OTHER_END[kind], transfer.microbatch)
-        if other not in schedule.ranks[partner][slot].transfers:
-            raise case.error(rule, rank, slot, transfer, f"rank {partner} has no {other} in this slot")
+        if not is_evictors:
+            others = [schedule.layout.rank_of(transfer.stage, transfer.microbatch)]
+        found = [one for one in others if one != OWN_MEMORY and other in schedule.ranks[one][slot].transfers]
+        if len(found) > 1 or (not found and OWN_MEMORY not in others):
+            who = f"ranks {' and '.join(map(str, found))} both have" if found else f"rank {' or '.join(map(str, others))} has no"
+            raise case.error(rule, rank, slot, transfer, f"{who} {other} in this slot")
+        if is_evictors:
+            where = found[0] if found else OWN_MEMORY
+            before = stays.setdefault((transfer.stage, transfer.microbatch), where)
+            if before != where:
+                raise case.error(rule, rank, slot, transfer, f"it is with {_place(before)}, not with {_place(where)}")
+            if kind is _LOAD:
+                del stays[transfer.stage, transfer.microbatch]
+
+
+def _place(host: int) -> str:
+    return "the rank's own host memory" if host == OWN_MEMORY else f"rank {host}"
 
 
 def check_residency(case: Case) -> None:
@@ -322,12 +341,23 @@ def check_bounds(case: Case) -> None:
 def check_pair_order(case: Case) -> None:
     """Both ends of a pair start the transfers of one direction in the same order."""
     schedule, rule = case.schedule, "order on a pair"
-    for rank, partner in enumerate(schedule.partners or ()):
-        sent = [(slot, action) for slot, action in _of_rank(schedule, rank) if action.kind is _EVICT or action.kind is _RETURN]
-        received = [(slot, action) for slot, action in _of_rank(schedule, partner) if action.kind is _HOST or action.kind is _LOAD]
+    hosts = schedule.hosts or ()
+    pairs = {(rank, host) for rank, of_rank in enumerate(hosts) for host in of_rank if host != OWN_MEMORY}
+    for rank, partner in sorted(pairs | {(host, rank) for rank, host in pairs}):
+        sent, received = _between(schedule, rank, partner, _EVICT, _RETURN), _between(schedule, partner, rank, _HOST, _LOAD)
         for (slot, action), (_, other) in zip(sent, received, strict=True):
             if (action.stage, OTHER_END[action.kind], action.microbatch) != (other.stage, other.kind, other.microbatch):
                 raise case.error(rule, rank, slot, action, f"here rank {partner} expects the other end of {other}, not of this")
+
+
+def _between(schedule: Schedule, rank: int, other: int, *kinds: Kind) -> list[tuple[int, Action]]:
+    """The rank's halves of these kinds whose other ends are on `other`: rules before have seen that there is one end each."""
+    rows = schedule.ranks[other]
+    return [
+        (slot, action)
+        for slot, action in _of_rank(schedule, rank)
+        if action.kind in kinds and Action(action.stage, OTHER_END[action.kind], action.microbatch) in rows[slot].transfers
+    ]
 
 
 def check_no_deadlock(case: Case) -> None:
@@ -352,7 +382,7 @@ def _check_waits(case: Case, waits: Waits) -> None:
 
 RULES: tuple[Rule, ...] = (
     check_shape,
-    check_partners,
+    check_hosts,
     check_once,
     check_forward_first,
     check_needs,

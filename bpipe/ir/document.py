@@ -16,15 +16,25 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from bpipe.ir.action import Action
+from bpipe.ir.hosts import Hosts, mirrored, partners_of, read_hosts, write_hosts
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import num_transfers, peak_counts, plain
-from bpipe.ir.pairing import mirrored
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.text import NAME, TextError, describe, read_computation, read_share, read_vocabulary, slot_of, write_computation
+from bpipe.ir.text import (
+    NAME,
+    TextError,
+    describe,
+    read_computation,
+    read_partners,
+    read_share,
+    read_vocabulary,
+    slot_of,
+    write_computation,
+)
 from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
-_USUAL = ("partners", "stage_to_rank", "vocabulary", "input", "after_input")
+_USUAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input")
 
 
 def write_json(schedule: Schedule) -> str:
@@ -35,15 +45,17 @@ def write_json(schedule: Schedule) -> str:
         "stages": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
         "chunks": schedule.num_chunks,
-        "balance": "none" if schedule.partners is None else "bpipe",
+        "balance": "none" if schedule.hosts is None else "bpipe",
         "bounds": schedule.bounds,
-        "partners": schedule.partners,
+        "partners": None if schedule.hosts is None else partners_of(schedule.hosts),
         "stage_to_rank": layout.placements[0] if layout.num_pipes == 1 else layout.placements,
     }
     if layout.vocabulary is not Vocabulary.WHOLE:
         head["vocabulary"] = layout.vocabulary.value
     if layout.input_shards:
         head["input"] = "shards"
+    if schedule.hosts is not None and partners_of(schedule.hosts) is None:
+        head["hosts"] = write_hosts(schedule.hosts)
     if schedule.after_input != 1:
         head["after_input"] = plain(schedule.after_input)
     peaks = peak_counts(schedule)
@@ -82,7 +94,7 @@ def read_json(text: str) -> Schedule:
         if len(placement) != num_ranks * num_chunks:
             raise TextError(f"there are {len(placement)} stages, but stages times chunks is {num_ranks * num_chunks}")
     bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
-    schedule = Schedule(name, num_microbatches, layout, ranks, _partners(fields, num_ranks), bounds, _after_input(fields))
+    schedule = Schedule(name, num_microbatches, layout, ranks, _hosts(fields, num_ranks), bounds, _after_input(fields))
     _compare(schedule, entries)
     return schedule
 
@@ -100,7 +112,12 @@ def _read_layout(fields: dict[str, object], ranks: Sequence[Sequence[Slot]]) -> 
     return Layout(pipes, read_vocabulary(str(vocabulary), "vocabulary"), "input" in fields)
 
 
-def _partners(fields: dict[str, object], num_ranks: int) -> tuple[int, ...] | None:
+def _hosts(fields: dict[str, object], num_ranks: int) -> Hosts | None:
+    if "hosts" in fields:
+        try:
+            return read_hosts(str(fields["hosts"]))
+        except ValueError as error:
+            raise TextError(f"hosts: {error}") from None
     balance = fields["balance"]
     if balance not in ("none", "bpipe"):
         raise TextError(f'balance: {balance!r} is neither "none" nor "bpipe"')
@@ -108,7 +125,7 @@ def _partners(fields: dict[str, object], num_ranks: int) -> tuple[int, ...] | No
     partners = fields.get("partners", usual)
     if (partners is None) != (balance == "none"):
         raise TextError(f"balance is {balance!r}, but partners is {partners!r}")
-    return None if partners is None else _numbers(partners, "partners")
+    return None if partners is None else read_partners(_numbers(partners, "partners"), num_ranks)
 
 
 def _after_input(fields: dict[str, object]) -> Fraction:

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.hosts import OWN_MEMORY, Hosts, partners_of
 from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NUMBER, TextError, assemble, header, read_header, slot_of
@@ -73,7 +74,7 @@ def write_grid(schedule: Schedule, width: int | None = None, paint: Paint | None
 
 def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]]]:
     """Every line of the grid: its label, its cells, and the action that colours each."""
-    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.partners)
+    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.hosts)
     digits = len(str(schedule.num_ranks - 1))
     lines: list[tuple[str, list[str], list[Action | None]]] = []
     for rank, row in enumerate(schedule.ranks):
@@ -138,9 +139,7 @@ class _Reader:
         if sorted(computed) != list(range(len(computed))) or len({len(cells) for cells in computed.values()}) != 1:
             raise TextError("every rank needs a lane, and all of them equally many slots")
         head = assemble([[] for _ in computed], fields, "")
-        if head.partners is not None and (len(head.partners) != len(computed) or max(head.partners) >= len(computed)):
-            raise TextError(f"line 1: partners={fields['partners'][:40]} do not fit {len(computed)} ranks")
-        own, hosted = _implied(head.layout, len(computed), head.partners)
+        own, hosted = _implied(head.layout, len(computed), head.hosts)
         return assemble([self._lane(rank, own[rank], hosted[rank]) for rank in range(len(computed))], fields, "")
 
     def _lane(self, rank: int, own: int, hosted: int) -> list[Slot]:
@@ -163,8 +162,8 @@ class _Reader:
 
 def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), radius: int = 4) -> str:
     """The grid around one slot of one rank, with the slot marked. `ranks` are further lanes beside the rank's and its partner's."""
-    partner = () if schedule.partners is None else (schedule.partners[rank],)
-    lanes = sorted({rank, *ranks, *partner})
+    hosts = () if schedule.hosts is None else (host for host in schedule.hosts[rank] if host != OWN_MEMORY)
+    lanes = sorted({rank, *ranks, *hosts})
     last = max(len(schedule.ranks[lane]) for lane in lanes) - 1
     columns = range(max(0, slot - radius), max(slot, min(last, slot + radius)) + 1)
     table = [(-1, ["slot", "", *(str(column) for column in columns)])]
@@ -184,21 +183,22 @@ def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), 
 def _window_cell(schedule: Schedule, rank: int, slot: int, line: str) -> str:
     if slot >= len(schedule.ranks[rank]):
         return ""
-    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.partners)
+    own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.hosts)
     cell = schedule.ranks[rank][slot]
     if line == "C":
         return _computed(cell, own[rank])
     return JOIN.join(_short(action, own[rank], hosted[rank]) for action in cell.transfers)
 
 
-def _implied(layout: Layout, num_ranks: int, partners: Sequence[int] | None) -> tuple[list[int], list[int]]:
+def _implied(layout: Layout, num_ranks: int, hosts: Hosts | None) -> tuple[list[int], list[int]]:
     """For each lane the stage a cell without a number means: its own, and for H and R its partner's. -1 is none, as with several."""
     own = [-1] * num_ranks
     if layout.num_stages == num_ranks and layout.num_pipes == 1:
         for stage, rank in enumerate(layout.placements[0]):
             if rank < num_ranks:
                 own[rank] = stage
-    return own, [-1] * num_ranks if partners is None else [own[partner] for partner in partners]
+    partners = None if hosts is None else partners_of(hosts)
+    return own, [-1] * num_ranks if partners is None or len(partners) != num_ranks else [own[partner] for partner in partners]
 
 
 def _computed(slot: Slot, own: int) -> str:

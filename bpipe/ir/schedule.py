@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from bpipe.ir.action import Action
+from bpipe.ir.hosts import Hosts, partners_of, write_hosts
 from bpipe.ir.layout import Layout
 
 
@@ -41,7 +42,7 @@ class Schedule:
     """What every rank does, in order.
 
     `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `layout` says which stages each computes.
-    A schedule with transfers also has `partners[rank]` (the rank that hosts for it, and for which it hosts) and
+    A schedule with transfers also has `hosts[rank]` (`ir.hosts`), where what the rank evicts may go, and
     `bounds[rank]`, the most saved chunk micro-batches the rank may hold in any slot, hosted ones included. `after_input` is the share of a
     micro-batch that is counted between the halves of a split backward: what its bounds, and all its counts, are meant by.
     """
@@ -50,9 +51,19 @@ class Schedule:
     num_microbatches: int
     layout: Layout
     ranks: tuple[tuple[Slot, ...], ...]
-    partners: tuple[int, ...] | None = None
+    hosts: Hosts | None = None
     bounds: tuple[int, ...] | None = None
     after_input: Fraction = Fraction(1)
+
+    @property
+    def partners(self) -> tuple[int, ...] | None:
+        """The other rank of each one's pair, or the rank itself; None where nobody hosts. Raises ValueError for a pool of hosts."""
+        if self.hosts is None:
+            return None
+        partners = partners_of(self.hosts)
+        if partners is None:
+            raise ValueError(f"ranks host as {write_hosts(self.hosts)}: only pairs are known here, in which each is the other's one host")
+        return partners
 
     @property
     def num_ranks(self) -> int:

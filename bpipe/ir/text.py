@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from bpipe.ir.action import COMPUTE, Action, Kind
+from bpipe.ir.hosts import Hosts, in_pairs, pairing, partners_of, read_hosts, write_hosts
 from bpipe.ir.layout import Layout, Vocabulary, one_pipe
 from bpipe.ir.memory import SHARE_DECIMALS, plain
 from bpipe.ir.schedule import Schedule, Slot
@@ -26,7 +27,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS = {kind.value: kind for kind in Kind}
 _EMPTY = Slot()
 _HEADER = "# bpipe"
-_FIELDS = ("schedule", "microbatches", "stage_to_rank", "vocabulary", "input", "partners", "bounds", "after_input")
+_FIELDS = ("schedule", "microbatches", "stage_to_rank", "vocabulary", "input", "partners", "hosts", "bounds", "after_input")
 # Parts the placements of several pipes.
 PIPES = "/"
 _SHARE = re.compile(rf"(0|[1-9][0-9]{{0,3}})(\.[0-9]{{1,{SHARE_DECIMALS}}})?")
@@ -70,7 +71,7 @@ def write_csv(schedule: Schedule) -> str:
     """One line a rank. Compute-only schedules come out as torch.distributed.pipelining writes its own."""
     lines = [",".join(_csv_cell(slot) for slot in row) for row in schedule.ranks]
     shown = _shows(schedule.layout) and schedule.after_input == 1
-    if schedule.partners is not None or schedule.bounds is not None or not shown:
+    if schedule.hosts is not None or schedule.bounds is not None or not shown:
         lines.insert(0, header(schedule))
     return "".join(line + "\n" for line in lines)
 
@@ -135,9 +136,11 @@ def header(schedule: Schedule) -> str:
         fields.append(f"vocabulary={layout.vocabulary.value}")
     if layout.input_shards:
         fields.append("input=shards")
-    for name, values in (("partners", schedule.partners), ("bounds", schedule.bounds)):
-        if values is not None:
-            fields.append(f"{name}={_join(values)}")
+    if schedule.hosts is not None:
+        partners = partners_of(schedule.hosts)
+        fields.append(f"hosts={write_hosts(schedule.hosts)}" if partners is None else f"partners={_join(partners)}")
+    if schedule.bounds is not None:
+        fields.append(f"bounds={_join(schedule.bounds)}")
     if schedule.after_input != 1:
         fields.append(f"after_input={plain(schedule.after_input)}")
     return " ".join([_HEADER, *fields])
@@ -169,12 +172,12 @@ def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) 
         if not NAME.fullmatch(fields["schedule"]):
             raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is no name")
         layout = _read_layout(fields)
-        partners, bounds = (_numbers(fields[key], key) if key in fields else None for key in ("partners", "bounds"))
+        bounds = _numbers(fields["bounds"], "bounds") if "bounds" in fields else None
         microbatches = _numbers(fields["microbatches"], "microbatches")
         if len(microbatches) != 1:
             raise TextError("line 1: microbatches= takes one number")
         share = read_share(fields.get("after_input", "1"), "line 1: after_input")
-        return Schedule(fields["schedule"], microbatches[0], layout, ranks, partners, bounds, share)
+        return Schedule(fields["schedule"], microbatches[0], layout, ranks, _read_hosts(fields, len(ranks)), bounds, share)
     num_microbatches, stage_to_rank = describe(ranks)
     return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
 
@@ -186,6 +189,23 @@ def _read_layout(fields: Mapping[str, str]) -> Layout:
     if fields.get("input", "shards") != "shards":
         raise TextError(f"line 1: input={fields['input'][:40]!r} is not shards")
     return Layout(placements, read_vocabulary(fields.get("vocabulary", "none"), "line 1"), "input" in fields)
+
+
+def _read_hosts(fields: Mapping[str, str], num_ranks: int) -> Hosts | None:
+    if "partners" in fields:
+        return read_partners(_numbers(fields["partners"], "partners"), num_ranks)
+    try:
+        return read_hosts(fields["hosts"]) if "hosts" in fields else None
+    except ValueError as error:
+        raise TextError(f"line 1: hosts={error}") from None
+
+
+def read_partners(partners: Sequence[int], num_ranks: int) -> Hosts:
+    """The hosts of ranks in these pairs. Raises TextError unless each is its partner's."""
+    try:
+        return in_pairs(pairing(num_ranks, partners))
+    except ValueError as error:
+        raise TextError(f"partners: {error}") from None
 
 
 def read_vocabulary(text: str, place: str) -> Vocabulary:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.pairing import mirrored
+from bpipe.ir.hosts import mirrored
 from bpipe.models.layout import Setup
 from bpipe.models.memory import rank_parameters
 from bpipe.models.saved import element_bytes, num_tokens, sent_bytes, stage_bytes

@@ -28,7 +28,7 @@ def align(schedule: Schedule) -> Schedule:
                 _check_range(schedule, action)
     orders = [[_one(slot, slot.compute) for slot in row if slot.compute is not None] for row in schedule.ranks]
     placed = place(schedule.name, schedule.num_microbatches, schedule.layout, orders)
-    return replace(placed, partners=schedule.partners, bounds=schedule.bounds, after_input=schedule.after_input)
+    return replace(placed, hosts=schedule.hosts, bounds=schedule.bounds, after_input=schedule.after_input)
 
 
 def _one(slot: Slot, compute: Action) -> Action | Slot:

@@ -14,8 +14,8 @@ from math import ceil
 from operator import add
 
 from bpipe.ir.action import OTHER_END, Action
+from bpipe.ir.hosts import default_partners, in_pairs, pairing
 from bpipe.ir.memory import Memory, counts_of, live_bytes, peak_counts
-from bpipe.ir.pairing import default_partners, pairing
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
 
@@ -88,7 +88,7 @@ def _joined(schedule: Schedule, partners: tuple[int, ...], outcomes: Mapping[Pai
     for pair, outcome in outcomes.items():
         for rank, row in zip(pair, outcome.rows, strict=True):
             rows[rank] = row
-    return replace(schedule, ranks=tuple(rows), partners=partners)
+    return replace(schedule, ranks=tuple(rows), hosts=in_pairs(partners))
 
 
 # The lower rank first; a rank without a partner is both.

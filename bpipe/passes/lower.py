@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bpipe.ir.action import COMPUTE, SHARDS, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Do, Exchange, MessageTable, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
@@ -154,16 +155,28 @@ def _exchanged(num_sent: int, num_received: int) -> bytes:
     return bytes([_SEND] * num_sent + [_POST] * num_received + [_WAIT] * (num_sent + num_received))
 
 
+def _evicted_to(schedule: Schedule, rank: int) -> Iterator[int]:
+    """For each eviction of a rank, in order, the rank that hosts it: the rank itself for its own host memory."""
+    hosts = [] if schedule.hosts is None else [host for host in schedule.hosts[rank] if host != OWN_MEMORY]
+    for slot, cell in enumerate(schedule.ranks[rank]):
+        for action in cell.transfers:
+            if action.kind is _EVICT:
+                other = Action(action.stage, _HOST, action.microbatch)
+                yield next((host for host in hosts if other in schedule.ranks[host][slot].transfers), rank)
+
+
 class _Lowering:
     """The instructions of one rank while they are made, and which of its transfers nobody has waited for yet."""
 
     def __init__(self, schedule: Schedule, rank: int, passing: _Passing) -> None:
         self.rank, self.passing = rank, passing
-        self.partner = rank if schedule.partners is None else schedule.partners[rank]
+        self.layout = schedule.layout
+        self.evicted_to = _evicted_to(schedule, rank)
+        self.away: dict[tuple[int, int], int] = {}
         row = schedule.ranks[rank]
         self.steps = steps(schedule, rank)
         self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
-        self.buffers = host_buffers(schedule, rank) if schedule.partners is not None else {}
+        self.buffers = host_buffers(schedule, rank) if schedule.hosts is not None else {}
         self.dos = bytearray()
         self.whats: list[Action | int | Transfer] = []
         self.starts: list[int] = []
@@ -296,7 +309,10 @@ class _Lowering:
     def _start(self, action: Action) -> None:
         kind, key = action.kind, (action.stage, action.microbatch)
         outbound = kind is _EVICT or kind is _RETURN
-        transfer = Transfer(action, self.rank, self.partner) if outbound else Transfer(action, self.partner, self.rank)
+        if kind is _EVICT:
+            self.away[key] = next(self.evicted_to)
+        other = self.away.get(key, self.rank) if kind is _EVICT or kind is _LOAD else self.layout.rank_of(*key)
+        transfer = Transfer(action, self.rank, other) if outbound else Transfer(action, other, self.rank)
         if kind is _HOST:
             self.stays[key] = self.stays.get(key, -1) + 1
             emptied = self.emptied.pop(self._buffer(key), None)

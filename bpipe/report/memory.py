@@ -77,7 +77,7 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
 def without_transfers(schedule: Schedule) -> Schedule:
     """The same computations, nothing moved: what would have run without balancing."""
     ranks = tuple(tuple(replace(slot, transfers=()) for slot in row) for row in schedule.ranks)
-    return replace(schedule, ranks=ranks, partners=None, bounds=None)
+    return replace(schedule, ranks=ranks, hosts=None, bounds=None)
 
 
 def whole_peaks(schedule: Schedule, saved_bytes: Mapping[int, int]) -> tuple[int, ...] | None:

@@ -12,9 +12,9 @@ from bpipe.generate.families import FAMILIES
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
+from bpipe.ir.hosts import default_partners, mirrored, pairing
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import live_bytes, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
-from bpipe.ir.pairing import default_partners, mirrored, pairing
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance, balance_bytes
 from bpipe.passes.evict import OverBound, plan_evictions

@@ -11,6 +11,7 @@ from bpipe.check.rules import RULES, Case, ScheduleError, check, check_host_buff
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.hosts import in_pairs
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
@@ -75,7 +76,7 @@ BROKEN = {
         "0F0",
         "F is no transfer",
     ),
-    "a transfer of a rank without partner": (replace(BALANCED, partners=(0, 2, 1, 3)), "other ends", 0, 2, "0EVICT1", "no partner"),
+    "a transfer of a rank without partner": (replace(BALANCED, hosts=in_pairs((0, 2, 1, 3))), "other ends", 0, 2, "0EVICT1", "no partner"),
     "evicted beside its own forward": (
         changed(BALANCED, (0, 2, "0F2 0EVICT2"), (3, 2, "0HOST2")),
         "activations present",
@@ -157,9 +158,9 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "more than its slots": (lambda one: replace(one, num_microbatches=999_999_999), "999999999 micro-batches cannot be in 4 x 22 slots"),
     "uneven": (lambda one: replace(one, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
     "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
-    "partner": (lambda one: replace(one, partners=(4, 2, 1, 0)), "partner 4 is not a rank, ranks are 0 to 3"),
-    "too few partners": (lambda one: replace(one, partners=(3, 2, 1)), "3 partners for 4 ranks"),
-    "one-sided": (lambda one: replace(one, partners=(3, 0, 1, 2)), "rank 0 has partner 3, but rank 3 has partner 2"),
+    "host": (lambda one: replace(one, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is no other rank of 0 to 3"),
+    "itself": (lambda one: replace(one, hosts=((3,), (1,), (1,), (0,))), "rank 1: host 1 is no other rank"),
+    "too few partners": (lambda one: replace(one, hosts=in_pairs((3, 2, 1))), "hosts of 3 ranks for 4"),
 }
 
 

@@ -16,7 +16,7 @@ from bpipe.ir.memory import peak_counts
 from bpipe.ir.program import Do, Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv, write_csv
-from bpipe.passes.balance import balance, smallest_bounds
+from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
@@ -85,7 +85,7 @@ def test_chimera_is_as_long_as_its_formula_and_its_middle_is_relieved() -> None:
     check(balanced)
     assert max(peak_counts(balanced)) == 7
     # Mirror images peak together: they have no room for each other.
-    assert max(smallest_bounds(schedule, tuple(reversed(range(8))))) == 8
+    assert max(peak_counts(balance(schedule, None, tuple(reversed(range(8)))))) == 8
 
 
 @pytest.mark.parametrize(("vocabulary", "more"), [(Vocabulary.ONE, 2), (Vocabulary.TWO, 1)])
@@ -93,9 +93,9 @@ def test_shards_of_the_vocabulary_hold_no_micro_batch_and_are_balanced_around(vo
     p, m = 8, 24
     schedule = split_vocabulary(p, m, vocabulary)
     assert peak_counts(schedule) == tuple(min(m, p + more - rank) for rank in range(p))
-    bound = max(smallest_bounds(schedule))
-    assert bound == (p + 3) // 2 + more
-    check(balance(schedule, [bound] * p))
+    balanced = balance(schedule)
+    check(balanced)
+    assert max(peak_counts(balanced)) == (p + 3) // 2 + more
 
 
 def test_shards_in_two_orders_are_refused() -> None:

@@ -145,7 +145,11 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
         (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C .\nT F0\n", "what is computed stands on line C"),
         (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 1 C F0\n", "every rank needs a lane"),
         (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nnonsense\n", "line 3: expected 'rank N C'"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0 partners=5\nslot 0\nrank 0 C F0\n", "do not fit 1 ranks"),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0 partners=5\nslot 0\nrank 0 C F0\n",
+            "partner 5 is not a rank, ranks are 0 to 0",
+        ),
     ],
 )
 def test_a_broken_file_is_refused_with_its_place(reader: Callable[[str], Schedule], text: str, reason: str) -> None:

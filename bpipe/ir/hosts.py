@@ -1,0 +1,89 @@
+"""Say where evicted activations may go. In: peaks, partners, or text. Out: hosts by rank, or the partners they are. Knows no placement.
+
+`hosts[rank]` are the ranks that may hold what the rank evicts, and OWN_MEMORY where that may be its own host memory, behind its device's.
+Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement is a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+Hosts = tuple[tuple[int, ...], ...]
+
+OWN_MEMORY = -1
+
+# In text: joins the hosts of one rank; a rank's own host memory; a rank without hosts.
+_BESIDE, _OWN, _NOBODY = "+", "own", "none"
+
+
+def in_pairs(partners: Sequence[int]) -> Hosts:
+    """The hosts of ranks that host for each other: `partners[rank]` is the other one, or the rank itself, which then has none."""
+    return tuple(() if partner == rank else (partner,) for rank, partner in enumerate(partners))
+
+
+def partners_of(hosts: Hosts) -> tuple[int, ...] | None:
+    """The other rank of each one's pair, or the rank itself. None for a pool."""
+    partners = tuple(of_rank[0] if of_rank else rank for rank, of_rank in enumerate(hosts))
+    mutual = all(0 <= partner < len(hosts) and partners[partner] == rank for rank, partner in enumerate(partners))
+    return partners if mutual and hosts == in_pairs(partners) else None
+
+
+def mirrored(num_ranks: int) -> tuple[int, ...]:
+    """Rank s and rank p-1-s: what `default_partners` are wherever ranks hold less the later they come, and what a file means by none."""
+    return tuple(reversed(range(num_ranks)))
+
+
+def default_partners(peaks: Sequence[int | Fraction]) -> tuple[int, ...]:
+    """The heaviest rank with one of the lightest, then the next: the rank opposite, if it is of those, else the nearest.
+
+    `peaks[rank]`: what it holds at its fullest. Of equally heavy ranks the first chooses first. The last of an odd number is its own
+    partner and never transfers.
+    """
+    partners = list(range(len(peaks)))
+    free = set(partners)
+    for rank in sorted(free, key=lambda one: (-peaks[one], one)):
+        others = free - {rank}
+        if rank not in free or not others:
+            continue
+        least = min(peaks[one] for one in others)
+        opposite = len(peaks) - 1 - rank
+        chosen = min((one for one in others if peaks[one] == least), key=lambda one: (one != opposite, abs(one - rank), one))
+        partners[rank], partners[chosen] = chosen, rank
+        free -= {rank, chosen}
+    return tuple(partners)
+
+
+def pairing(num_ranks: int, partners: Sequence[int]) -> tuple[int, ...]:
+    """The given pairing. Raises ValueError unless every rank has one partner and is its partner's."""
+    if len(partners) != num_ranks:
+        raise ValueError(f"{len(partners)} partners for {num_ranks} ranks: give one for each rank")
+    for rank, partner in enumerate(partners):
+        if not 0 <= partner < num_ranks:
+            raise ValueError(f"rank {rank}: partner {partner} is not a rank, ranks are 0 to {num_ranks - 1}")
+    for rank, partner in enumerate(partners):
+        if partners[partner] != rank:
+            raise ValueError(f"rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}: pair them both ways")
+    return tuple(partners)
+
+
+def write_hosts(hosts: Hosts) -> str:
+    """A pool in one word: `1+2,own,none`."""
+    return ",".join(_BESIDE.join(_OWN if one == OWN_MEMORY else str(one) for one in of_rank) or _NOBODY for of_rank in hosts)
+
+
+def read_hosts(text: str) -> Hosts:
+    """What `write_hosts` writes. Raises ValueError for anything else."""
+    try:
+        hosts = tuple(tuple(_host(one) for one in word.split(_BESIDE)) if word != _NOBODY else () for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is no list of hosts such as 1+2,{_OWN},{_NOBODY}") from None
+    return hosts
+
+
+def _host(word: str) -> int:
+    if word == _OWN:
+        return OWN_MEMORY
+    if not (word.isascii() and word.isdecimal() and str(int(word)) == word and len(word) < 10):
+        raise ValueError(word)
+    return int(word)
