@@ -191,12 +191,13 @@ def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[i
     At one instant giving back comes first: what starts there waited for it.
     """
     changes: list[tuple[int | float | Fraction, int]] = []
+    takes, gives = memory.takes, memory.gives
     for row in rows:
-        kind, stage = row.action.kind, row.action.stage
-        if kind in memory.takes:
-            changes.append((row.start_s, memory.takes[kind][stage]))
-        if kind in memory.gives:
-            changes.append((row.end_s, -memory.gives[kind][stage]))
+        action = row.action
+        if action.kind in takes:
+            changes.append((row.start_s, takes[action.kind][action.stage]))
+        if action.kind in gives:
+            changes.append((row.end_s, -gives[action.kind][action.stage]))
     return sorted(changes)
 
 
