@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import takewhile, zip_longest
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -96,15 +95,27 @@ def _difference(first: bytes | None, second: bytes | None) -> Iterable[str]:
     except UnicodeDecodeError:
         yield f"{len(first)} bytes before, {len(second)} after, no text"
         return
-    pairs = [(number, pair) for number, pair in enumerate(zip_longest(*texts), 1) if pair[0] != pair[1]]
+    start = _alike(*texts)
+    end = min(_alike(*(text[::-1] for text in texts)), min(map(len, texts)) - start)
+    olds, news = (text[start : len(text) - end] for text in texts)
+    if len(olds) != len(news):
+        # Lines came or went, and nothing says which belong together.
+        yield from (f"-{number:5} {line[:MOST_COLUMNS]!r}" for number, line in enumerate(olds[:MOST_LINES], start + 1))
+        yield from (f"+{number:5} {line[:MOST_COLUMNS]!r}" for number, line in enumerate(news[:MOST_LINES], start + 1))
+        yield f"{len(olds)} lines before, {len(news)} after"
+        return
+    pairs = [(number, pair) for number, pair in enumerate(zip(olds, news, strict=True), start + 1) if pair[0] != pair[1]]
     for number, pair in pairs[:MOST_LINES]:
-        alike = sum(1 for _ in takewhile(lambda letters: letters[0] == letters[1], zip(*(line or "" for line in pair), strict=False)))
-        start = max(0, alike - MOST_COLUMNS // 2)
+        column = max(0, _alike(*pair) - MOST_COLUMNS // 2)
         for mark, line in zip("-+", pair, strict=True):
-            cut = None if line is None else ("..." if start else "") + repr(line[start : start + MOST_COLUMNS])
-            yield f"{mark}{number:5} {'no such line' if cut is None else cut}"
+            yield f"{mark}{number:5} {'...' if column else ''}{line[column : column + MOST_COLUMNS]!r}"
     if len(pairs) > MOST_LINES:
         yield f"{len(pairs)} lines differ"
+
+
+def _alike(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many lines, or letters, are the same from the beginning on."""
+    return next((place for place, (old, new) in enumerate(zip(first, second, strict=False)) if old != new), min(len(first), len(second)))
 
 
 def _compare(place: Path, cases: Sequence[Case], sides: Sequence[Found]) -> Counter[str]:

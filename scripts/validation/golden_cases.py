@@ -7,7 +7,6 @@ be laid out differently. What a run writes goes to out/, what it reads comes fro
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from typing import NamedTuple
 FORMATS = ("grid", "csv", "json", "runtime", "svg")
 CHUNKED = "interleaved-1f1b"
 PRESETS = ("gpt3-13b", "gpt3-96b", "gpt3-134b", "gpt3-175b", "llama-65b", "llama3-8b", "llama3-70b", "llama3-405b")
-NUM_DAMAGED = 16
 
 
 class Run(NamedTuple):
@@ -66,25 +64,25 @@ def _usage() -> Iterator[Case]:
 # -- schedule --------------------------------------------------------------------------------------------------------------------------
 
 
-def _flags(schedule: str, ranks: int, microbatches: int, *more: str) -> list[str]:
+def flags(schedule: str, ranks: int, microbatches: int, *more: str) -> list[str]:
     return ["schedule", "--schedule", schedule, "--stages", str(ranks), "--microbatches", str(microbatches), *more]
 
 
-def _balances(*more: str) -> Iterator[list[str]]:
+def balances(*more: str) -> Iterator[list[str]]:
     for balance in ("none", "bpipe"):
         yield ["--balance", balance, *more]
 
 
 def _schedule() -> Iterator[Case]:
-    for number, flags in enumerate(_schedule_flags()):
+    for number, asked in enumerate(_schedule_flags()):
         variants = _formats(*FORMATS)
         if number % 10 == 0:
             # The name says the format.
             variants += [["--output", f"out/schedule.{suffix}"] for suffix in ("csv", "json", "svg", "txt", "pdf")]
         # Those of many cells take seconds to draw.
-        if number % 50 == 0 and int(flags[flags.index("--stages") + 1]) <= 6:
+        if number % 50 == 0 and int(asked[asked.index("--stages") + 1]) <= 6:
             variants.append(["--output", "out/schedule.png"])
-        yield _case("schedule", flags, *variants)
+        yield _case("schedule", asked, *variants)
     for line in SCHEDULE_REFUSED.strip().splitlines():
         yield _case("schedule", f"schedule {line}", *_formats("grid", "json"))
 
@@ -92,15 +90,15 @@ def _schedule() -> Iterator[Case]:
 def _schedule_flags() -> Iterator[list[str]]:
     for ranks in range(1, 17):
         for microbatches in sorted({1, ranks - 1, ranks, 2 * ranks + 1, 4 * ranks} - {0}):
-            for balance in _balances():
-                yield _flags("1f1b", ranks, microbatches, *balance)
+            for balance in balances():
+                yield flags("1f1b", ranks, microbatches, *balance)
     for ranks, times in itertools.product((1, 2, 3, 4, 7, 8, 13, 16), (1, 2, 4)):
-        for balance in _balances():
-            yield _flags("gpipe", ranks, times * ranks - (times == 4), *balance)
+        for balance in balances():
+            yield flags("gpipe", ranks, times * ranks - (times == 4), *balance)
     for ranks, chunks in itertools.product((1, 2, 3, 4, 5, 6, 8, 12, 16), (2, 3, 4)):
         for microbatches in (ranks, 2 * ranks, 4 * ranks) if chunks == 2 else (3 * ranks,):
-            for balance in _balances("--chunks", str(chunks)):
-                yield _flags(CHUNKED, ranks, microbatches, *balance)
+            for balance in balances("--chunks", str(chunks)):
+                yield flags(CHUNKED, ranks, microbatches, *balance)
     yield from _grouped_flags()
     yield from _bounded_flags()
     yield from _partnered_flags()
@@ -110,25 +108,25 @@ def _grouped_flags() -> Iterator[list[str]]:
     """Groups other than p, and micro-batches that no group divides."""
     for ranks in (2, 3, 4, 5, 8):
         for group, microbatches in ((ranks + 1, 2 * ranks + 2), (2 * ranks, 4 * ranks), (ranks, 2 * ranks + 1), (ranks, ranks - 1)):
-            for balance in _balances("--chunks", "2", "--group", str(group)):
-                yield _flags(CHUNKED, ranks, microbatches, *balance)
-        yield _flags(CHUNKED, ranks, 2 * ranks, "--chunks", "2", "--group", str(ranks - 1))
-        yield _flags(CHUNKED, ranks, 2 * ranks + 1, "--chunks", "3", "--balance", "bpipe")
+            for balance in balances("--chunks", "2", "--group", str(group)):
+                yield flags(CHUNKED, ranks, microbatches, *balance)
+        yield flags(CHUNKED, ranks, 2 * ranks, "--chunks", "2", "--group", str(ranks - 1))
+        yield flags(CHUNKED, ranks, 2 * ranks + 1, "--chunks", "3", "--balance", "bpipe")
 
 
 def _bounded_flags() -> Iterator[list[str]]:
     """From bounds that nothing can keep to bounds that ask for nothing; one for all and one for each."""
     for ranks, microbatches in ((2, 4), (4, 8), (5, 4), (7, 9), (8, 16)):
         for bound in sorted({1, 2, (ranks + 2) // 2, (ranks + 2) // 2 + 1, ranks, ranks + 3}):
-            yield _flags("1f1b", ranks, microbatches, "--balance", "bpipe", "--bound", str(bound))
+            yield flags("1f1b", ranks, microbatches, "--balance", "bpipe", "--bound", str(bound))
         falling = ",".join(str(max(2, ranks - rank)) for rank in range(ranks))
         for each in (falling, ",".join(falling.split(",")[::-1]), falling + ",3", "3"):
-            yield _flags("1f1b", ranks, microbatches, "--balance", "bpipe", "--bound", each + ("" if "," in each else ",3" * (ranks - 1)))
+            yield flags("1f1b", ranks, microbatches, "--balance", "bpipe", "--bound", each + ("" if "," in each else ",3" * (ranks - 1)))
     for ranks, chunks in ((2, 2), (4, 2), (4, 3), (6, 2)):
         for bound in (2, ranks * chunks - 1, ranks * chunks, ranks * chunks + 1, ranks * chunks + 2, 3 * ranks * chunks):
-            yield _flags(CHUNKED, ranks, 2 * ranks, "--chunks", str(chunks), "--balance", "bpipe", "--bound", str(bound))
+            yield flags(CHUNKED, ranks, 2 * ranks, "--chunks", str(chunks), "--balance", "bpipe", "--bound", str(bound))
     for bound in (2, 4, 7, 8):
-        yield _flags("gpipe", 4, 8, "--balance", "bpipe", "--bound", str(bound))
+        yield flags("gpipe", 4, 8, "--balance", "bpipe", "--bound", str(bound))
 
 
 def _partnered_flags() -> Iterator[list[str]]:
@@ -140,10 +138,10 @@ def _partnered_flags() -> Iterator[list[str]]:
         own, short, beyond = list(range(ranks)), [1, 0], [*range(1, ranks), ranks]
         for partners in sorted({tuple(one) for one in (neighbours, halves, wrong, own, short, beyond)}):
             words = ["--balance", "bpipe", "--partners", ",".join(map(str, partners))]
-            yield _flags("1f1b", ranks, 2 * ranks, *words)
+            yield flags("1f1b", ranks, 2 * ranks, *words)
             if ranks == 4:
-                yield _flags(CHUNKED, ranks, 8, "--chunks", "2", *words)
-                yield _flags("1f1b", ranks, 8, *words, "--bound", "3,4,4,3")
+                yield flags(CHUNKED, ranks, 8, "--chunks", "2", *words)
+                yield flags("1f1b", ranks, 8, *words, "--bound", "3,4,4,3")
 
 
 SCHEDULE_REFUSED = """
@@ -179,64 +177,6 @@ SCHEDULE_REFUSED = """
 # -- schedules from files --------------------------------------------------------------------------------------------------------------
 
 
-def source_flags() -> Iterator[tuple[str, list[str]]]:
-    """The schedules that are written to files, and by which name."""
-    for ranks, microbatches in ((1, 2), (2, 4), (4, 8), (5, 4), (8, 16)):
-        for balance in _balances():
-            yield f"1f1b-{ranks}-{microbatches}-{balance[1]}", _flags("1f1b", ranks, microbatches, *balance)
-            yield f"gpipe-{ranks}-{microbatches}-{balance[1]}", _flags("gpipe", ranks, microbatches, *balance)
-            chunked = _flags(CHUNKED, ranks, 2 * ranks, "--chunks", "2", *balance)
-            yield f"interleaved-{ranks}-{2 * ranks}-{balance[1]}", chunked
-
-
-SPLIT = "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
-V_SHAPE = """\
-0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,0I2,0W2,0I3,0W3
-1F0,2F0,1F1,2F1,1F2,2B0,(2F2;1B0)OVERLAP_F_B,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,2I3,1I3,2W3,1W3
-"""
-# Written by hand: orders, not always a grid.
-WRITTEN = {
-    "empty.csv": "",
-    "blank.csv": "\n\n",
-    "split.csv": SPLIT,
-    "split_backwards.csv": SPLIT.replace("0I0,0W0", "0W0,0I0"),
-    "v_shape.csv": V_SHAPE,
-    "v_shape_short.csv": V_SHAPE.replace(",3F1", "", 1),
-    "stuck.csv": "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",
-    "no_backward.csv": "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n",
-    "twice.csv": "0F0,0F0,0B0\n",
-    "apart.csv": "0F0,,,0B0\n,1F0,1B0\n,,,2F0\n",
-    "no_text.csv": "0F0\x00,0B0\n",
-    "header_only.csv": "# bpipe schedule=x microbatches=1\n",
-    "list.json": "[]",
-    "object.json": "{}",
-    "torn.json": '{"format": "bpipe-schedule", ',
-    "torch.runtime": "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n",
-}
-DAMAGED = ("1f1b-4-8-bpipe", "1f1b-2-4-none", "interleaved-2-4-bpipe", "interleaved-4-8-none")
-
-
-def damaged(text: str, rng: random.Random) -> str:
-    """One small change: most break a rule of schedules, some break the text."""
-    ends = [0, *(place for place, letter in enumerate(text) if letter in ',\n "'), len(text)]
-    first, second, third, fourth = sorted(rng.choices(ends, k=4))
-    way = rng.randrange(5)
-    if way == 0:
-        return text[:first] + text[third:fourth] + text[second:third] + text[first:second] + text[fourth:]
-    if way == 1:
-        start = rng.randrange(len(ends) - 1)
-        return text[: ends[start]] + text[ends[start + 1] :]
-    if way == 2:
-        start = rng.randrange(len(ends) - 1)
-        return text[: ends[start + 1]] + text[ends[start] : ends[start + 1]] + text[ends[start + 1] :]
-    digits = [place for place, letter in enumerate(text) if letter.isdigit()] or [0]
-    place = rng.choice(digits)
-    if way == 3:
-        return text[:place] + str(rng.randrange(10)) + text[place + 1 :]
-    old, new = rng.choice((("F", "B"), ("B", "I"), ("B", "W"), ("EVICT", "HOST"), ("LOAD", "RETURN"), ("LOAD", "EVICT"), (" ", "  ")))
-    return old.join(text.split(old)[:2]) + new + old.join(text.split(old)[2:]) if text.count(old) > 1 else text.replace(old, new)
-
-
 def _read(files: Path) -> Iterator[Case]:
     for path in sorted((files / "schedules").glob("*")):
         whole = not path.stem.startswith("damaged")
@@ -255,37 +195,12 @@ def _read(files: Path) -> Iterator[Case]:
 
 # -- simulate --------------------------------------------------------------------------------------------------------------------------
 
-PROFILES = {
-    "one.json": '{"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "micro_batch": 2, "layers": 10}]}',
-    "sizes.json": '{"stages": [{"forward_s": 0.1, "backward_s": 0.2, "micro_batch": 1, "layers": 10, "saved_bytes": 1000000000}, '
-    '{"forward_s": 0.18, "backward_s": 0.35, "micro_batch": 2, "layers": 10, "optimizer_s": 0.1}]}',
-    "measured.json": '{"stages": [{"forward_s": 0.1, "backward_s": 0.2, "layers": 1}], "measured": {"tensor": 1, "recompute": "none"}}',
-    "each.json": '{"stages": [' + ", ".join(f'{{"forward_s": 0.1{n}, "backward_s": 0.2, "reduction_s": 0.{n}}}' for n in range(8)) + "]}",
-    "wrong.json": '{"stages": [{"forward_s": -1}]}',
-}
-CLUSTERS = {
-    "cluster.toml": 'nodes = 4\ngpus_per_node = 8\n\n[device]\nlike = "h100-80g"\nname = "ours"\nbetween_gb_per_s = 25\n',
-    "cluster.json": '{"nodes": 1, "gpus_per_node": 8, "device": "a100-80g"}',
-    "wrong.toml": 'nodes = 4\ngpus_per_node = 8\n\n[device]\nlike = "h100-80g"\nbetween_gb = 25\n',
-}
-CONFIG = (
-    '{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, '
-    '"intermediate_size": 8192, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": false}'
-)
 MEGATRON = (
     "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 --fp16 --sequence-parallel "
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128 "
     "--attention-backend unfused --use-distributed-optimizer --recompute-activations"
 )
 CHUNKED_LAUNCH = "--num-layers-per-virtual-pipeline-stage 5 --bpipe --overlap-grad-reduce"
-SCRIPT = f"""\
-#!/bin/bash
-NODES=${{NODES:-4}}
-ARGS=({MEGATRON})
-ARGS+=(--bpipe)
-torchrun --nnodes $NODES --nproc-per-node 8 pretrain_gpt.py "${{ARGS[@]}}" --lr 1e-4 --data-path $DATA
-"""
-
 BIG = "simulate --model gpt3-96b --cluster a100-80g:4x8 --tensor 4 --pipeline 8 --global-batch 128"
 SMALL = "simulate --model gpt3-13b --cluster a100-80g:8 --pipeline 8 --global-batch 32"
 # A line is one configuration: what stands behind BIG, or behind SMALL.

@@ -47,6 +47,7 @@ def test_equal_sides_are_equal_wherever_they_lie(scripts: Path, tmp_path: Path) 
     [
         ('"made"', '"built"', ["grid stdout:", "-    1 'made 11 at CHECKOUT in WORK", "+    1 'built 11 at CHECKOUT in WORK"]),
         ('"careful"', '"beware"', ["grid stderr:", "-    1 'careful", "+    1 'beware"]),
+        ('    print("careful"', '    print("new")\n    print("careful"', ["+    2 'new\\n'", "0 lines before, 1 after"]),
         ("return 0", "return 2", ["grid status:", "-    1 '0'", "+    1 '2'"]),
         ("return 0", "raise TypeError('x')", ["-    1 '0'", "+    1 'raised TypeError: x'"]),
         ("[255, 0]", "[255, 1]", ["out/schedule.csv:", "2 bytes before, 2 after, no text"]),
