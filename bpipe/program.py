@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_groups
@@ -97,6 +98,12 @@ def build(config: ScheduleConfig) -> Schedule:
     """
     sizes = (config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size)
     return run(FAMILIES[config.schedule].generate(*sizes, config.costs), passes(config.balance))
+
+
+@lru_cache(maxsize=256)
+def built(config: ScheduleConfig) -> Schedule:
+    """The same, remembered: the thousands of configurations of a search share about a hundred schedules."""
+    return build(config)
 
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:

@@ -15,7 +15,7 @@ from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
 from bpipe.models.saved import core_bytes, element_bytes, layer_bytes, num_tokens, sent_bytes, shared, stage_bytes
-from bpipe.program import ScheduleConfig, balancing, build
+from bpipe.program import ScheduleConfig, built
 
 MIB = 2**20
 
@@ -114,11 +114,6 @@ def overhead_bytes(setup: Setup) -> int:
     return CONTEXT_BYTES + sum(sizes)
 
 
-@lru_cache(maxsize=1024)
-def held(schedule: str, pipeline: int, num_microbatches: int, chunks: int, balance: str) -> Schedule:
-    return build(ScheduleConfig(schedule, pipeline, num_microbatches, chunks, balancing(balance)))
-
-
 def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:
     """The most a rank's own micro-batches occupy, and its host buffers, which are allocated throughout."""
     owner = schedule.layout.only_placement
@@ -129,11 +124,11 @@ def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[i
 
 
 @lru_cache(maxsize=1024)
-def held_counts(schedule: str, pipeline: int, num_microbatches: int, balance: str) -> tuple[tuple[int, int, int], ...]:
+def held_counts(config: ScheduleConfig) -> tuple[tuple[int, int, int], ...]:
     """For every rank its own micro-batches at most, its host buffers, and for whom they are, with one stage a rank."""
-    built = held(schedule, pipeline, num_microbatches, 1, balance)
-    partners = built.partners or range(pipeline)
-    return tuple((*held_bytes(built, (1,) * pipeline, rank), partners[rank]) for rank in range(pipeline))
+    schedule = built(config)
+    ones, partners = (1,) * schedule.num_ranks, schedule.partners or range(schedule.num_ranks)
+    return tuple((*held_bytes(schedule, ones, rank), partners[rank]) for rank in range(schedule.num_ranks))
 
 
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
@@ -148,9 +143,9 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
         return tuple((m * sum(saved[rank::p]), 0) for rank in range(p))
     if setup.chunks == 1:
         # Equal stages hold equal bytes: thousands of setups share a few counts.
-        counts = held_counts(setup.schedule, p, min(m, fill * p), setup.balance)
+        counts = held_counts(setup.program(min(m, fill * p)))
         return tuple((own * saved[rank], buffers * saved[partner]) for rank, (own, buffers, partner) in enumerate(counts))
-    schedule = held(setup.schedule, p, min(m, fill * p), setup.chunks, setup.balance)
+    schedule = built(setup.program(min(m, fill * p)))
     return tuple(held_bytes(schedule, saved, rank) for rank in range(p))
 
 

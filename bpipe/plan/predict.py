@@ -6,18 +6,16 @@ The schedule is the very one that would run. Knows no command line and compares 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import num_transfers
-from bpipe.ir.schedule import Schedule
 from bpipe.models.compute import predict_costs
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
-from bpipe.program import ScheduleConfig, build
+from bpipe.program import built
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
@@ -65,12 +63,6 @@ class SetupPrediction:
         return all(rank.fits for rank in self.memory)
 
 
-@lru_cache(maxsize=64)
-def program(config: ScheduleConfig) -> Schedule:
-    """Built once: thousands of configurations share few schedules."""
-    return build(config)
-
-
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
     costs = predict_costs(setup)
     return costs if profile is None else profile.apply(setup, costs)
@@ -78,7 +70,7 @@ def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
 
 def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:
     """The simulation of every micro-batch."""
-    return simulate(program(setup.program()), costs_of(setup, profile))
+    return simulate(built(setup.program()), costs_of(setup, profile))
 
 
 def whole_timing(simulation: Simulation) -> Timing:
@@ -101,8 +93,8 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
     p, m = setup.pipeline, setup.num_microbatches
     short = 4 * p + m % p
     if m <= short + p:
-        return whole_timing(simulate(program(setup.program()), costs))
-    less, more = (simulate(program(setup.program(count)), costs) for count in (short, short + p))
+        return whole_timing(simulate(built(setup.program()), costs))
+    less, more = (simulate(built(setup.program(count)), costs) for count in (short, short + p))
     times = (m - short) // p
 
     def grown(first: Any, second: Any) -> float:
@@ -143,7 +135,7 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
     short = 4 * p + m % p
 
     def count(microbatches: int) -> list[int]:
-        schedule = program(setup.program(microbatches))
+        schedule = built(setup.program(microbatches))
         return [num_transfers(schedule, rank).evictions for rank in range(p)]
 
     if m <= short + p:
@@ -157,7 +149,7 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
         return None
     needs = []
     # As many micro-batches as fill the pipeline tell who hosts for whom.
-    partners = program(setup.program(min(setup.num_microbatches, setup.pipeline))).partners or range(setup.pipeline)
+    partners = built(setup.program(min(setup.num_microbatches, setup.pipeline))).partners or range(setup.pipeline)
     for rank, evictions in enumerate(moves):
         if not evictions:
             continue
