@@ -7,37 +7,23 @@ the last stage, which hosts. The middle stages are not there: each process makes
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 
-from bpipe.ir.memory import num_transfers
-from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.streams import Streams, copying_on, synchronize
+from bpipe.runtime.streams import Streams, synchronize
 from bpipe.transport.base import Transport
-from bpipe.transport.connect import Connection, connect
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import Peer, Reaching
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, on_cuda, repeats
-from gpu.one_stage import Delays, Loop, SmallStage
+from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, repeats
+from gpu.one_stage import Delays
+from gpu.pair import EVICTOR, MODES, TIMEOUT_S, Found, Member, judge_engines, run_engine, run_pair
 from gpu.streams import late_lanes
 
-# Either process may be ahead of the other by as much as a step takes.
-TIMEOUT_S = 120.0
-EVICTOR, LENDER = 0, 1
 POISON = 0xFF
 
 
@@ -66,12 +52,7 @@ SIZES = {
 
 def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     result = Result(ok=True)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        # A process that has used CUDA cannot be forked.
-        start_processes(_process, args=(folder, str(device), sizes, until), nprocs=2, start_method="spawn")
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER)]
-    evictor, lender = found
+    evictor, lender = run_pair(_part, device, "peer", sizes, until)
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     rounds = evictor["rounds"]
     result.check(
@@ -85,14 +66,6 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     judge_engines(evictor["engine"], lender["engine"], sizes, result)
     result.facts = {"evictor": evictor, "lender": lender}
     return result
-
-
-def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes: EngineSizes, result: Result) -> None:
-    """What the two processes found of their engines."""
-    for name, one in (("stage 0, evicts", evicting), (f"stage {sizes.stages - 1}, hosts", hosting)):
-        text = f"{one['wrong']} of {one['count']} iterations differ from a run without an engine"
-        result.check(f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text)
-    result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions an iteration")
 
 
 @dataclass
@@ -111,27 +84,13 @@ class _Lender:
         return self.lender.open(handle)
 
 
-def _process(rank: int, folder: str, device_name: str, sizes: Sizes, until: float) -> None:
-    device = torch.device(device_name)
-    if on_cuda(device):
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
-    delays = Delays()
-    here = replace(copying_on(device), lanes=lambda device, timeout_s: late_lanes(device, timeout_s, delays))
-    connection, links = connect([(EVICTOR, LENDER)], "peer", TIMEOUT_S, here)
-    assert connection is not None
-    found: dict[str, Any] = {"transport": links[0].transport}
+def _part(member: Member, sizes: Sizes, until: float) -> Found:
     # A part each: what one of them takes, the other does not have.
     begin = time.monotonic()
-    found.update(_rounds(rank, device, connection, sizes, begin + (until - begin) / 3, delays))
+    found = _rounds(member, sizes, begin + (until - begin) / 3)
     # The two need not stop together: the copies are all the evictor's.
-    found["engine"] = engine_of(rank, device, connection.transport(), sizes, repeats(sizes.iterations, until, least=len(MODES)), delays)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    connection.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    rounds = repeats(sizes.iterations, until, least=len(MODES))
+    return {**found, "engine": run_engine(member, member.connection.transport(), sizes, rounds)}
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------------------------
@@ -143,15 +102,16 @@ def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> lis
     return [torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator) for length in lengths]
 
 
-def _rounds(rank: int, device: torch.device, connection: Connection, sizes: Sizes, until: float, delays: Delays) -> dict[str, Any]:
+def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     """Put and get, hundreds of times. Then a last content stays in every host buffer, and the lender looks at it."""
+    device, delays = member.device, member.delays
     lender = _Lender(lender_on(device))
     lanes = late_lanes(device, TIMEOUT_S, delays)
-    transport = Reaching(Peer(connection.control, lender), *lanes)
+    transport = Reaching(Peer(member.connection.control, lender), *lanes)
     lengths = dict(enumerate(sizes.kinds))
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
-    found: dict[str, Any] = {}
-    if rank == EVICTOR:
+    found: Found = {}
+    if member.rank == EVICTOR:
         transport.announce(lengths, layout).wait()
         ring = _Ring(device, transport, sizes, delays)
         for _ in repeats(sizes.rounds, until, least=2 * sizes.num_buffers):
@@ -236,57 +196,3 @@ class _Ring:
         for buffer in range(self._sizes.num_buffers):
             self._put(buffer, _last_number(buffer), self._sizes.kinds[0], 0.0)
         return {"count": self._compared, "wrong": int(self._wrong)}
-
-
-# -- the engine --------------------------------------------------------------------------------------------------------------------------
-
-
-# Whether forwards and copies are held back.
-MODES = ((True, False), (False, True), (True, True), (False, False))
-
-
-class EngineSizes(Protocol):
-    """What both steps that run the two engines of a pair say of them."""
-
-    stages: int
-    microbatches: int
-    rows: int
-    width: int
-    forward_s: float
-    copy_s: float
-
-
-def engine_of(
-    rank: int, device: torch.device, transport: Transport, sizes: EngineSizes, rounds: Iterable[int], delays: Delays
-) -> dict[str, Any]:
-    """This process's stage of the pair, iteration after iteration, against itself without an engine."""
-    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
-    place = 0 if rank == EVICTOR else sizes.stages - 1
-    stage = SmallStage(device, sizes.rows, sizes.width, delays, seed=place)
-    loop = Loop(plan, place, stage, stage.received)
-    gradient = _gradient_of(device, loop, stage)
-    expected = gradient(None)
-    reference = torch.equal(gradient(None), expected)
-    engine = Engine(plan, place, transport, EngineConfig(f"stage {place}", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True))
-    wrong = count = 0
-    for number in rounds:
-        forwards, copies = MODES[number % len(MODES)]
-        delays.forward_s, delays.copy_s = forwards * sizes.forward_s, copies * sizes.copy_s
-        wrong += not torch.equal(gradient(engine), expected)
-        count += 1
-    lent = engine.host_bytes
-    engine.release()
-    return {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": lent, "evictions": _evictions(plan, place)}
-
-
-def _gradient_of(device: torch.device, loop: Loop, stage: SmallStage) -> Callable[[Engine | None], torch.Tensor]:
-    def gradient(engine: Engine | None) -> torch.Tensor:
-        loop.iteration(engine)
-        synchronize(device)
-        return stage.gradient()
-
-    return gradient
-
-
-def _evictions(plan: Schedule, rank: int) -> int:
-    return num_transfers(plan, rank).evictions

@@ -181,7 +181,7 @@ def test_nccl(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
         for rank in (0, 1):
             Path(args[0], f"{rank}.json").write_text(json.dumps({"transport": "nccl", "engine": engine | {"wrong": rank}}))
 
-    monkeypatch.setattr(check.nccl, "start_processes", started)
+    monkeypatch.setattr("gpu.pair.start_processes", started)
     result = run(check, "nccl")
     assert asked == [("cpu", "nccl")]
     assert [value.split(":")[0] for _, value in result.rows] == ["ok", "ok", "FAILED", "ok", "ok"]
