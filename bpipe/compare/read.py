@@ -77,15 +77,7 @@ def read_stages(folder: Path, num_stages: int | None = None, balanced: bool | No
     stages: dict[int, StageNumbers] = {}
     was_balanced = balanced
     for path in SUMMARY.files(folder):
-        try:
-            found = values_of(RankSummary, load_json(_read_text(path)), "it")
-            absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in found), None)
-            if absent is not None:
-                raise ValueError(f"{absent!r} is missing")
-            stage, is_balanced = found["stage"], found["balanced"]
-            row = StageNumbers(*(found[name] for name in _NUMBERS))
-        except ValueError as error:
-            raise ValueError(f"{path}: no row of a stage, so the run was perhaps cut off: {error}") from None
+        stage, row, is_balanced = _read_rank(path)
         if was_balanced is not None and is_balanced != was_balanced:
             swapped = "are the two folders swapped?" if balanced is not None else "its other ranks were otherwise. Are they of one run?"
             raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
@@ -97,6 +89,17 @@ def read_stages(folder: Path, num_stages: int | None = None, balanced: bool | No
     if num_stages is not None and sorted(stages) != list(range(num_stages)):
         raise ValueError(f"{folder}: reports for stages {sorted(stages)}, expected 0 to {num_stages - 1}; did every rank end well?")
     return stages, was_balanced
+
+
+def _read_rank(path: Path) -> tuple[int, StageNumbers, bool]:
+    try:
+        found = values_of(RankSummary, load_json(_read_text(path)), "it")
+        absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in found), None)
+        if absent is not None:
+            raise ValueError(f"{absent!r} is missing")
+        return found["stage"], StageNumbers(*(found[name] for name in _NUMBERS)), found["balanced"]
+    except ValueError as error:
+        raise ValueError(f"{path}: no row of a stage, so the run was perhaps cut off: {error}") from None
 
 
 def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int) -> None:

@@ -17,7 +17,9 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 SIZES = (("1f1b", 64, 1, 2048), ("interleaved-1f1b", 16, 4, 1024))
 # Each doubling of m, up to the full size, gives the exponent of the growth.
@@ -87,7 +89,7 @@ def one(what: str, name: str, p: int, v: int, m: int) -> dict[str, float]:
     return measured
 
 
-def exponent(points: list[tuple[int, float]]) -> float:
+def exponent(points: Sequence[tuple[float, float]]) -> float:
     """Slope of the line through the points on logarithmic axes."""
     return statistics.linear_regression([math.log(actions) for actions, _ in points], [math.log(seconds) for _, seconds in points]).slope
 
@@ -133,7 +135,8 @@ def theirs(name: str, p: int, v: int, m: int) -> dict[str, float | str]:
         validate, lower, dry_run = schedules._validate_schedule, schedules._add_send_recv, schedules._simulate_comms_compute
     except (ImportError, AttributeError) as error:
         return {"missing": f"not measured, its functions are not where they were: {error}"}
-    asked = SimpleNamespace(n_local_stages=v, pp_group_size=p, _n_microbatches=m, microbatches_per_round=p)
+    # Of the schedule it belongs to, torch asks no more than these.
+    asked: Any = SimpleNamespace(n_local_stages=v, pp_group_size=p, _n_microbatches=m, microbatches_per_round=p)
 
     def rank_of(stage: int) -> int:
         return stage % p

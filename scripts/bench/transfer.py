@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers

@@ -94,7 +94,8 @@ class MegatronStage:
         self._set_input([received])
         output = self._model(None, None, None)
         self._set_input([None])
-        return (output * self._factor).sum()
+        end: torch.Tensor = (output * self._factor).sum()
+        return end
 
     def received(self, microbatch: int) -> torch.Tensor:
         return self._random(1000 + microbatch).requires_grad_()
@@ -143,8 +144,11 @@ def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
 
     args = one_stage.parse(flags, arguments.add_arguments)
     # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them with.
-    with one_stage.stage(args, 1) as model, model.no_sync():
-        yield MegatronStage(args, model, device)
+    with one_stage.stage(args, 1) as model:
+        # Megatron's wrapper for data parallelism: its wheel has no types.
+        wrapped: Any = model
+        with wrapped.no_sync():
+            yield MegatronStage(args, model, device)
 
 
 def _look(

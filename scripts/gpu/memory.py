@@ -149,7 +149,7 @@ class Lent:
             self._region.close()
             self._region = None
 
-    abandon = release
+    abandon = withdraw = release
 
 
 @dataclass(frozen=True)

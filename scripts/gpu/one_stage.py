@@ -147,7 +147,8 @@ class Layer(nn.Module):
         query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind()
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, sequence, hidden))
-        return x + self.down(functional.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+        more: torch.Tensor = self.down(functional.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+        return x + more
 
 
 class GptStage:

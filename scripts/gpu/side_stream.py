@@ -101,7 +101,8 @@ class Stage:
         del scaled
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
-        return busy + aside
+        end: torch.Tensor = busy + aside
+        return end
 
     def _beside(self) -> AbstractContextManager[Any]:
         if self._side is None:

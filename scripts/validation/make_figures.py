@@ -8,7 +8,7 @@ Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output doc
     overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
     ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
 
-Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validation/validate.py. Needs no torch.
+Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validation/measurements.py. Needs no torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from bpipe.draw.png import render_png
 from bpipe.draw.svg import render_svg
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import PRESETS
-from bpipe.plan.search import Space, search
+from bpipe.plan.search import search
+from bpipe.plan.space import Space
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
-from validation.validate import STAGE_TIMES, StageTimes
+from validation.measurements import STAGE_TIMES, StageTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH_SIZES = (16, 32, 64, 128, 256)

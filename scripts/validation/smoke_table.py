@@ -18,7 +18,7 @@ HEAD = ("layout", "run", "carried by", "fullest stage, MiB: stock", "with --bpip
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
     """Raises OSError or ValueError where the folder is not what the script leaves."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for line in (folder / "verdicts.tsv").read_text().splitlines():
         layout, run, verdict = line.split("\t")
         found.append((layout, run, *_measured(folder / layout / run), verdict))

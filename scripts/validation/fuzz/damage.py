@@ -12,30 +12,9 @@ from typing import Any
 
 JUNK: tuple[Any, ...] = (None, [], {}, "", "x", "1", True, False, -1, 0, 1, 3, 1.5, -0.5, 1e300, -1e300, 1e-300, math.inf, math.nan)
 JUNK = (*JUNK, 10**6, 10**9, 10**18, 10**30, 10**400, -(10**400), [1], {"a": 1}, "0F0", "9" * 60)
-TOKENS = ("0F0", "1B1", "0EVICT1", "2HOST0", "(0F1;0B0)OVERLAP_F_B", "0SEND_F0", "1RECV_F0", "0WAIT_SEND_F0", "0UNSHARD", "3REDUCE_GRAD")
-TOKENS += (
-    "",
-    ",",
-    " ",
-    "\n",
-    "\r\n",
-    "9",
-    "999999999",
-    "-1",
-    "\t",
-    '"',
-    "null",
-    "{}",
-    "[",
-    "٣",
-    "\x00",
-    "\ufeff",
-    "# bpipe ",
-    "=",
-    "&",
-    "+",
-    ".",
-)
+TOKENS = ["0F0", "1B1", "0EVICT1", "2HOST0", "(0F1;0B0)OVERLAP_F_B", "0SEND_F0", "1RECV_F0", "0WAIT_SEND_F0", "0UNSHARD", "3REDUCE_GRAD"]
+TOKENS += ["", ",", " ", "\n", "\r\n", "9", "999999999", "-1", "\t", '"', "null", "{}", "[", "٣", "\x00", "\ufeff", "# bpipe "]
+TOKENS += ["=", "&", "+", "."]
 
 
 def damaged_text(text: str, rng: random.Random) -> str:

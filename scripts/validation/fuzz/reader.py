@@ -34,7 +34,7 @@ def run_command(arguments: list[str]) -> tuple[int, str, str]:
     """The command in this process, with all that it prints."""
     out, err = io.StringIO(), io.StringIO()
     # What is written as bytes goes to a buffer of its own.
-    out.buffer = io.BytesIO()  # type: ignore[misc, attr-defined]
+    out.buffer = io.BytesIO()  # type: ignore[misc]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = bpipe(arguments)
