@@ -77,8 +77,9 @@ def read_runtime(text: str, name: str = "csv") -> Schedule:
     needs = Needs(schedule.layout, schedule.num_microbatches)
     # Torch's listing of a single stage's schedule names reductions between computations and no message at all.
     passing = any(cell.message is not None for row in rows for cell in row)
+    reducing = any(cell.word == "WAIT_REDUCE_GRAD" for row in rows for cell in row)
     for rank, row in enumerate(rows):
-        _Walk(schedule, needs, rank, passing).take(row)
+        _Walk(schedule, needs, rank, passing, reducing).take(row)
     _check_order(schedule, rows)
     _check_progress(rows)
     try:
@@ -114,8 +115,9 @@ class _Walk:
     schedule: Schedule
     needs: Needs
     rank: int
-    # Whether the file has messages at all.
+    # Whether the file has messages at all, and whether it waits for reductions: torch before 2.15 has no word for that.
     passing: bool
+    reducing: bool
     # What is still to be sent: the place of the computation that made it.
     unsent: dict[_Message, _Cell] = field(default_factory=dict)
     sent: dict[_Message, _Cell] = field(default_factory=dict)
@@ -143,7 +145,7 @@ class _Walk:
             if self.waited and message not in self.waited:
                 raise TextError(f"{cell.place}: nobody waits for {cell.text}: {message.wait} is missing behind it")
         for (word, stage), place in self.words.items():
-            if word in ("UNSHARD", "REDUCE_GRAD"):
+            if word == "UNSHARD" or (word == "REDUCE_GRAD" and self.reducing):
                 closing = "RESHARD" if word == "UNSHARD" else "WAIT_REDUCE_GRAD"
                 raise TextError(f"{place}: {stage}{word} has no {stage}{closing} behind it")
 
@@ -204,7 +206,7 @@ class _Walk:
         if cell.word == "UNSHARD" and stage in self.computed and ("RESHARD", stage) not in self.words:
             raise TextError(f"{cell.place}: {cell.text} comes behind a computation of its stage")
         reducing = next((other for word, other in self.words if word == "REDUCE_GRAD"), None)
-        if cell.word == "REDUCE_GRAD" and reducing is not None:
+        if cell.word == "REDUCE_GRAD" and reducing is not None and self.reducing:
             raise TextError(
                 f"{cell.place}: {cell.text} starts while stage {reducing} is still reduced: {reducing}WAIT_REDUCE_GRAD is missing"
             )
@@ -269,7 +271,7 @@ def _check_progress(rows: Sequence[Sequence[_Cell]]) -> None:
 
 
 def write_runtime(schedule: Schedule) -> str:
-    """The computations with the messages that they make necessary, as torch's runtime takes them.
+    """The computations with the messages that they make necessary, as torch's runtime takes them from 2.15 on.
 
     A message leaves right behind its computation and is received before its receiver's next one; a forward's is waited for behind the same
     micro-batch's backward, the others' at the end. A stage's parameters are there from before its first computation to the end.

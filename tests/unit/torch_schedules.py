@@ -12,6 +12,10 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
+# Torch 2.15 counts what a schedule holds, and waits for sends and reductions in the form that its runtime loads; before it did neither.
+COUNTS = hasattr(schedules, "analyze_pipeline_activation_liveness")
+WAITS = hasattr(schedules._ComputationType, "WAIT_REDUCE_GRAD")
+
 # Class, and stages a rank; those with 2 in V shape have the first and the last stage on rank 0.
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
@@ -76,4 +80,4 @@ def peak(schedule: Any, rank: int, stages: list[int]) -> int:
     if not isinstance(schedule, schedules.PipelineScheduleMulti):
         schedule = SimpleNamespace(pipeline_order=rows(schedule), _n_microbatches=schedule._n_microbatches)
     found = schedules.analyze_pipeline_activation_liveness(schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch")
-    return found.num_host_buffers
+    return found.num_slots
