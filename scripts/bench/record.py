@@ -32,7 +32,7 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, copying_on, lanes, synchronize
 from bpipe.transport.one_sided import Host, Reaching
-from gpu.one_stage import Loop
+from gpu.one_stage import loop_of
 
 VARIANTS = {"engine alone": (False, False), "with peaks": (True, False), "with peaks and record": (True, True)}
 
@@ -73,6 +73,10 @@ class Timed:
         with self.timed():
             self._engine.after(op, outputs, inputs)
 
+    def communicated(self) -> None:
+        with self.timed():
+            self._engine.communicated()
+
     def end(self) -> None:
         with self.timed():
             self._engine.end()
@@ -99,7 +103,7 @@ def main() -> None:
     layer = torch.nn.TransformerEncoderLayer(arguments.hidden, 8, 4 * arguments.hidden, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False).to(device)
     inputs = torch.randn(1, arguments.sequence, arguments.hidden, device=device)
-    loop = Loop(schedule, 0, lambda received: model(received).sum(), lambda microbatch: inputs.clone().requires_grad_())
+    loop = loop_of(schedule, 0, lambda received: model(received).sum(), lambda microbatch: inputs.clone().requires_grad_())
     out, home = lanes(device, 60.0)
     config = EngineConfig("rank 0", device, minimum_bytes=65536, timeout_s=60.0)
     engines = {
@@ -111,7 +115,7 @@ def main() -> None:
         for name, engine in engines.items():
             recorder = engine.recorder = Recorder(Clock(device)) if VARIANTS[name][1] else None
             calls, begin_s = Timed(engine), time.perf_counter()
-            loop.iteration(calls)
+            loop.run(calls)
             if recorder is not None:
                 with calls.timed():
                     recorder.rows({}, {})

@@ -36,13 +36,15 @@ from torch.multiprocessing.spawn import start_processes
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import steps
 from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.stage import Stage, Tensors, TorchStages
 from bpipe.runtime.streams import Streams, copying_on
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
+from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.layout import BufferLayout
 
 CPU = torch.device("cpu")
@@ -204,12 +206,31 @@ def turned(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
 # -- pipeline ---------------------------------------------------------------------------------------------------------------------------
 
 
-class Loop:
-    """One rank's 1F1B with an engine. Computation is a wait; what it saves is real."""
+class Waiting(TorchStages):
+    """One rank's stage. Computation is a wait; what it saves is real, and is summed up to the number that goes on."""
 
-    def __init__(self, schedule: Schedule, rank: int, transport: Transport | None, synchronous: bool, values: int, storages: int) -> None:
-        self.schedule, self.rank = schedule, rank
+    def __init__(self, rank: int, values: int, storages: int) -> None:
+        super().__init__({rank: self.compute})
         self.values, self.storages = values, storages
+
+    def compute(self, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros(self.values).requires_grad_()
+        # Each saves its result: as many storages, each of `values` numbers. The sum's result is all that goes on.
+        for _ in range(self.storages):
+            hidden = torch.tanh(hidden)
+        time.sleep(FORWARD_S)
+        return hidden.sum() + sum(received)
+
+    def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        time.sleep(2 * FORWARD_S)
+        return super().backward(action, gradients)
+
+
+class Loop:
+    """One rank's 1F1B with an engine."""
+
+    def __init__(self, schedule: Schedule, rank: int, transport: Transport | None, synchronous: bool, stage: Stage, edges: Edges) -> None:
+        self.executor = Executor(schedule, rank, stage, edges)
         self.held_s = 0.0
         config = EngineConfig(f"rank {rank}", CPU, 1024, TIMEOUT_S, synchronous=synchronous, timed=self.timed)
         self.engine = Engine(schedule, rank, transport, config)
@@ -225,45 +246,10 @@ class Loop:
     def iteration(self) -> float:
         """Seconds from the first operation to the last on this rank."""
         self.held_s = 0.0
-        held: dict[int, torch.Tensor] = {}
-        sent = []
         dist.barrier()
         begin = time.perf_counter()
-        self.engine.begin()
-        for step in steps(self.schedule, self.rank)[1:-1]:
-            op = step.compute
-            assert op is not None
-            forward = op.kind is Kind.FORWARD
-            source, target = (self.rank - 1, self.rank + 1) if forward else (self.rank + 1, self.rank - 1)
-            message = torch.zeros(1)
-            if 0 <= source < STAGES:
-                dist.recv(message, source)
-            self.engine.before(op)
-            if forward:
-                received = torch.zeros(self.values).requires_grad_()
-                held[op.microbatch] = self.forward(received)
-                self.engine.after(op, [held[op.microbatch]], [received])
-            else:
-                time.sleep(2 * FORWARD_S)
-                output = held.pop(op.microbatch)
-                torch.autograd.backward(output)
-                del output
-                self.engine.after(op)
-            if 0 <= target < STAGES:
-                sent.append((dist.isend(message, target), message))
-        self.engine.end()
-        took = time.perf_counter() - begin
-        for work, _ in sent:
-            assert work is not None
-            work.wait()
-        return took
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # Each saves its result: as many storages, each of `values` numbers. The sum's result is all that goes on.
-        for _ in range(self.storages):
-            hidden = torch.tanh(hidden)
-        time.sleep(FORWARD_S)
-        return hidden.sum()
+        self.executor.run(self.engine)
+        return time.perf_counter() - begin
 
 
 def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -276,12 +262,13 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     assert partners is not None
     pairs = [(stage, partners[stage]) for stage in range(STAGES) if num_transfers(plans["bpipe"], stage).evictions]
     connections = connected(pairs)
-    shape = int(options.microbatch * MB) // options.storages // 4, options.storages
-    loops = {"none": Loop(plans["none"], rank, None, False, *shape)}
+    stage = Waiting(rank, int(options.microbatch * MB) // options.storages // 4, options.storages)
+    edges = Edges(rank, connect_edges(neighbours(plans["none"]), "gloo", TIMEOUT_S, CPU), CPU)
+    loops = {"none": Loop(plans["none"], rank, None, False, stage, edges)}
     for name in TRANSPORTS:
         for synchronous in (False, True):
             transport = connections[name].transport() if connections else None
-            loops[f"{name}{', synchronous' if synchronous else ''}"] = Loop(plans["bpipe"], rank, transport, synchronous, *shape)
+            loops[f"{name}{', synchronous' if synchronous else ''}"] = Loop(plans["bpipe"], rank, transport, synchronous, stage, edges)
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in loops}
     for turn in range(WARM_UP + options.rounds):
         for name in turned(tuple(loops), turn):

@@ -23,7 +23,7 @@ from bpipe.transport.base import Done, Pending, Transport
 from bpipe.transport.control import About
 from bpipe.transport.one_sided import Peer, Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, lender_on, on_cuda
-from gpu.one_stage import Delays, Loop, SmallStage
+from gpu.one_stage import Delays, SmallStage, loop_of
 
 TIMEOUT_S = 60.0
 # What dropping references may take at most. Waiting for the device takes as long as it is busy.
@@ -73,8 +73,10 @@ class Breaking:
     def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
         self._engine.after(op, outputs, inputs)
 
-    def end(self) -> None:
+    def communicated(self) -> None:
         raise AssertionError("the iteration should have failed")
+
+    end = communicated
 
 
 class OneWay:
@@ -110,15 +112,15 @@ def _let_go(device: torch.device, rank: int, transport: Transport, sizes: Sizes,
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     stage = SmallStage(device, sizes.rows, sizes.width, Delays(), seed=rank)
     engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, minimum_bytes=1, timeout_s=TIMEOUT_S))
-    loop = Loop(plan, rank, stage, stage.received)
-    loop.iteration(engine)
+    loop = loop_of(plan, rank, stage, stage.received)
+    loop.run(engine)
     synchronize(device)
     # Where the first transfer of the second half starts: some are over, some are under way.
     busiest = [step.compute for step in steps(plan, rank) if step.compute and any(a.kind in (Kind.LOAD, Kind.HOST) for a in step.before)]
     at = busiest[len(busiest) // 2]
     breaking = Breaking(engine, at, device, sizes.busy_s)
     try:
-        loop.iteration(breaking)
+        loop.run(breaking)
     except Broken:
         begin = time.perf_counter()
         engine.abandon()

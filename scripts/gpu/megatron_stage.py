@@ -20,11 +20,12 @@ import torch
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.capture import find
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, moved_bytes, on_cuda, repeats, say, tidy
-from gpu.one_stage import Loop
+from gpu.one_stage import loop_of
 
 TIMEOUT_S = 120.0
 MINIMUM_BYTES = 1 << 16
@@ -155,7 +156,7 @@ def _look(
     device: torch.device, stage: MegatronStage, sizes: Sizes, both: tuple[CopyLane, CopyLane], until: float, name: str, result: Result
 ) -> None:
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
-    loop = Loop(plan, 0, stage, stage.received)
+    loop = loop_of(plan, 0, stage, stage.received)
     # Functions are compiled, and compiled again for what they did not expect, with the first calls.
     for microbatch in range(3):
         stage(stage.received(microbatch)).backward()
@@ -197,10 +198,10 @@ def _saved_bytes(device: torch.device, stage: MegatronStage, end: torch.Tensor) 
     return sum(found.nbytes for found in find([end.grad_fn], (), device) if found.storage._cdata not in weights)
 
 
-def _gradients_of(device: torch.device, loop: Loop, stage: MegatronStage) -> Callable[[Engine | None], list[torch.Tensor]]:
+def _gradients_of(device: torch.device, loop: Executor, stage: MegatronStage) -> Callable[[Engine | None], list[torch.Tensor]]:
     def gradients(engine: Engine | None) -> list[torch.Tensor]:
         stage.start_over()
-        loop.iteration(engine)
+        loop.run(engine)
         synchronize(device)
         return stage.gradients()
 

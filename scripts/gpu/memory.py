@@ -19,6 +19,7 @@ from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import lanes
 from bpipe.transport.base import Pending, Sizes, Transport
@@ -26,7 +27,7 @@ from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Region
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, say, tidy
-from gpu.one_stage import GptStage, Loop, Shape
+from gpu.one_stage import GptStage, Shape, loop_of
 
 TIMEOUT_S = 60.0
 # The driver's blocks, and the largest step by which torch's allocator rounds an allocation up.
@@ -82,6 +83,9 @@ class Watch:
     def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
         self.seen[op.kind] = self._start, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
 
+    def communicated(self) -> None:
+        """Nothing to say."""
+
     def end(self) -> None:
         """Nothing to say."""
 
@@ -93,13 +97,13 @@ class Watch:
 
 def measure_parts(device: torch.device, stage: GptStage) -> Parts:
     """A micro-batch alone. On a CPU nobody counts allocations: the meter's count of what is saved stands for them."""
-    loop = Loop(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received)
+    loop = loop_of(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received)
     if on_cuda(device):
         watch = Watch()
-        loop.iteration(watch)
+        loop.run(watch)
         return watch.parts()
     meter = Meter()
-    loop.iteration(Engine(loop.plan, 0, None, EngineConfig("alone", device, 1, TIMEOUT_S), meter))
+    loop.run(Engine(loop.schedule, 0, None, EngineConfig("alone", device, 1, TIMEOUT_S), meter))
     return Parts(meter.saved_bytes[0], 0, 0)
 
 
@@ -176,7 +180,7 @@ def peak_of(device: torch.device, plan: Schedule, rank: int, stage: GptStage, pa
         transport = Lent(device, {plan.partners[rank]: (moved,)})
     meter = None if on_cuda(device) else Meter()
     engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, sizes.minimum_bytes, TIMEOUT_S), meter)
-    loop = Loop(plan, rank, stage, stage.received)
+    loop = loop_of(plan, rank, stage, stage.received)
     steady: list[Mapping[str, int]] = []
     measured = 0
     for _ in range(sizes.iterations):
@@ -190,13 +194,13 @@ def peak_of(device: torch.device, plan: Schedule, rank: int, stage: GptStage, pa
     return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, lent, taken, steady)
 
 
-def _iteration_peak(loop: Loop, engine: Engine, meter: Meter | None) -> int:
+def _iteration_peak(loop: Executor, engine: Engine, meter: Meter | None) -> int:
     if meter is not None:
-        loop.iteration(engine)
+        loop.run(engine)
         return meter.peak_bytes - engine.host_bytes
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loop.iteration(engine)
+    loop.run(engine)
     return torch.cuda.max_memory_allocated() - base
 
 

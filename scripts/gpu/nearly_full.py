@@ -18,7 +18,7 @@ from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, tidy
-from gpu.one_stage import Delays, Loop, SmallStage
+from gpu.one_stage import Delays, SmallStage, loop_of
 
 TIMEOUT_S = 60.0
 # torch's allocator asks for whole blocks of up to 20 MiB; two pools may each have one of them half used.
@@ -51,14 +51,14 @@ class Program:
     def __init__(self, device: torch.device, stage: SmallStage, plan: Schedule, both: tuple[CopyLane, CopyLane]) -> None:
         self._device = device
         self._stage = stage
-        self._loop = Loop(plan, 0, stage, stage.received)
+        self._loop = loop_of(plan, 0, stage, stage.received)
         self.engine: Engine | None = None
         if plan.partners is not None:
             config = EngineConfig("stage 0", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
             self.engine = Engine(plan, 0, Reaching(in_host_memory(device), *both), config)
 
     def gradient(self) -> torch.Tensor:
-        self._loop.iteration(self.engine)
+        self._loop.run(self.engine)
         synchronize(self._device)
         return self._stage.gradient()
 

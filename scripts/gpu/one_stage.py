@@ -1,79 +1,33 @@
 """One pipeline stage alone, in plain torch: its neighbours are synthetic, its program and its engine are the real ones.
 
-In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's two calls around every operation or without. Knows no
+In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's calls around every operation or without. Knows no
 transport. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a pipeline that has sent its output on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import steps
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.messages import Alone
+from bpipe.runtime.stage import TorchStages
 from gpu.common import hold_back
 
-Held = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
-
-class Calls(Protocol):
-    """What a loop calls: an engine, or somebody who only looks on."""
-
-    def begin(self) -> None: ...
-
-    def before(self, op: Action) -> None: ...
-
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None: ...
-
-    def end(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Loop:
+def loop_of(plan: Schedule, rank: int, stage: Callable[[torch.Tensor], torch.Tensor], received: Callable[[int], torch.Tensor]) -> Executor:
     """A rank's pipeline loop. `received(microbatch)` is what the stage before would have sent."""
 
-    plan: Schedule
-    rank: int
-    stage: Callable[[torch.Tensor], torch.Tensor]
-    received: Callable[[int], torch.Tensor]
+    def part(microbatch: int, *from_nobody: torch.Tensor) -> torch.Tensor:
+        return stage(received(microbatch))
 
-    def iteration(self, engine: Calls | None = None) -> None:
-        held: Held = {}
-        if engine:
-            engine.begin()
-        for step in steps(self.plan, self.rank)[1:-1]:
-            assert step.compute is not None
-            if step.compute.kind is Kind.FORWARD:
-                self._forward(step.compute, held, engine)
-            else:
-                self._backward(step.compute, held, engine)
-        if engine:
-            engine.end()
-
-    def _forward(self, op: Action, held: Held, engine: Calls | None) -> None:
-        received = self.received(op.microbatch)
-        if engine:
-            engine.before(op)
-        end = self.stage(received)
-        if engine:
-            engine.after(op, [end], [received])
-        held[op.microbatch] = received, end
-
-    def _backward(self, op: Action, held: Held, engine: Calls | None) -> None:
-        if engine:
-            engine.before(op)
-        received, end = held.pop(op.microbatch)
-        end.backward()
-        del received, end
-        if engine:
-            engine.after(op)
+    return Executor(plan, rank, TorchStages({rank: part}), Alone())
 
 
 @dataclass

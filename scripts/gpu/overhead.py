@@ -21,13 +21,14 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, lanes
 from bpipe.simulate.bandwidth import required_bytes_per_s
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, Spread, in_host_memory, moved_bytes, ratios, repeats, seconds, tidy
 from gpu.limits import copy_rates
-from gpu.one_stage import GptStage, Loop, Shape
+from gpu.one_stage import GptStage, Shape, loop_of
 
 TIMEOUT_S = 60.0
 # Of the measured bandwidth, what a transfer that should hide may ask for.
@@ -101,7 +102,7 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
     stage = GptStage(shape, device)
     wants = need(device, stage, sizes.minimum_bytes)
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
-    loop = Loop(plan, 0, stage, stage.received)
+    loop = loop_of(plan, 0, stage, stage.received)
     both = lanes(device, TIMEOUT_S)
 
     def engine(synchronous: bool) -> Engine:
@@ -109,7 +110,7 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
         return Engine(plan, 0, Reaching(in_host_memory(device), *both), config)
 
     engines: dict[str, Engine | None] = {"without": None, "with": engine(False), "synchronous": engine(True)}
-    works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.iteration(one) for name, one in engines.items()}  # type: ignore[misc]
+    works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.run(one) for name, one in engines.items()}  # type: ignore[misc]
     for work in works.values():
         seconds(device, work)
     taken: dict[str, list[float]] = {name: [] for name in works}
@@ -150,10 +151,10 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
     }
 
 
-def _exposed(device: torch.device, loop: Loop, engine: Engine) -> tuple[float, float]:
+def _exposed(device: torch.device, loop: Executor, engine: Engine) -> tuple[float, float]:
     """One more iteration, recorded: seconds in which compute waited for a transfer, and seconds in all."""
     engine.recorder = Recorder(Clock(device))
-    loop.iteration(engine)
+    loop.run(engine)
     rows, elapsed_s = engine.recorder.rows({}, engine.moved_bytes)
     engine.recorder = None
     return sum(row.wait_s for row in rows), elapsed_s

@@ -22,11 +22,12 @@ from torch.multiprocessing.spawn import start_processes
 from bpipe.ir.memory import num_transfers
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import copying_on, synchronize
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
 from gpu.common import Result, on_cuda
-from gpu.one_stage import Delays, Loop, SmallStage
+from gpu.one_stage import Delays, SmallStage, loop_of
 from gpu.streams import late_lanes
 
 # Either process may be ahead of the other by as much as a step takes.
@@ -105,7 +106,7 @@ def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds:
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     place = 0 if rank == EVICTOR else sizes.stages - 1
     stage = SmallStage(device, sizes.rows, sizes.width, delays, seed=place)
-    loop = Loop(plan, place, stage, stage.received)
+    loop = loop_of(plan, place, stage, stage.received)
     gradient = _gradient_of(device, loop, stage)
     expected = gradient(None)
     reference = torch.equal(gradient(None), expected)
@@ -121,9 +122,9 @@ def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds:
     return {**found, "evictions": num_transfers(plan, place).evictions}
 
 
-def _gradient_of(device: torch.device, loop: Loop, stage: SmallStage) -> Callable[[Engine | None], torch.Tensor]:
+def _gradient_of(device: torch.device, loop: Executor, stage: SmallStage) -> Callable[[Engine | None], torch.Tensor]:
     def gradient(engine: Engine | None) -> torch.Tensor:
-        loop.iteration(engine)
+        loop.run(engine)
         synchronize(device)
         return stage.gradient()
 

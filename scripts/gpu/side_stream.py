@@ -25,10 +25,11 @@ import torch
 from bpipe.ir.memory import num_transfers
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats
-from gpu.one_stage import Loop
+from gpu.one_stage import loop_of
 
 TIMEOUT_S = 60.0
 TAKEN = 8
@@ -120,7 +121,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     both = lanes(device, TIMEOUT_S)
     stage = Stage(device, sizes)
-    loop = Loop(plan, 0, stage, stage.received)
+    loop = loop_of(plan, 0, stage, stage.received)
     engine = Engine(plan, 0, Reaching(in_host_memory(device), *both), EngineConfig("stage 0", device, 1, TIMEOUT_S))
     seen = _seen_of(device, loop, stage)
     stage.late_s = 0.0
@@ -144,10 +145,10 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     return result
 
 
-def _seen_of(device: torch.device, loop: Loop, stage: Stage) -> Callable[[Engine | None], list[float]]:
+def _seen_of(device: torch.device, loop: Executor, stage: Stage) -> Callable[[Engine | None], list[float]]:
     def seen(engine: Engine | None) -> list[float]:
         stage.seen.clear()
-        loop.iteration(engine)
+        loop.run(engine)
         synchronize(device)
         return [float(value) for value in stage.seen]
 

@@ -24,7 +24,7 @@ from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import CopyLane, Job
 from bpipe.transport.one_sided import Reaching
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats, say
-from gpu.one_stage import Delays, Loop, SmallStage
+from gpu.one_stage import Delays, SmallStage, loop_of
 
 TIMEOUT_S = 60.0
 
@@ -136,7 +136,7 @@ class Stage0:
         self._device = device
         self._stage = SmallStage(device, sizes.rows, sizes.width, self.delays)
         self.plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
-        self._loop = Loop(self.plan, 0, self._stage, self._stage.received)
+        self._loop = loop_of(self.plan, 0, self._stage, self._stage.received)
         self._lanes = late_lanes(device, TIMEOUT_S, self.delays)
         self.expected = self.gradient(None)
         self.engine = self._engine()
@@ -147,7 +147,7 @@ class Stage0:
         return Engine(self.plan, 0, transport, config)
 
     def gradient(self, engine: Engine | None) -> torch.Tensor:
-        self._loop.iteration(engine)
+        self._loop.run(engine)
         synchronize(self._device)
         return self._stage.gradient()
 
