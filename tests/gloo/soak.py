@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,15 +26,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action
 from bpipe.ir.memory import num_transfers
-from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import steps
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.messages import Alone, Messages
+from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.distributed import Distributed
+from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import TensorRegion
 
 CPU = torch.device("cpu")
@@ -93,6 +96,7 @@ class Rank:
         self.connection, _ = connect(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
         self.record.transport = self.connection.link.transport if self.connection and self.connection.link else None
         self.record.groups = len(distributed_c10d._world.pg_map)
+        self.edges = connect_edges(neighbours(self.plans[0]), "gloo", scenario.timeout_s, CPU)
         config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True)
         self.engines = [Engine(plan, rank, self.connection.transport() if self.connection else None, config) for plan in self.plans]
         self.running = self.engines[0]
@@ -116,66 +120,35 @@ class Rank:
             self.connection.close()
 
     def iteration(self, number: int) -> None:
-        plan, rows = self.plans[number], PROGRAMS[number][1]
+        plan = self.plans[number]
         alive: list[StorageWeakRef] = []
         self.moment("start" if not self.iterations else "between")
-        found = self.gradient(plan, rows, self.running, alive)
+        found = self.gradient(number, self.running, alive)
         self.record.outlived += sum(not reference.expired() for reference in alive)
-        if not torch.equal(found, self.gradient(plan, rows, None, [])):
+        if not torch.equal(found, self.gradient(number, None, [])):
             self.record.different.append(f"iteration {self.iterations}, {plan.num_microbatches} micro-batches")
         self.record.microbatches += plan.num_microbatches
         self.record.transfers += 2 * num_transfers(plan, self.rank).evictions
         self.iterations += 1
 
-    def gradient(self, plan: Schedule, rows: int, engine: Engine | None, alive: list[StorageWeakRef]) -> torch.Tensor:
+    def gradient(self, number: int, engine: Engine | None, alive: list[StorageWeakRef]) -> torch.Tensor:
         """One iteration's gradient; without an engine nothing moves and no neighbour is asked."""
         self.weight.grad = None
-        outputs: dict[int, torch.Tensor] = {}
-        sent: list[tuple[Any, torch.Tensor]] = []
-        if engine:
-            engine.begin()
-        for step in steps(plan, self.rank)[1:-1]:
-            op = step.compute
-            assert op is not None
-            if engine:
-                self.receive(op)
-                engine.before(op)
-                self.rest()
-            if op.kind is Kind.FORWARD:
-                generator = torch.Generator().manual_seed(1000 * self.iterations + op.microbatch)
-                received = torch.randn(rows, WIDTH, generator=generator).requires_grad_()
-                hidden = torch.nn.functional.gelu(received @ self.weight)
-                outputs[op.microbatch] = torch.softmax(hidden @ self.weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
-                alive += [StorageWeakRef(received.untyped_storage()), StorageWeakRef(hidden.untyped_storage())]
-                if engine:
-                    engine.after(op, [outputs[op.microbatch]], [received])
-                del received, hidden
-            else:
-                output = outputs.pop(op.microbatch)
-                torch.autograd.backward(output, torch.full_like(output, 0.5 + op.microbatch))
-                del output
-                if engine:
-                    engine.after(op)
-            if engine:
-                sent.append(self.send(op))
-                self.moment(str(op))
-        if engine:
-            engine.end()
-        for work, _ in sent:
-            if work is not None:
-                work.wait()
+        plan, rows = self.plans[number], PROGRAMS[number][1]
+
+        def part(microbatch: int, *tokens: torch.Tensor) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(1000 * self.iterations + microbatch)
+            received = torch.randn(rows, WIDTH, generator=generator).requires_grad_()
+            hidden = torch.nn.functional.gelu(received @ self.weight)
+            alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (received, hidden))
+            output = torch.softmax(hidden @ self.weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
+            # What comes from the stage before only has to come: the gradient is the same without it.
+            return (output * (0.5 + microbatch)).sum() + sum(token.sum() for token in tokens)
+
+        messages: Messages = Edges(self.rank, self.edges, CPU) if engine else Alone(lambda message: (torch.ones(()),))
+        Executor(plan, self.rank, TorchStages({self.rank: part}), messages).run(Watched(self, engine) if engine else None)
         assert self.weight.grad is not None
         return self.weight.grad
-
-    def receive(self, op: Action) -> None:
-        source = self.rank - 1 if op.kind is Kind.FORWARD else self.rank + 1
-        if 0 <= source < self.scenario.stages:
-            dist.recv(torch.zeros(1), source)
-
-    def send(self, op: Action) -> tuple[Any, torch.Tensor]:
-        target = self.rank + 1 if op.kind is Kind.FORWARD else self.rank - 1
-        message = torch.zeros(1)
-        return (dist.isend(message, target) if 0 <= target < self.scenario.stages else None), message
 
     def rest(self) -> None:
         if self.chance.random() < 0.2:
@@ -213,6 +186,22 @@ class Rank:
         self.record.descriptors.append(len(os.listdir("/proc/self/fd")))
         self.record.threads.append(threading.active_count())
         self.record.resident_bytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+class Watched:
+    """An engine's calls; the rank rests before some computations, and may break behind one."""
+
+    def __init__(self, rank: Rank, engine: Engine) -> None:
+        self.rank, self.engine = rank, engine
+        self.begin, self.communicated, self.end = engine.begin, engine.communicated, engine.end
+
+    def before(self, op: Action) -> None:
+        self.engine.before(op)
+        self.rank.rest()
+
+    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
+        self.engine.after(op, outputs, inputs)
+        self.rank.moment(str(op))
 
 
 def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
