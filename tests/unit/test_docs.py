@@ -99,6 +99,15 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_page_on_loops_quotes_the_toy() -> None:
+    """tests/gloo/test_examples.py runs it."""
+    toy = (ROOT / "examples/toy.py").read_text()
+    quoted = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/own_loop.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(quoted) == 3
+    for block in quoted:
+        assert block in toy, f"examples/toy.py does not read\n{block}"
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build_it = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     ended = subprocess.run(build_it, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
