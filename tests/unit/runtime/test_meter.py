@@ -15,7 +15,7 @@ from bpipe.runtime import meter as meter_module
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.recorder import COLUMNS, Recorder
+from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
 from bpipe.transport.base import Done
@@ -122,8 +122,7 @@ def test_a_row_has_bytes_where_its_action_saves_or_moves_them() -> None:
     recorder.started(Action(0, Kind.EVICT, 0), host_buffer=0)
     recorder.waited(Action(0, Kind.EVICT, 0), recorder.mark(), Done())
     rows, _ = recorder.rows({0: 40}, {0: 30})
-    column = COLUMNS.index("bytes")
-    assert {row[0]: row[column] for row in rows} == {"0F0": 40, "0I0": None, "0W0": None, "0B0": None, "0EVICT0": 30}
+    assert {str(row.action): row.bytes for row in rows} == {"0F0": 40, "0I0": None, "0W0": None, "0B0": None, "0EVICT0": 30}
 
 
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
