@@ -205,7 +205,7 @@ def _imported(options: argparse.Namespace) -> Schedule:
         schedule = read(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise TextError(f"{source}: byte {error.start} is no UTF-8 text") from None
-    except TextError as error:
+    except ValueError as error:
         raise TextError(f"{source}: {error}") from None
     try:
         if options.after_input is not None:
@@ -222,7 +222,7 @@ def read(text: str) -> Schedule:
     first, _, rest = text.partition("\n")
     if first.startswith("#") and rest.startswith("slot"):
         return read_grid(text)
-    return read_runtime(text) if has_messages(text) else read_csv(text)
+    return align(read_runtime(text)) if has_messages(text) else read_csv(text)
 
 
 def _written(schedule: Schedule, form: str, to_terminal: bool) -> bytes:

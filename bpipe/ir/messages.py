@@ -6,8 +6,8 @@ Out: the other, or a `TextError` with the place. A row is a rank's operations in
 
 Messages follow from the computations: an output or a gradient goes to the neighbouring stage where that is another rank's. Reading holds
 the file to that (nothing missing, doubled, unneeded, too early or too late, between two ranks all in one order, and nobody waits for
-ever), then drops the messages and puts the computations on the unit grid: columns of this form say nothing. Knows no time and no
-parameters: where they are gathered, let go and reduced is only held to its order.
+ever), then drops the messages. Columns of this form say nothing: where a computation stands on the grid is `passes.align`'s to say. Knows
+no time and no parameters: where they are gathered, let go and reduced is only held to its order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from bpipe.ir.layout import one_pipe
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NUMBER, TextError, assemble, read_computation, read_rows, slot_of, write_computation
-from bpipe.passes.align import align
 
 _MESSAGE = re.compile(f"{NUMBER}((?:WAIT_)?SEND_[FB]|RECV_[FB]){NUMBER}")
 _PARAMETERS = re.compile(f"{NUMBER}(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
@@ -70,7 +69,7 @@ class _Cell(NamedTuple):
 
 
 def read_runtime(text: str, name: str = "csv") -> Schedule:
-    """The schedule of such a file, on the unit grid."""
+    """Every rank's computations in the file's order, without a bubble between them: not yet on a grid."""
     fields, texts = read_rows(text)
     rows = [[_read_cell(cell.strip(" "), place) for cell, place in row] for row in texts]
     schedule = assemble([[cell.slot for cell in row if cell.slot is not None] for row in rows], fields, name)
@@ -82,10 +81,7 @@ def read_runtime(text: str, name: str = "csv") -> Schedule:
         _Walk(schedule, needs, rank, passing, reducing).take(row)
     _check_order(schedule, rows)
     _check_progress(rows)
-    try:
-        return align(schedule)
-    except ValueError as error:
-        raise TextError(f"{error}") from None
+    return schedule
 
 
 def _read_cell(text: str, place: str) -> _Cell:
