@@ -6,94 +6,189 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import bpipe
 
-
-@dataclass(frozen=True)
-class Arrow:
-    """No file of `place` imports one of `never`."""
-
-    place: str
-    never: frozenset[str] | set[str]
-    but: tuple[str, ...] = ()
-
-
 PACKAGE = Path(bpipe.__file__).parent
-WITHOUT_TORCH = [
-    "ir",
-    "generate",
-    "passes",
-    "simulate",
-    "models",
-    "plan",
-    "draw",
-    "record",
-    "report",
-    "commands",
-    "compare",
-    "program.py",
-    "cli.py",
-    "__main__.py",
-    "__init__.py",
-]
-# Inside the package: who must not know whom. `but` are parts of a place that may.
-ARROWS = [
-    # What judges a run does not know how it is printed.
-    Arrow("report", {"bpipe.report.out"}, but=("report/out",)),
-    # Nor does what reads and judges two runs know of a command line or of text.
-    Arrow("compare", {"bpipe.commands", "bpipe.cli"}),
-    Arrow("compare", {"bpipe.compare.show"}, but=("compare/show.py",)),
-    # A record is what was measured; who reads it comes after it.
-    Arrow("record", {"bpipe.report", "bpipe.simulate", "bpipe.plan", "bpipe.draw", "bpipe.compare", "bpipe.commands"}),
-]
+ROOT = PACKAGE.parent
+
+# Every place of the package, lowest first, and what of the others it may import: whole places, or single modules of them.
+# docs/architecture.md draws this.
+MAY: dict[str, set[str]] = {
+    "values": set(),
+    "names": set(),
+    "placement": set(),
+    "ir": {"values"},
+    "generate": {"ir"},
+    "passes": {"ir", "generate.place"},
+    "check": {"ir", "passes.lower"},
+    "program": {"names", "ir", "generate", "passes", "check"},
+    "simulate": {"ir", "passes.lower"},
+    "models": {"values", "names", "placement", "ir", "generate.families", "program", "simulate.cost"},
+    "record": {"values", "ir", "program", "models.flops"},
+    "transport": {"ir.action", "ir.program", "simulate.bandwidth"},
+    "runtime": {"ir", "passes.lower", "record.format", "transport"},
+    "plan": {"values", "ir", "generate.families", "program", "simulate", "models"},
+    "report": {"ir", "generate.families", "program", "simulate", "models.flops", "record"},
+    "report.out": {"ir", "simulate", "record.format", "report"},
+    "compare": {"values", "record.format", "record.keys"},
+    "draw": {"ir", "simulate.report"},
+    "commands": {
+        *("names", "ir", "generate.families", "program", "simulate", "models", "plan"),
+        *("record", "report", "report.out", "compare", "draw"),
+    },
+    "cli": {"ir", "generate.families", "passes.align", "program", "draw", "commands"},
+    "__main__": {"cli"},
+}
+
+# Inside a place: its modules, lowest floor first. A module imports from floors below its own only; all may use the package's own file.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "ir": ("action hosts", "layout", "needs schedule", "host_buffers memory program steps", "text", "document grid messages"),
+    "generate": ("place", "family", "gpipe interleaved one_f_one_b", "families"),
+    "passes": ("align evict lower", "balance", "levels"),
+    "check": ("deadlock", "rules"),
+    "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),
+    "models": ("cluster model", "cluster_file flops layout", "profile saved", "memory", "compute"),
+    "plan": ("estimate launch_script layer_split predict space", "document megatron_command megatron_flags search", "explain"),
+    "record": ("keys", "format", "one_run write", "read"),
+    "report": (
+        "measured memory units",
+        "replay shortage",
+        "compare",
+        "answers handover",
+        "causes",
+        "differences",
+        "report",
+    ),
+    "report.out": ("facts page trace", "document table view", "shortage_text"),
+    "transport": (
+        "control cuda_runtime host_memory layout",
+        "base",
+        "distributed lanes",
+        "device edges",
+        "device_memory probe",
+        "memory",
+        "one_sided",
+        "connect",
+        "table",
+    ),
+    "runtime": (
+        "board capture errors stage streams",
+        "failures kept messages meter recorder states",
+        "evictor executor host_buffers",
+        "acceptor",
+        "engine",
+    ),
+    "compare": ("read", "judge", "show"),
+    "draw": ("picture plots", "png svg timeline"),
+}
+
+# Who may load what is not Python's own: any place of these, and no other.
+FOREIGN = {"torch": {"transport", "runtime"}, "numpy": set[str](), "matplotlib": {"draw"}, "megatron": set[str]()}
+
+
+def name_of(path: Path) -> str:
+    """`ir.action`; a package's own file is named by the package, the outermost by nothing."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imported(path: Path) -> Iterator[str]:
+    """Every module that a file names, anywhere in it; of `from a import b` both `a.b` and, where that is no module of ours, `a`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{path} imports relatively"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner.removeprefix("bpipe.") in MODULES else node.module
 
 
-def sources(place: str) -> list[Path]:
-    path = PACKAGE / place
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+def ours(module: str) -> set[str]:
+    """What a module imports of the package, itself left out."""
+    names = {name.removeprefix("bpipe.") for name in imported(MODULES[module]) if name.startswith("bpipe.")}
+    assert names <= MODULES.keys(), f"{module} imports {names - MODULES.keys()}"
+    return names - {module}
 
 
-@pytest.mark.parametrize("place", WITHOUT_TORCH)
-def test_the_schedule_side_knows_no_torch_and_no_runtime(place: str) -> None:
-    assert sources(place)
-    for path in sources(place):
-        for name in imported(path):
-            assert name.split(".")[0] not in ("torch", "megatron", "numpy"), f"{path} imports {name}"
-            assert not name.startswith(("bpipe.runtime", "bpipe.transport")), f"{path} imports {name}"
+def place_of(module: str) -> str:
+    """The place in which a module lies: the innermost that has a row of its own."""
+    found = [place for place in MAY if module == place or module.startswith(f"{place}.")]
+    assert found, f"bpipe/{module.replace('.', '/')} has no row in MAY: say whom it may import"
+    return max(found, key=len)
 
 
-def test_nothing_in_bpipe_imports_megatron() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
+INSIDE = [module for module in MODULES if module]
 
 
-def test_generators_passes_and_simulators_do_not_know_the_door() -> None:
-    for place in ("ir", "generate", "passes", "simulate"):
-        for path in sources(place):
-            assert not set(imported(path)) & {"bpipe.program", "bpipe.cli"}, path
+def test_the_table_runs_one_way() -> None:
+    places = list(MAY)
+    for number, (place, others) in enumerate(MAY.items()):
+        for other in others:
+            assert place_of(other) in places[:number], f"{place} may import {other}, which does not stand before it"
 
 
-@pytest.mark.parametrize("arrow", ARROWS, ids=lambda arrow: f"{arrow.place}: no {', '.join(sorted(arrow.never))}")
-def test_arrows_run_one_way(arrow: Arrow) -> None:
-    spared = {path for place in arrow.but for path in sources(place)}
-    held = [path for path in sources(arrow.place) if path not in spared]
+@pytest.mark.parametrize("place", MAY)
+def test_a_place_imports_what_it_may_and_nothing_else(place: str) -> None:
+    held = [module for module in INSIDE if place_of(module) == place]
     assert held
-    for path in held:
+    used = set()
+    for module in held:
+        for other in ours(module):
+            if place_of(other) == place:
+                continue
+            allowed = MAY[place] & {place_of(other), other}
+            assert allowed, f"{MODULES[module]} imports bpipe.{other}: {place} may import {', '.join(sorted(MAY[place])) or 'nothing'}"
+            used |= allowed
+    assert used == MAY[place], f"nothing in {place} imports {', '.join(sorted(MAY[place] - used))} any more: take it out of MAY"
+
+
+@pytest.mark.parametrize("place", FLOORS)
+def test_inside_a_place_modules_import_from_floors_below(place: str) -> None:
+    floors = [floor.split() for floor in FLOORS[place]]
+    level = {f"{place}.{module}": number for number, floor in enumerate(floors) for module in floor}
+    there = {module for module in INSIDE if place_of(module) == place and module != place}
+    assert there == level.keys(), f"without a floor in {place}: {there - level.keys()}; gone: {level.keys() - there}"
+    assert len(level) == len(list(chain(*floors)))
+    for module in there:
+        for other in ours(module):
+            if place_of(other) == place and other != place:
+                assert level[other] < level[module], f"{MODULES[module]} imports bpipe.{other}, which is no floor below it"
+
+
+def test_nowhere_do_imports_come_back() -> None:
+    """Also where no floors are given, and where an import waits inside a function."""
+    left = {module: ours(module) for module in MODULES}
+    loose = {""}
+    while loose:
+        wanted = set().union(*left.values())
+        loose = {module for module, others in left.items() if module not in wanted or not others & left.keys()}
+        left = {module: others for module, others in left.items() if module not in loose}
+    assert not left, f"these import each other in a ring: {', '.join(sorted(left))}"
+
+
+@pytest.mark.parametrize("library", FOREIGN)
+def test_a_library_stays_in_its_places(library: str) -> None:
+    for module, path in MODULES.items():
+        if library in {name.split(".")[0] for name in imported(path)}:
+            assert place_of(module) in FOREIGN[library], f"{path} imports {library}"
+
+
+def test_only_the_hooks_import_megatron() -> None:
+    """Of what the trainer loads: its entry point and its hooks."""
+    hooks = [path for path in (ROOT / "megatron").rglob("*.py") if path.parent != ROOT / "megatron/scheduling"]
+    assert not hooks, "any other file under megatron/ would hide the installed one"
+    for path in (ROOT / "megatron/scheduling").glob("*.py"):
         for name in imported(path):
-            assert not any(name == other or name.startswith(f"{other}.") for other in arrow.never), f"{path} imports {name}"
+            assert not name.startswith(("bpipe.commands", "bpipe.draw", "bpipe.cli", "tests", "scripts")), f"{path} imports {name}"
 
 
 def test_the_command_loads_nothing_heavy() -> None:
