@@ -29,7 +29,7 @@ stages = int(arguments[arguments.index("--pipeline-model-parallel-size") + 1])
 transport = arguments[arguments.index("--bpipe-transport") + 1] if "--bpipe" in arguments else None
 for stage in range(stages):
     held = 5 if transport else stages - stage
-    report = {"stage": stage, "balanced": "--bpipe" in arguments, "evictions": 0, "loads": 0}
+    report = {"rank": stage, "stage": stage, "balanced": "--bpipe" in arguments, "evictions": 0, "loads": 0}
     for name in ("peak", "predicted"):
         report |= {f"{name}_microbatches": held, f"{name}_bytes": held << 20}
     (folder / f"rank_{stage:05d}.json").write_text(json.dumps(report))
