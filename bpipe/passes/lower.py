@@ -127,11 +127,12 @@ def _ends(needs: Needs, ask: Callable[[Action], int], pipe: int) -> _Table:
             end = (NOTHING, _NOBODY)
             if value != NOTHING and needs.route(value).takers:
                 route = needs.route(value)
+                # The one that makes a value for all shards has it for its own.
                 mine = kind in SHARDS and route.makers == (stage,) and not making
-                if len(route.parties) > 2 or len(route.makers) > 1:
-                    end = (NOTHING, _NOBODY) if mine else (value - pipe, _ALL)
-                elif len(route.parties) == 2:
-                    end = (value - pipe, route.takers[0] if making else route.makers[0])
+                if not mine and (len(route.parties) > 2 or len(route.makers) > 1):
+                    end = (value - pipe, _ALL)
+                elif not mine and len(route.parties) == 2:
+                    end = (value - pipe, route.parties[1] if making else route.makers[0])
             table[kind].append(end)
     return table
 
