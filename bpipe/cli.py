@@ -16,16 +16,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from bpipe import __version__
+from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.commands.parser import Parser, numbers, positive, share
-from bpipe.generate.families import FAMILIES, that_take_groups
+from bpipe.generate.families import FAMILIES, exchange_of, that_take_groups
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.listing import write_listing, write_listing_json
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
 from bpipe.ir.messages import has_messages, read_runtime, write_runtime
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
+from bpipe.passes.lower import lower
 from bpipe.program import BALANCES, ScheduleConfig, adopt, balancing, build
 
 SUFFIXES = ("grid", "csv", "json", "svg", "png")
@@ -146,18 +150,32 @@ def _add_arguments(parser: Parser) -> None:
         help="with --input: share of a micro-batch held between I and W (default: the file's, or 1)",
     )
     add("--format", choices=FORMATS, help="default: by the output file's name, else grid; runtime: csv with torch's messages")
+    add("--messages", action="store_true", help="print what every rank does, messages included, as text or with --format json")
+    add(
+        "--exchange",
+        choices=tuple(one.value for one in Exchange),
+        help="with --messages: when ranks send and receive (default: as the schedule is run)",
+    )
     add("--output", metavar="FILE", help="write there instead of to standard output")
 
 
 def _schedule(options: argparse.Namespace) -> None:
     output = None if options.output is None else Path(options.output)
     form = options.format or _format_of(output)
+    if options.exchange is not None and not options.messages:
+        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
+    if options.messages and (form not in ("grid", "json") or options.format == "grid"):
+        own = "runtime writes torch's messages itself" if form == "runtime" else f"a {form} has no room for messages"
+        raise ValueError(f"--messages is written as text, or with --format json: {own}, leave one of them out")
     if options.balance == "none" and (options.bound or options.partners):
         raise ValueError(f"{'--bound' if options.bound else '--partners'} says how to balance: give --balance bpipe, too, or leave it out")
     if options.after_input is not None and options.input is None:
         raise ValueError("--after-input is for a schedule read with --input: none that is generated splits its backwards")
     schedule = _generated(options) if options.input is None else _imported(options)
-    content = _written(schedule, form, to_terminal=output is None and sys.stdout.isatty())
+    if options.messages:
+        content = _listed(schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)).encode()
+    else:
+        content = _written(schedule, form, to_terminal=output is None and sys.stdout.isatty())
     if output is not None:
         output.write_bytes(content)
         return
@@ -245,6 +263,15 @@ def _written(schedule: Schedule, form: str, to_terminal: bool) -> bytes:
     width = shutil.get_terminal_size().columns if to_terminal else None
     use_colour = to_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return (write_grid(schedule, width, _paint if use_colour else None) + _remarks(schedule)).encode()
+
+
+def _listed(schedule: Schedule, form: str, exchange: Exchange) -> str:
+    """What every rank does. The exchange may be one that nobody runs the schedule with: where that blocks, it is said beside it."""
+    programs = lower(schedule, exchange)
+    for one in blocked_ranks(schedule, Waits.ASYNCHRONOUS, exchange):
+        place = f"rank {one.rank}, slot {one.slot}: waits for ever for {one.message}, the other end is on rank {one.peer}"
+        print(f"bpipe: with --exchange {exchange.value} {place}", file=sys.stderr)
+    return (write_listing_json if form == "json" else write_listing)(programs, exchange)
 
 
 def _paint(text: str, action: Action | None) -> str:

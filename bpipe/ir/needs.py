@@ -126,11 +126,17 @@ class Needs:
     def microbatch_of(self, value: int) -> int:
         return value % self.num_microbatches
 
+    def sort(self, value: int) -> str:
+        """What a value is, whoever makes it."""
+        group = value // self.num_microbatches
+        if group < 2 * self.num_stages:
+            return ("output", "gradient")[group // self.num_stages]
+        return ("statistics", "last gradient", "embeddings")[group - 2 * self.num_stages]
+
     def words(self, value: int) -> str:
         """The value in words, for messages to people."""
         group, microbatch = divmod(value, self.num_microbatches)
-        if group < self.num_stages:
-            return f"the output of {group}F{microbatch}"
         if group < 2 * self.num_stages:
-            return f"the gradient of {group - self.num_stages}B{microbatch}"
-        return f"{('the statistics', 'the last gradient', 'the embeddings')[group - 2 * self.num_stages]} of micro-batch {microbatch}"
+            backward, stage = divmod(group, self.num_stages)
+            return f"the {self.sort(value)} of {stage}{'FB'[backward]}{microbatch}"
+        return f"the {self.sort(value)} of micro-batch {microbatch}"
