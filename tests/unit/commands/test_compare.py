@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,11 @@ def test_numbers_that_mean_nothing_are_refused(arguments: tuple[str, str], capsy
 def test_what_only_a_report_can_show_is_not_taken_from_a_log(tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(log(tmp_path / "one.log"), log(tmp_path / "other.log"), flag) == 2
     assert "one.log: " in capsys.readouterr().err
+
+
+def test_every_option_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    options = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help", "--bpipe"}
+    page = (Path(__file__).resolve().parents[3] / "docs/compare.md").read_text()
+    assert options == set(re.findall(r"`(--\w+)", page)) - {"--bpipe"}
