@@ -19,7 +19,7 @@ from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # What is run by another test, because it needs more than a command line: by the words it begins with, the test that runs it.
 ELSEWHERE = {

@@ -136,6 +136,12 @@ def test_the_table_runs_one_way() -> None:
             assert place_of(other) in places[:number], f"{place} may import {other}, which does not stand before it"
 
 
+def test_the_page_shows_the_table() -> None:
+    page = (ROOT / "docs/architecture.md").read_text().partition("| may import |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = [[cell.split("`")[1::2] for cell in (row.split("|")[1], row.split("|")[3])] for row in page.splitlines()]
+    assert [(place, set(others)) for (place,), others in rows] == list(MAY.items())
+
+
 @pytest.mark.parametrize("place", MAY)
 def test_a_place_imports_what_it_may_and_nothing_else(place: str) -> None:
     held = [module for module in INSIDE if place_of(module) == place]
