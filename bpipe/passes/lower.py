@@ -73,7 +73,8 @@ class _Passing:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.messages = schedule, MessageTable(schedule)
         needs = self.messages.needs
-        pipes = range(schedule.layout.num_pipes)
+        # A pipe that no micro-batch takes passes nothing.
+        pipes = range(min(schedule.layout.num_pipes, schedule.num_microbatches))
         made, needed = [_ends(needs, needs.made, pipe) for pipe in pipes], [_ends(needs, needs.needed, pipe) for pipe in pipes]
         self.made = [_values(row, made) for row in schedule.ranks]
         self.needed = [_values(row, needed) for row in schedule.ranks]
