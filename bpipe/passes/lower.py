@@ -98,7 +98,7 @@ class _Passing:
     def inbound(self) -> list[dict[int, list[int]]]:
         """By rank and channel: what a rank receives without having a part in making it, in the order in which it is sent.
 
-        A channel is a directed edge, named by its sender, or, as a negative number, collectives of one sort.
+        A channel is a directed edge, named by its sender, or, as a negative number, collectives of one sort and sender.
         """
         inbound: list[dict[int, list[int]]] = [{} for _ in self.made]
         needs = self.messages.needs
@@ -109,8 +109,15 @@ class _Passing:
                 elif to == _ALL:
                     makers, takers = needs.route(value)
                     for rank in set(takers) - set(makers):
-                        inbound[rank].setdefault(~(value // needs.num_microbatches), []).append(value)
+                        inbound[rank].setdefault(self.channel(value, to), []).append(value)
         return inbound
+
+    def channel(self, value: int, source: int) -> int:
+        """What a value comes through. With several pipes, a sort of collectives has several senders, each with an order of its own."""
+        if source != _ALL:
+            return source
+        needs = self.messages.needs
+        return ~(value // needs.num_microbatches * needs.num_ranks + needs.route(value).makers[0])
 
 
 # The value of a pipe's first micro-batch and the rank at its other end, by kind and stage.
@@ -256,7 +263,7 @@ class _Lowering:
 
     def _take(self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]) -> None:
         """Wait for a value, and before it for all that its sender sent before it."""
-        channel = source if source >= 0 else ~(value // self.passing.messages.needs.num_microbatches)
+        channel = self.passing.channel(value, source)
         messages = inbound.get(channel)
         if source == _ALL and (messages is None or value not in messages):
             # The rank has a part in making it, and has sent that.
