@@ -99,7 +99,7 @@ SCHEDULES = {
     "two pipes": partial(chimera, 4),
     "vocabulary": partial(split_vocabulary, 4, 6, Vocabulary.TWO),
     "vocabulary of two": partial(split_vocabulary, 2, 3, Vocabulary.ONE),
-    "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0 0EVICT0,0F1,0B1 0LOAD0,0B0\n"),
+    "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),
 }
 
 

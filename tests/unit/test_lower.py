@@ -2,38 +2,303 @@
 
 from __future__ import annotations
 
-from bpipe.check.rules import check
-from bpipe.ir.program import Exchange, Program
+import random
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.rules import ScheduleError, check
+from bpipe.generate.families import exchange_of
+from bpipe.generate.place import place
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout, Vocabulary
+from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.program import Do, Exchange, Instruction, Message, Program
+from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv
+from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from tests.unit.hand_made import chimera, split_vocabulary, v_half, v_shaped
+from tests.unit.interleaving import fault_of
+from tests.unit.test_deadlock import REFILLED
+from tests.unit.test_overlap import OVERLAPPED
+
+# A step a line, as Megatron's loop says: warm-up, one forward and one backward in turn, cool-down.
+ONE_F_ONE_B = {
+    (2, 3): """\
+run 0F0
+send 0F0>1F0; wait 0F0>1F0; run 0F1
+send 0F1>1F1; post 1B0>0B0; wait 0F1>1F1; wait 1B0>0B0; run 0B0
+run 0F2
+send 0F2>1F2; post 1B1>0B1; wait 0F2>1F2; wait 1B1>0B1; run 0B1
+post 1B2>0B2; wait 1B2>0B2; run 0B2
+
+post 0F0>1F0; wait 0F0>1F0; run 1F0
+run 1B0
+send 1B0>0B0; post 0F1>1F1; wait 1B0>0B0; wait 0F1>1F1; run 1F1
+run 1B1
+send 1B1>0B1; post 0F2>1F2; wait 1B1>0B1; wait 0F2>1F2; run 1F2
+run 1B2
+send 1B2>0B2; wait 1B2>0B2
+""",
+    (3, 3): """\
+run 0F0
+send 0F0>1F0; wait 0F0>1F0; run 0F1
+send 0F1>1F1; wait 0F1>1F1; run 0F2
+send 0F2>1F2; post 1B0>0B0; wait 0F2>1F2; wait 1B0>0B0; run 0B0
+post 1B1>0B1; wait 1B1>0B1; run 0B1
+post 1B2>0B2; wait 1B2>0B2; run 0B2
+
+post 0F0>1F0; wait 0F0>1F0; run 1F0
+send 1F0>2F0; wait 1F0>2F0; post 0F1>1F1; wait 0F1>1F1; run 1F1
+send 1F1>2F1; post 2B0>1B0; wait 1F1>2F1; wait 2B0>1B0; run 1B0
+send 1B0>0B0; post 0F2>1F2; wait 1B0>0B0; wait 0F2>1F2; run 1F2
+send 1F2>2F2; post 2B1>1B1; wait 1F2>2F2; wait 2B1>1B1; run 1B1
+send 1B1>0B1; wait 1B1>0B1; post 2B2>1B2; wait 2B2>1B2; run 1B2
+send 1B2>0B2; wait 1B2>0B2
+
+post 1F0>2F0; wait 1F0>2F0; run 2F0
+run 2B0
+send 2B0>1B0; post 1F1>2F1; wait 2B0>1B0; wait 1F1>2F1; run 2F1
+run 2B1
+send 2B1>1B1; post 1F2>2F2; wait 2B1>1B1; wait 1F2>2F2; run 2F2
+run 2B2
+send 2B2>1B2; wait 2B2>1B2
+""",
+}
+
+# Two ranks, two chunks, two micro-batches: rank 0 runs all forwards before its first backward.
+INTERLEAVED = """\
+run 0F0; send 0F0>1F0; wait 0F0>1F0
+run 0F1; send 0F1>1F1; post 1F0>2F0; wait 0F1>1F1; wait 1F0>2F0
+run 2F0; send 2F0>3F0; post 1F1>2F1; wait 2F0>3F0; wait 1F1>2F1
+run 2F1; send 2F1>3F1; post 3B0>2B0; wait 2F1>3F1; wait 3B0>2B0
+run 2B0; send 2B0>1B0; post 3B1>2B1; wait 2B0>1B0; wait 3B1>2B1
+run 2B1; send 2B1>1B1; post 1B0>0B0; wait 2B1>1B1; wait 1B0>0B0
+run 0B0; post 1B1>0B1; wait 1B1>0B1
+run 0B1
+
+post 0F0>1F0; wait 0F0>1F0
+run 1F0; send 1F0>2F0; post 0F1>1F1; wait 1F0>2F0; wait 0F1>1F1
+run 1F1; send 1F1>2F1; post 2F0>3F0; wait 1F1>2F1; wait 2F0>3F0
+run 3F0; post 2F1>3F1; wait 2F1>3F1
+run 3B0; send 3B0>2B0; wait 3B0>2B0
+run 3F1; post 2B0>1B0; wait 2B0>1B0
+run 3B1; send 3B1>2B1; wait 3B1>2B1
+run 1B0; send 1B0>0B0; post 2B1>1B1; wait 1B0>0B0; wait 2B1>1B1
+run 1B1; send 1B1>0B1; wait 1B1>0B1
+"""
+
+# Micro-batch 2 takes the host buffer in which 1 was. Evictions are waited for before the next computation, or a load; hosts before what
+# they give back, and that before the buffer is filled again, or at the end; loads before their backward.
+WITH_TRANSFERS = """\
+post 1B0>0B0
+run 0F0; send 0F0>1F0
+run 0F1; send 0F1>1F1
+send 0EVICT1; run 0F2; send 0F2>1F2
+wait 1B0>0B0; post 1B1>0B1; wait 0EVICT1; run 0B0; post 0LOAD1; send 0EVICT2
+wait 1B1>0B1; post 1B2>0B2; wait 0EVICT2; post 0LOAD2; wait 0LOAD1; run 0B1
+wait 1B2>0B2; wait 0LOAD2; run 0B2
+wait 0F0>1F0; wait 0F1>1F1; wait 0F2>1F2
+
+post 0F0>1F0
+wait 0F0>1F0; post 0F1>1F1; run 1F0
+wait 0F1>1F1; post 0F2>1F2; post 0HOST1; run 1F1
+run 1B0; send 1B0>0B0; wait 0HOST1; send 0RETURN1; wait 0RETURN1; post 0HOST2
+run 1B1; send 1B1>0B1
+wait 0F2>1F2; wait 0HOST2; send 0RETURN2; run 1F2
+run 1B2; send 1B2>0B2
+wait 1B0>0B0; wait 1B1>0B1; wait 1B2>0B2; wait 0RETURN2
+"""
+
+# Of two ranks one makes what both shards need: its own has it there.
+TWO_SHARDS = """\
+post 1F0>0S0+1S0
+run 0F0; send 0F0>1F0
+wait 1F0>0S0+1S0; post 1B0>0B0; run 0S0; send 0S0+1S0>0T0+1T0+1B0
+wait 0S0+1S0>0T0+1T0+1B0; run 0T0
+wait 1B0>0B0; run 0B0
+wait 0F0>1F0; wait 0S0+1S0>0T0+1T0+1B0
+
+post 0F0>1F0
+wait 0F0>1F0; run 1F0; send 1F0>0S0+1S0
+run 1S0; send 0S0+1S0>0T0+1T0+1B0
+wait 0S0+1S0>0T0+1T0+1B0; run 1T0
+wait 0S0+1S0>0T0+1T0+1B0; run 1B0; send 1B0>0B0
+wait 1F0>0S0+1S0; wait 0S0+1S0>0T0+1T0+1B0; wait 1B0>0B0
+"""
+SHARDS_OF_TWO = "# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,0T0,,0B0\n,1F0,1S0,1T0,1B0,\n"
+
+SCHEDULES = {
+    "1f1b": partial(build, ScheduleConfig("1f1b", 4, 6, balance=BalanceConfig())),
+    "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig())),
+    "gpipe": partial(build, ScheduleConfig("gpipe", 3, 4)),
+    "one rank": partial(build, ScheduleConfig("1f1b", 1, 2)),
+    "refilled": partial(read_csv, REFILLED),
+    "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),
+    "overlapped": lambda: OVERLAPPED,
+    "v-half": partial(v_shaped, "v-half", v_half, 4, 4),
+    "two pipes": partial(chimera, 4),
+    "two pipes, balanced": lambda: balance(chimera(8), [7] * 8, (3, 2, 1, 0, 7, 6, 5, 4)),
+    "vocabulary": partial(split_vocabulary, 4, 5, Vocabulary.ONE),
+    "vocabulary of two": partial(split_vocabulary, 2, 3, Vocabulary.TWO),
+}
 
 
-def lines(program: Program) -> list[str]:
-    """A step a line, without the empty ones."""
-    ends = [*program.starts[1:], len(program.dos)]
-    steps = ("; ".join(map(str, program.instructions[start:end])) for start, end in zip(program.starts, ends, strict=True))
-    return [step for step in steps if step]
+def written(programs: tuple[Program, ...]) -> str:
+    """A step a line, without those that do nothing, and ranks apart."""
+    ranks = []
+    for program in programs:
+        bounds = zip(program.starts, [*program.starts[1:], len(program.dos)], strict=True)
+        steps = ("; ".join(map(str, program.instructions[start:end])) for start, end in bounds)
+        ranks.append("".join(f"{step}\n" for step in steps if step))
+    return "\n".join(ranks)
 
 
-def test_of_two_ranks_one_sends_the_other_what_all_shards_need() -> None:
-    """The maker's own shard has it there: it once looked for a sender, found itself, and lowering two ranks failed."""
-    schedule = read_csv("# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,0T0,,0B0\n,1F0,1S0,1T0,1B0,\n")
-    check(schedule)
-    first, second = lower(schedule, Exchange.POSTED)
-    shared = "0S0+1S0>0T0+1T0+1B0"
-    assert lines(first) == [
-        "post 1F0>0S0+1S0",
-        "run 0F0; send 0F0>1F0",
-        f"wait 1F0>0S0+1S0; post 1B0>0B0; run 0S0; send {shared}",
-        f"wait {shared}; run 0T0",
-        "wait 1B0>0B0; run 0B0",
-        f"wait 0F0>1F0; wait {shared}",
-    ]
-    assert lines(second) == [
-        "post 0F0>1F0",
-        "wait 0F0>1F0; run 1F0; send 1F0>0S0+1S0",
-        f"run 1S0; send {shared}",
-        f"wait {shared}; run 1T0",
-        f"wait {shared}; run 1B0; send 1B0>0B0",
-        f"wait 1F0>0S0+1S0; wait {shared}; wait 1B0>0B0",
-    ]
+@pytest.mark.parametrize(("p", "m"), ONE_F_ONE_B)
+def test_megatrons_loop_for_one_stage_a_rank(p: int, m: int) -> None:
+    assert written(lower(build(ScheduleConfig("1f1b", p, m)), Exchange.MEGATRON_1F1B)) == ONE_F_ONE_B[p, m]
+
+
+def test_megatrons_loop_for_several_stages_a_rank() -> None:
+    assert written(lower(build(ScheduleConfig("interleaved-1f1b", 2, 2, 2)), Exchange.MEGATRON_INTERLEAVED)) == INTERLEAVED
+
+
+@pytest.mark.parametrize(("text", "expected"), [(REFILLED, WITH_TRANSFERS), (SHARDS_OF_TWO, TWO_SHARDS)])
+def test_our_executors_program(text: str, expected: str) -> None:
+    schedule = read_csv(text)
+    assert written(lower(schedule, Exchange.POSTED)) == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_passes_is_sent_once_and_waited_for(name: str) -> None:
+    schedule = SCHEDULES[name]()
+    needs = Needs(schedule.layout, schedule.num_microbatches)
+    programs = lower(schedule, Exchange.POSTED)
+    sent = [(program.rank, what.value) for program in programs for what in messages(program, Do.SEND)]
+    computed = {one for row in schedule.ranks for cell in row for one in cell.computations}
+    routes = {value: needs.route(value) for value in {needs.made(one) for one in computed} - {NOTHING}}
+    passing = {value: route for value, route in routes.items() if route.takers and len(route.parties) > 1}
+    assert sorted(sent) == sorted((maker, value) for value, route in passing.items() for maker in route.makers)
+    for program in programs:
+        waited: set[int] = set()
+        for do, what in program.instructions:
+            if do is Do.WAIT and isinstance(what, Message):
+                waited.add(what.value)
+            elif isinstance(what, Action) and (value := needs.needed(what)) != NOTHING:
+                assert value in waited or routes[value].makers == (program.rank,)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_message_of_every_sender_is_posted_in_its_order(name: str) -> None:
+    programs = lower(SCHEDULES[name](), Exchange.POSTED)
+    for program in programs:
+        for sender in programs:
+            sent = [what for what in messages(sender, Do.SEND) if not what.is_collective and program.rank in what.parties[1:]]
+            assert [what for what in messages(program, Do.POST) if what.parties[0] == sender.rank and not what.is_collective] == sent
+            ahead = 0
+            for do, what in program.instructions:
+                if what in sent and program is not sender:
+                    ahead += {Do.POST: 1, Do.WAIT: -1}[do]
+                    assert ahead in (0, 1)
+
+
+def messages(program: Program, do: Do) -> Iterator[Message]:
+    return (what for each, what in program.instructions if each is do and isinstance(what, Message))
+
+
+@pytest.mark.parametrize("exchange", Exchange)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_programs_complete_in_any_interleaving_or_in_none(name: str, exchange: Exchange) -> None:
+    """As the deadlock check says. What the rules take under an exchange completes."""
+    schedule = SCHEDULES[name]()
+    try:
+        programs = [program.instructions for program in lower(schedule, exchange)]
+    except ValueError:
+        assert exchange is not Exchange.POSTED
+        return
+    faults = [fault_of(schedule, programs, seed) for seed in range(5)]
+    if exchange in (Exchange.POSTED, exchange_of(schedule.name)) and name != "refilled":
+        check(schedule, exchange)
+        assert faults == [None] * 5
+    is_blocked = bool(blocked_ranks(schedule, Waits.ASYNCHRONOUS, exchange))
+    assert [bool(fault) for fault in faults] == [is_blocked] * 5
+    assert all(fault is None or fault.startswith("stuck: ") for fault in faults)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "refilled", "own memory", "v-half", "overlapped"])
+def test_nothing_can_be_left_out(name: str) -> None:
+    """Each instruction in turn."""
+    schedule = SCHEDULES[name]()
+    programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
+    assert fault_of(schedule, programs, 0) is None
+    for rank, program in enumerate(programs):
+        for index in range(len(program)):
+            without = (*program[:index], *program[index + 1 :])
+            assert fault_of(schedule, [*programs[:rank], without, *programs[rank + 1 :]], index), f"rank {rank} without {program[index]}"
+
+
+@pytest.mark.parametrize("do", [Do.POST, Do.SEND])
+@pytest.mark.parametrize("name", ["1f1b", "chunks", "v-half", "two pipes"])
+def test_no_two_messages_of_one_way_can_change_places(name: str, do: Do) -> None:
+    schedule = SCHEDULES[name]()
+    programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
+    changed = 0
+    for rank, program in enumerate(programs):
+        places = [index for index, one in enumerate(program) if one.do is do]
+        for first, second in pairwise(places):
+            one, other = program[first].what, program[second].what
+            if isinstance(one, Message) and isinstance(other, Message) and one.parties == other.parties:
+                swapped = list(program)
+                swapped[first], swapped[second] = Instruction(do, other), Instruction(do, one)
+                assert fault_of(schedule, [*programs[:rank], swapped, *programs[rank + 1 :]], first)
+                changed += 1
+    assert changed > 4
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Schedule:
+    """Any order that respects the needs: computations that are ready, drawn by lot. Shards keep one order on all ranks."""
+    p, chunks, pipes, m = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    vocabulary = draw(st.sampled_from([Vocabulary.WHOLE, Vocabulary.WHOLE, Vocabulary.ONE, Vocabulary.TWO]))
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    placements = tuple(tuple(rng.sample([*range(p)] * chunks, p * chunks)) for _ in range(pipes))
+    layout = Layout(placements, vocabulary)
+    needs = Needs(layout, m)
+    is_split = draw(st.booleans())
+    kinds = (Kind.FORWARD, *((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if is_split else (Kind.BACKWARD,)))
+    # Each stage's passes of a micro-batch follow each other, and so do the shards' of a rank.
+    queues = [[Action(stage, kind, k) for kind in kinds] for stage in range(p * chunks) for k in range(m)]
+    shards = [(kind, k) for k in rng.sample(range(m), m) for kind in layout.shard_kinds]
+    queues += [[Action(rank, kind, k) for kind, k in shards] for rank in range(p)]
+    made: dict[int, int] = {}
+    rows: list[list[Action]] = [[] for _ in range(p)]
+
+    def is_ready(action: Action) -> bool:
+        value = needs.needed(action)
+        return value == NOTHING or made.get(value, 0) == len(needs.route(value).makers)
+
+    while ready := [queue for queue in queues if queue and is_ready(queue[0])]:
+        action = rng.choice(ready).pop(0)
+        made[needs.made(action)] = made.get(needs.made(action), 0) + 1
+        rows[layout.rank_of_action(action)].append(action)
+    assert not any(queues)
+    return place("drawn", m, layout, rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(orders(), st.booleans(), st.integers(0, 10**6))
+def test_what_is_checked_completes_and_has_what_it_needs(schedule: Schedule, is_balanced: bool, seed: int) -> None:
+    if is_balanced:
+        schedule = balance(schedule)
+    try:
+        check(schedule, Exchange.POSTED)
+    except ScheduleError:
+        assume(False)
+    assert fault_of(schedule, [program.instructions for program in lower(schedule, Exchange.POSTED)], seed) is None

@@ -1,0 +1,164 @@
+"""Run programs slowly and obviously: one instruction of one rank at a time, in any order. In: instructions. Out: what went wrong, or None.
+
+Shares no code with the deadlock check, the simulator or the executor. A message or transfer passes when all its ends have come to it.
+Nothing but their order tells messages from one rank to another apart, nor collectives of one sort and sender.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.program import Do, Instruction, Message, Transfer
+from bpipe.ir.schedule import Schedule
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+class Wrong(Exception):
+    """What an instruction may not do."""
+
+
+def fault_of(schedule: Schedule, programs: Sequence[Sequence[Instruction]], seed: int) -> str | None:
+    """Run all to their end, whose turn it is drawn by lot. None where every computation had what it needs and nothing is left over."""
+    world = World(schedule)
+    at = [0] * len(programs)
+    rng = random.Random(seed)
+    try:
+        while True:
+            able = [rank for rank, program in enumerate(programs) if at[rank] < len(program) and world.may(rank, program[at[rank]])]
+            if not able:
+                break
+            rank = rng.choice(able)
+            world.do(rank, programs[rank][at[rank]])
+            at[rank] += 1
+        stuck = [f"rank {rank} at {program[at[rank]]}" for rank, program in enumerate(programs) if at[rank] < len(program)]
+        if stuck:
+            raise Wrong(f"stuck: {', '.join(stuck)}")
+        world.finish()
+    except Wrong as error:
+        return str(error)
+    return None
+
+
+class World:
+    """What has happened so far."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.needs = schedule, Needs(schedule.layout, schedule.num_microbatches)
+        self.buffers = [num_host_buffers(schedule, rank) for rank in range(schedule.num_ranks)]
+        self.ran: list[set[Action]] = [set() for _ in schedule.ranks]
+        # By rank: values that have been begun here, and waited for.
+        self.begun: list[set[int]] = [set() for _ in schedule.ranks]
+        self.waited: list[set[int]] = [set() for _ in schedule.ranks]
+        # By what tells messages apart, then by rank: the values, in order.
+        self.channels: dict[object, dict[int, list[int]]] = {}
+        # By direction, then by rank: what has been started, in order; and of a half (as an object) which it was.
+        self.moves: dict[tuple[int, int], dict[int, list[Transfer]]] = {}
+        self.halves: dict[int, tuple[tuple[int, int], int]] = {}
+        self.unfinished: list[dict[int, Transfer]] = [{} for _ in schedule.ranks]
+        self.away: set[tuple[int, int]] = set()
+        self.hosted: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
+        self.arrived: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
+
+    def may(self, rank: int, instruction: Instruction) -> bool:
+        """Whether it need not wait."""
+        do, what = instruction
+        if do is Do.WAIT:
+            assert isinstance(what, Message)
+            return all(what.value in self.begun[party] for party in what.parties)
+        if do is Do.FINISH and id(what) in self.halves:
+            assert isinstance(what, Transfer)
+            way, nth = self.halves[id(what)]
+            return all(len(self.moves[way].get(end, ())) > nth for end in set(way))
+        return True
+
+    def do(self, rank: int, instruction: Instruction) -> None:
+        do, what = instruction
+        if isinstance(what, Action):
+            self.compute(rank, what)
+        elif isinstance(what, Transfer):
+            (self.start if do is Do.START else self.arrive)(rank, what)
+        elif do is Do.WAIT:
+            if what.value not in self.begun[rank]:
+                raise Wrong(f"rank {rank} waits for {what} and has not begun it")
+            self.waited[rank].add(what.value)
+        else:
+            self.begin(rank, do, what)
+
+    def compute(self, rank: int, action: Action) -> None:
+        value = self.needs.needed(action)
+        if value != NOTHING:
+            makers = self.needs.route(value).makers
+            if set(makers) != {rank} and value not in self.waited[rank]:
+                raise Wrong(f"{action} has not waited for {self.needs.words(value)}")
+            if any(not self.has_made(maker, value) for maker in makers):
+                raise Wrong(f"{action} comes before {self.needs.words(value)} is made")
+        if action.kind in BACKWARDS:
+            if Action(action.stage, Kind.FORWARD, action.microbatch) not in self.ran[rank]:
+                raise Wrong(f"{action} comes before its forward")
+            if (action.stage, action.microbatch) in self.away:
+                raise Wrong(f"{action} reads what has not come back")
+        self.ran[rank].add(action)
+
+    def has_made(self, rank: int, value: int) -> bool:
+        return any(self.needs.made(action) == value for action in self.ran[rank])
+
+    def begin(self, rank: int, do: Do, message: Message) -> None:
+        if message.value in self.begun[rank]:
+            raise Wrong(f"rank {rank} begins {message} twice")
+        is_maker = rank in self.needs.route(message.value).makers
+        if is_maker != (do is Do.SEND) or (is_maker and not self.has_made(rank, message.value)):
+            raise Wrong(f"rank {rank} cannot {do.name} {message}")
+        self.begun[rank].add(message.value)
+        sort = message.value // self.schedule.num_microbatches
+        channel = (sort, self.needs.route(message.value).makers) if message.is_collective else message.parties
+        ends = self.channels.setdefault(channel, {})
+        ends.setdefault(rank, []).append(message.value)
+        nth = len(ends[rank]) - 1
+        if any(len(values) > nth and values[nth] != message.value for values in ends.values()):
+            raise Wrong(f"{message} meets another message on its way")
+
+    def start(self, rank: int, half: Transfer) -> None:
+        way, key, kind = (half.sender, half.receiver), (half.action.stage, half.action.microbatch), half.action.kind
+        if kind is Kind.EVICT and (key in self.away or Action(key[0], Kind.FORWARD, key[1]) not in self.ran[rank]):
+            raise Wrong(f"{half} has nothing to send")
+        if kind is Kind.RETURN and key not in self.arrived[rank]:
+            raise Wrong(f"{half} gives back what has not come")
+        if kind is Kind.HOST and len(self.hosted[rank]) == self.buffers[rank]:
+            raise Wrong(f"{half} has no buffer that is empty")
+        if kind is Kind.EVICT:
+            self.away.add(key)
+        elif kind is Kind.HOST:
+            self.hosted[rank].add(key)
+        ends = self.moves.setdefault(way, {})
+        ends.setdefault(rank, []).append(half)
+        nth = len(ends[rank]) - 1
+        for other in ends.values():
+            if len(other) > nth and (other[nth].action.stage, other[nth].action.microbatch) != key:
+                raise Wrong(f"{half} meets {other[nth]}")
+        self.halves[id(half)] = (way, nth)
+        self.unfinished[rank][id(half)] = half
+
+    def arrive(self, rank: int, half: Transfer) -> None:
+        if self.unfinished[rank].pop(id(half), None) is None:
+            raise Wrong(f"rank {rank} waits for {half} and has not started it")
+        key = (half.action.stage, half.action.microbatch)
+        if half.action.kind is Kind.LOAD:
+            self.away.remove(key)
+        elif half.action.kind is Kind.HOST:
+            self.arrived[rank].add(key)
+        elif half.action.kind is Kind.RETURN:
+            self.hosted[rank].remove(key)
+            self.arrived[rank].remove(key)
+
+    def finish(self) -> None:
+        """Everything is computed and waited for."""
+        for rank, row in enumerate(self.schedule.ranks):
+            if self.ran[rank] != {one for cell in row for one in cell.computations}:
+                raise Wrong(f"rank {rank} has not computed all that is its")
+            if self.begun[rank] != self.waited[rank] or self.unfinished[rank]:
+                raise Wrong(f"rank {rank} has not waited for all that it began")
