@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bpipe import cli
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.simulate.cost import StageCost, uniform
@@ -34,7 +37,7 @@ ELSEWHERE = {
 }
 
 # A block that shows a file begins with a comment of its name.
-FILE = re.compile(r"# ([\w.]+\.(?:sh|toml))\n")
+FILE = re.compile(r"# ([\w.]+\.(?:sh|toml|py))\n")
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -143,28 +146,67 @@ def shown(page: Path) -> list[tuple[str, str]]:
     for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, output = part.replace("\\\n", " ").partition("\n")
-            if command.startswith("bpipe "):
+            if command.startswith(("bpipe ", "python ")):
                 found.append((command, output))
     return found
 
 
-SHOWN = [pytest.param(page, *one, id=f"{page.name}: {one[0]}"[:100]) for page in PAGES for one in shown(page)]
+SHOWN = {page: found for page in PAGES if (found := shown(page))}
 
 
-@pytest.mark.parametrize(("page", "command", "output"), SHOWN)
-def test_a_command_prints_what_the_page_shows(
-    page: Path, command: str, output: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`...` stands for any lines. Files that the page shows are there."""
-    monkeypatch.chdir(tmp_path)
+def write_files(page: Path, folder: Path) -> None:
+    """Those that the page shows."""
     for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         if match := FILE.match(block):
-            (tmp_path / match[1]).write_text(block)
-    assert cli.main(shlex.split(command)[1:]) == 0
-    printed = capsys.readouterr().out
-    pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + "\n" for line in output.splitlines())
-    assert re.fullmatch(pattern, printed), f"{page.name} shows\n{output}\nwhere {command} prints\n{printed}"
+            (folder / match[1]).write_text(block)
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.name)
+def test_commands_print_what_the_page_shows(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order, in one folder. `...` stands for any lines. Files that the page shows are there."""
+    monkeypatch.chdir(tmp_path)
+    write_files(page, tmp_path)
+    for command, output in SHOWN[page]:
+        program, *arguments = shlex.split(command)
+        if program == "python":
+            path = f"{ROOT}:{tmp_path}"
+            ended = subprocess.run(
+                [sys.executable, *arguments],
+                env={**os.environ, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                timeout=50,
+                check=False,
+            )
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            printed = ended.stdout
+        else:
+            assert cli.main(arguments) == 0
+            printed = capsys.readouterr().out
+        pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + "\n" for line in output.splitlines())
+        assert re.fullmatch(pattern, printed), f"{page.name} shows\n{output}\nwhere {command} prints\n{printed}"
 
 
 def test_there_are_commands_with_their_output() -> None:
-    assert len(SHOWN) >= 9
+    assert sum(map(len, SHOWN.values())) >= 9
+
+
+def test_a_family_of_ones_own_is_one_short_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an entry in the table is all that the command asks for."""
+    page = ROOT / "docs/write_a_schedule.md"
+    write_files(page, tmp_path)
+    assert len((tmp_path / "eager.py").read_text().splitlines()) <= 60
+    monkeypatch.syspath_prepend(tmp_path)
+    family = importlib.import_module("eager").FAMILY
+    monkeypatch.delitem(sys.modules, "eager")
+    monkeypatch.setitem(FAMILIES, family.name, family)
+    assert cli.main(["schedule", "--schedule", family.name, "--stages", "4", "--microbatches", "8"]) == 0
+    grid = capsys.readouterr().out.partition("# peak")[0]
+    assert f"$ python look.py\n{grid}```" in page.read_text()
+    sizes = [*("--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--pipeline", "8"), "--global-batch", "64"]
+    assert cli.main(["simulate", *sizes, "--schedule", family.name, "--balance", "bpipe"]) == 0
+    assert family.name in capsys.readouterr().out
