@@ -142,7 +142,7 @@ def _add_arguments(parser: Parser) -> None:
         metavar="N|N,N,...",
         help="most saved micro-batches, for all ranks or each (default: the smallest kept by all)",
     )
-    add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: p-1,...,1,0)")
+    add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: fullest with emptiest)")
     add(
         "--after-input",
         type=share,
