@@ -16,13 +16,13 @@ from bpipe.ir.schedule import Schedule, Slot
 # Computations of one rank, in order; a slot is two that overlap.
 Order = Sequence[Action | Slot]
 
-_FORWARD = Kind.FORWARD
+_WEIGHT = Kind.BACKWARD_WEIGHT
 _BUBBLE = Slot()
 _UNPLACED = -1
 
 
 def forwards(stage: int, microbatches: range) -> list[Action]:
-    return [Action(stage, _FORWARD, microbatch) for microbatch in microbatches]
+    return [Action(stage, Kind.FORWARD, microbatch) for microbatch in microbatches]
 
 
 def backwards(stage: int, microbatches: range) -> list[Action]:
@@ -94,10 +94,12 @@ class _Placement:
 
     def _ready(self, action: Action) -> int:
         """The first slot in which what the computation needs is over; _UNPLACED where that is not known yet."""
-        value, own = self.needs.needed(action), self.needs.own(action)
-        if own != NOTHING and self.over[own] == _UNPLACED:
-            return _UNPLACED
-        return 0 if value == NOTHING else self.over[value]
+        value = self.needs.needed(action)
+        if value != NOTHING:
+            return self.over[value]
+        # A last stage's backward waits for its own forward alone. What else of its own stage comes too early for it, the rules say.
+        own = self.needs.own(action) if action.kind is not _WEIGHT else NOTHING
+        return 0 if own == NOTHING else self.over[own]
 
     def _over(self, action: Action, slot: int) -> None:
         value = self.needs.made(action)

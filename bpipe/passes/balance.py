@@ -42,7 +42,7 @@ def balance_bytes(schedule: Schedule, bound_bytes: Sequence[int], memory: Memory
 
 
 def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners: Sequence[int] | None) -> Schedule:
-    chosen = partners_of(schedule, partners)
+    chosen = choose_partners(schedule, partners)
     _check_input(schedule, bounds, memory)
     outcomes: dict[Pair, Shared] = {}
     for pair in _pairs(chosen):
@@ -55,10 +55,11 @@ def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners
 
 def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:
     """To the smallest bound that every pair can keep. It starts where no pair could keep less, and rises with the first that has to."""
+    given = None if partners is None else pairing(schedule.num_ranks, partners)
     memory = counts_of(schedule)
     _check_input(schedule, (1,) * schedule.num_ranks, memory)
     curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
-    chosen = default_partners([max(curve) for curve in curves]) if partners is None else pairing(schedule.num_ranks, partners)
+    chosen = given or default_partners([max(curve) for curve in curves])
     bound = max(_together([curves[rank] for rank in pair], memory) for pair in _pairs(chosen))
     found: dict[Pair, tuple[int, Shared]] = {}
     for pair in _pairs(chosen):
@@ -74,7 +75,7 @@ def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Sched
     return replace(_joined(schedule, chosen, outcomes), bounds=(bound,) * schedule.num_ranks)
 
 
-def partners_of(schedule: Schedule, partners: Sequence[int] | None) -> tuple[int, ...]:
+def choose_partners(schedule: Schedule, partners: Sequence[int] | None) -> tuple[int, ...]:
     """The given partners, or those that the ranks' peaks suggest."""
     return default_partners(peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
 

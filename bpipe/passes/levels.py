@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bpipe.ir.memory import Memory, live_bytes
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import partners_of, share
+from bpipe.passes.balance import choose_partners, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def level_bytes(
     `fixed_bytes[rank]`: weights, gradients, optimizer. `memory`: activations of one micro-batch of each stage. With `num_layers[stage]` a
     transfer may move any whole number of a stage's layers, taken to be of equal size.
     """
-    chosen = partners_of(schedule, partners)
+    chosen = choose_partners(schedule, partners)
     _check_input(schedule, fixed_bytes, memory, num_layers)
     bounds, levels, sizes = [0] * schedule.num_ranks, [0] * schedule.num_ranks, list(memory.stages)
     for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
