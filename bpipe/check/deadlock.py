@@ -9,16 +9,17 @@ Knows no tensors, no seconds.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
 
-_WAIT, _FINISH = int(Do.WAIT), int(Do.FINISH)
+_RUN, _WAIT, _FINISH = int(Do.RUN), int(Do.WAIT), int(Do.FINISH)
+_OVER = -1
 _ANOTHER_WAIT = bytes([_WAIT])
 
 
@@ -46,116 +47,125 @@ class Blocked:
 
 def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, exchange: Exchange = Exchange.POSTED) -> tuple[Blocked, ...]:
     """Every rank that never finishes; empty for a schedule that cannot deadlock."""
-    needs = Needs(schedule.layout, schedule.num_microbatches)
-    ends = _Ends(needs)
-    ranks = [_Operations(program, ends, waits) for program in lower(schedule, exchange)]
-    positions = _execute([rank.operations for rank in ranks], ends.expected)
-    stuck = [(rank, position) for rank, position in zip(ranks, positions, strict=True) if position < len(rank.operations)]
-    return tuple(rank.blocked_at(position, needs) for rank, position in stuck)
-
-
-def _execute(programs: list[list[int]], expected: Sequence[int]) -> list[int]:
-    """Where each rank's program ends up, a list of operations: n >= 0 arrives at message n, ~n waits until all `expected[n]` have."""
-    missing = list(expected)
-    positions = [0] * len(programs)
-    waiting: dict[int, list[int]] = {}
-    runnable = list(range(len(programs)))
+    board = _Board(Needs(schedule.layout, schedule.num_microbatches))
+    ranks = [_Rank(program, board, waits) for program in lower(schedule, exchange)]
+    runnable, waiting = board.runnable, board.waiting
+    runnable += ranks
     while runnable:
         rank = runnable.pop()
-        operations, position = programs[rank], positions[rank]
-        while position < len(operations):
-            operation = operations[position]
-            if operation >= 0:
-                missing[operation] -= 1
-                if not missing[operation] and operation in waiting:
-                    runnable += waiting.pop(operation)
-            elif missing[~operation]:
-                waiting.setdefault(~operation, []).append(rank)
-                break
-            position += 1
-        positions[rank] = position
-    return positions
+        number = next(rank.run, _OVER)
+        if number != _OVER:
+            waiting.setdefault(number, []).append(rank)
+    return tuple(sorted((rank.blocked_at(number) for number, stuck in waiting.items() for rank in stuck), key=lambda one: one.rank))
 
 
-class _Ends:
-    """Number what passes: messages by their value, then the n-th transfer from one rank to another. `expected[n]`: how many ends it has."""
+class _Board:
+    """What has passed: messages by their value, then the n-th transfer from one rank to another.
+
+    `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
+    """
 
     def __init__(self, needs: Needs) -> None:
-        self.expected = [2] * needs.num_values
+        self.needs = needs
+        self.missing = [2] * needs.num_values
         if needs.layout.shard_kinds:
-            self.expected = [len(needs.route(value).parties) for value in range(needs.num_values)]
+            self.missing = [len(needs.route(value).parties) for value in range(needs.num_values)]
         self.transfers: dict[tuple[int, int, int], int] = {}
+        self.waiting: dict[int, list[_Rank]] = {}
+        self.runnable: list[_Rank] = []
+
+    def arrive(self, number: int) -> None:
+        self.missing[number] -= 1
+        if not self.missing[number] and number in self.waiting:
+            self.runnable += self.waiting.pop(number)
 
     def transfer(self, transfer: Transfer, nth: int) -> int:
         """Transfers of one direction pass in the order in which each end starts them."""
         if transfer.sender == transfer.receiver:
             # What a rank keeps in its own host memory has no other end.
-            self.expected.append(1)
-            return len(self.expected) - 1
+            self.missing.append(1)
+            return len(self.missing) - 1
         key = (transfer.sender, transfer.receiver, nth)
         if key not in self.transfers:
-            self.transfers[key] = len(self.expected)
-            self.expected.append(2)
+            self.transfers[key] = len(self.missing)
+            self.missing.append(2)
         return self.transfers[key]
 
 
-class _Operations:
-    """One rank's program as operations, with what `waits` adds."""
+class _Rank:
+    """One rank on its way through its program, with what `waits` adds. `run` yields what it waits for, and ends where it does."""
 
-    def __init__(self, program: Program, ends: _Ends, waits: Waits) -> None:
-        self.program, self.ends, self.waits = program, ends, waits
-        self.operations: list[int] = []
+    def __init__(self, program: Program, board: _Board, waits: Waits) -> None:
+        self.program, self.board, self.waits = program, board, waits
+        # The transfers that nobody has waited for; by other rank and whether this one sends, how many there were and the last of them.
         self.outstanding: list[int] = []
-        # By other rank and whether this one sends: the transfers so far and the last of them. By half, told apart as values
-        # (what leaves a second time is the same to read): its number.
         self.num_started: dict[tuple[int, bool], int] = {}
         self.last: dict[tuple[int, bool], int] = {}
+        # By half, told apart as values (what leaves a second time is the same to read): its number.
         self.started: dict[int, int] = {}
-        # By instruction: its first operation.
-        self.starts: list[int] = []
-        operations, outstanding = self.operations, self.outstanding
-        after_exchanges, in_operations = waits >= Waits.AFTER_EXCHANGES, waits >= Waits.IN_EVERY_OPERATION
-        for index, (do, what) in enumerate(zip(program.dos, program.whats, strict=True)):
-            self.starts.append(len(operations))
-            if isinstance(what, int):
-                operations.append(~what if do == _WAIT else what)
-                if outstanding and do == _WAIT and after_exchanges and program.dos[index + 1 : index + 2] != _ANOTHER_WAIT:
-                    self._wait_all()
-            elif isinstance(what, Transfer):
-                self._transfer(do, what)
-            elif outstanding and in_operations:
-                self._wait_all()
-        self._wait_all()
+        self.index = 0
+        self.run = self._run()
 
-    def _transfer(self, do: int, transfer: Transfer) -> None:
+    def _run(self) -> Iterator[int]:
+        board, outstanding, dos = self.board, self.outstanding, self.program.dos
+        missing, waiting, runnable = board.missing, board.waiting, board.runnable
+        after_exchanges, in_operations = self.waits >= Waits.AFTER_EXCHANGES, self.waits >= Waits.IN_EVERY_OPERATION
+        what: Any
+        for index, what in enumerate(self.program.whats):
+            do = dos[index]
+            if do == _WAIT:
+                if missing[what]:
+                    self.index = index
+                    yield what
+                if outstanding and after_exchanges and dos[index + 1 : index + 2] != _ANOTHER_WAIT:
+                    yield from self._outstanding(index)
+            elif do == _RUN:
+                if outstanding and in_operations:
+                    yield from self._outstanding(index)
+            elif do < _WAIT:
+                missing[what] -= 1
+                if not missing[what] and what in waiting:
+                    runnable += waiting.pop(what)
+            else:
+                self.index = index
+                yield from self._transfer(do, what)
+        yield from self._outstanding(len(dos) - 1)
+
+    def _transfer(self, do: int, transfer: Transfer) -> Iterator[int]:
         if do == _FINISH:
-            self.operations.append(~self.started[id(transfer)])
+            yield from self._until(self.started[id(transfer)])
             return
         outbound = transfer.is_outbound
         way = (transfer.receiver if outbound else transfer.sender, outbound)
         nth = self.num_started.get(way, 0)
-        number = self.ends.transfer(transfer, nth)
+        number = self.board.transfer(transfer, nth)
         self.num_started[way] = nth + 1
         if self.waits >= Waits.ONE_QUEUE and way in self.last:
-            self.operations.append(~self.last[way])
+            yield from self._until(self.last[way])
         self.last[way] = self.started[id(transfer)] = number
-        self.operations.append(number)
+        self.board.arrive(number)
         if self.waits >= Waits.AT_ISSUE:
-            self.operations.append(~number)
+            yield from self._until(number)
         else:
             self.outstanding.append(number)
 
-    def _wait_all(self) -> None:
-        self.operations += [~number for number in self.outstanding]
+    def _until(self, number: int) -> Iterator[int]:
+        if self.board.missing[number]:
+            yield number
+
+    def _outstanding(self, index: int) -> Iterator[int]:
+        self.index = index
+        for number in self.outstanding:
+            if self.board.missing[number]:
+                yield number
         self.outstanding.clear()
 
-    def blocked_at(self, position: int, needs: Needs) -> Blocked:
-        """Where the rank stands when it stops at `position`."""
-        slot = self.program.slot_of(bisect_right(self.starts, position) - 1)
-        number = ~self.operations[position]
+    def blocked_at(self, number: int) -> Blocked:
+        """Where the rank stands when it waits for this for ever."""
+        own, slot, needs = self.program.rank, self.program.slot_of(self.index), self.board.needs
         if number < needs.num_values:
-            others = [rank for rank in needs.route(number).parties if rank != self.program.rank]
-            return Blocked(self.program.rank, slot, needs.words(number), others[0])
-        sender, receiver, nth = next(key for key, value in self.ends.transfers.items() if value == number)
-        other = sender if receiver == self.program.rank else receiver
-        return Blocked(self.program.rank, slot, f"transfer {nth} from rank {sender} to rank {receiver}", other)
+            others = [rank for rank in needs.route(number).parties if rank != own]
+            return Blocked(own, slot, needs.words(number), others[0])
+        sender, receiver, nth = next(key for key, value in self.board.transfers.items() if value == number)
+        other = sender if receiver == own else receiver
+        return Blocked(own, slot, f"transfer {nth} from rank {sender} to rank {receiver}", other)

@@ -6,7 +6,7 @@ the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -233,34 +233,42 @@ def check_other_ends(case: Case) -> None:
     schedule, rule = case.schedule, "other ends"
     hosts = schedule.hosts or ((),) * schedule.num_ranks
     guests = [[other for other, of_rank in enumerate(hosts) if rank in of_rank] for rank in range(schedule.num_ranks)]
+    rows, num_stages, rank_of = schedule.ranks, schedule.num_stages, schedule.layout.rank_of
     stays: dict[tuple[int, int], int] = {}
     for rank, slot, transfer in _transfers(schedule):
-        kind = transfer.kind
+        kind, stage, microbatch = transfer.kind, transfer.stage, transfer.microbatch
         if kind not in TRANSFER:
             raise case.error(rule, rank, slot, transfer, f"{kind.value} is no transfer")
         is_evictors = kind is _EVICT or kind is _LOAD
         others = hosts[rank] if is_evictors else guests[rank]
         if not others:
             raise case.error(rule, rank, slot, transfer, f"rank {rank} has no partner")
-        evictors = [rank] if is_evictors else others
-        if not 0 <= transfer.stage < schedule.num_stages or schedule.layout.rank_of(transfer.stage, transfer.microbatch) not in evictors:
-            raise case.error(rule, rank, slot, transfer, f"stage {transfer.stage} is none of rank {' or '.join(map(str, evictors))}'s")
-        if not 0 <= transfer.microbatch < schedule.num_microbatches:
+        owner = rank_of(stage, microbatch) if 0 <= stage < num_stages else NOWHERE
+        if owner != rank if is_evictors else owner not in others:
+            whose = str(rank) if is_evictors else " or ".join(map(str, others))
+            raise case.error(rule, rank, slot, transfer, f"stage {stage} is none of rank {whose}'s")
+        if not 0 <= microbatch < schedule.num_microbatches:
             raise case.error(rule, rank, slot, transfer, f"there are micro-batches 0 to {schedule.num_microbatches - 1}")
-        other = Action(transfer.stage, OTHER_END[kind], transfer.microbatch)
-        if not is_evictors:
-            others = [schedule.layout.rank_of(transfer.stage, transfer.microbatch)]
-        found = [one for one in others if one != OWN_MEMORY and other in schedule.ranks[one][slot].transfers]
-        if len(found) > 1 or (not found and OWN_MEMORY not in others):
-            who = f"ranks {' and '.join(map(str, found))} both have" if found else f"rank {' or '.join(map(str, others))} has no"
-            raise case.error(rule, rank, slot, transfer, f"{who} {other} in this slot")
+        other = Action(stage, OTHER_END[kind], microbatch)
+        where = _other_end(rows, others if is_evictors else (owner,), slot, other)
+        if isinstance(where, str):
+            raise case.error(rule, rank, slot, transfer, f"{where} {other} in this slot")
         if is_evictors:
-            where = found[0] if found else OWN_MEMORY
-            before = stays.setdefault((transfer.stage, transfer.microbatch), where)
+            before = stays.setdefault((stage, microbatch), where)
             if before != where:
                 raise case.error(rule, rank, slot, transfer, f"it is with {_place(before)}, not with {_place(where)}")
             if kind is _LOAD:
-                del stays[transfer.stage, transfer.microbatch]
+                del stays[stage, microbatch]
+
+
+def _other_end(rows: Sequence[Sequence[Slot]], others: Sequence[int], slot: int, end: Action) -> int | str:
+    """Which of the others has the other end in this slot, own memory where none has to; or in words, why it is not one."""
+    found = [one for one in others if one != OWN_MEMORY and end in rows[one][slot].transfers]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        return f"ranks {' and '.join(map(str, found))} both have"
+    return OWN_MEMORY if OWN_MEMORY in others else f"rank {' or '.join(map(str, others))} has no"
 
 
 def _place(host: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from bpipe.ir.action import COMPUTE, SHARDS, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
@@ -33,9 +34,6 @@ _NOBODY = -1
 
 # With one neighbour in both directions, to one, and from one.
 _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT]), bytes([_POST, _WAIT])
-
-# A value and the rank at its other end.
-_End = tuple[int, int]
 
 
 def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
@@ -67,7 +65,7 @@ def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
 class _Passing:
     """What passes between ranks. By rank, with an entry a computation, in order: what it needs and from whom, what it makes and for whom.
 
-    NOTHING where that stays on the rank.
+    From and for _NOBODY where that stays on the rank.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -75,25 +73,21 @@ class _Passing:
         needs = self.messages.needs
         # A pipe that no micro-batch takes passes nothing.
         pipes = range(min(schedule.layout.num_pipes, schedule.num_microbatches))
-        made, needed = [_ends(needs, needs.made, pipe) for pipe in pipes], [_ends(needs, needs.needed, pipe) for pipe in pipes]
-        self.made = [_values(row, made) for row in schedule.ranks]
-        self.needed = [_values(row, needed) for row in schedule.ranks]
+        tables = [(_ends(needs, needs.needed, pipe), _ends(needs, needs.made, pipe)) for pipe in pipes]
+        found = [_values(row, tables) for row in schedule.ranks]
+        self.needed, self.needed_from, self.made, self.made_for = ([of_rank[part] for of_rank in found] for part in range(4))
 
-    def received_behind(self) -> Iterator[list[list[int]]]:
+    def received_behind(self) -> list[list[list[int]]]:
         """By rank, for the loop's start and each computation: what neighbours make, by the grid, from then until its next computation."""
-        received: list[list[list[int]]] = [[[]] for _ in self.schedule.ranks]
-        made = [iter(of_rank) for of_rank in self.made]
-        for column in zip(*self.schedule.ranks, strict=True):
-            sent: list[tuple[int, int]] = []
-            for rank, cell in enumerate(column):
-                if cell.compute is not None:
-                    received[rank].append([])
-                    value, to = next(made[rank])
-                    if value != NOTHING:
-                        sent.append((value, to))
-            for value, to in sent:
-                received[to][-1].append(value)
-        return iter(received)
+        # By rank and slot: how many computations it has begun by then.
+        begun = [list(accumulate(cell.compute is not None for cell in row)) for row in self.schedule.ranks]
+        received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 1)] for of_rank in begun]
+        for row, made, made_for in zip(self.schedule.ranks, self.made, self.made_for, strict=True):
+            slots = (slot for slot, cell in enumerate(row) if cell.compute is not None)
+            for slot, value, to in zip(slots, made, made_for, strict=True):
+                if to != _NOBODY:
+                    received[to][begun[to][slot]].append(value)
+        return received
 
     def inbound(self) -> list[dict[int, list[int]]]:
         """By rank and channel: what a rank receives without having a part in making it, in the order in which it is sent.
@@ -102,8 +96,8 @@ class _Passing:
         """
         inbound: list[dict[int, list[int]]] = [{} for _ in self.made]
         needs = self.messages.needs
-        for sender, made in enumerate(self.made):
-            for value, to in made:
+        for sender, (made, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
+            for value, to in zip(made, made_for, strict=True):
                 if to >= 0:
                     inbound[to].setdefault(sender, []).append(value)
                 elif to == _ALL:
@@ -145,16 +139,23 @@ def _ends(needs: Needs, ask: Callable[[Action], int], pipe: int) -> _Table:
     return table
 
 
-def _values(row: Sequence[Slot], tables: Sequence[_Table]) -> list[tuple[int, int]]:
-    nothing, num_pipes = (NOTHING, _NOBODY), len(tables)
-    found = []
+def _values(row: Sequence[Slot], tables: Sequence[tuple[_Table, _Table]]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """What the row's computations need, from whom, what they make, for whom."""
+    found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
+    add_needed, add_source, add_made, add_to = (values.append for values in found)
+    num_pipes = len(tables)
     for cell in row:
         action = cell.compute
         if action is not None:
             for one in (action,) if cell.overlapped is None else (action, cell.overlapped):
-                microbatch = one.microbatch
-                value, other = tables[microbatch % num_pipes][one.kind][one.stage]
-                found.append(nothing if other == _NOBODY else (value + microbatch, other))
+                kind, stage, microbatch = one.kind, one.stage, one.microbatch
+                needed, made = tables[microbatch % num_pipes]
+                first, other = needed[kind][stage]
+                add_needed(first + microbatch)
+                add_source(other)
+                first, other = made[kind][stage]
+                add_made(first + microbatch)
+                add_to(other)
     return found
 
 
@@ -179,6 +180,8 @@ class _Lowering:
 
     def __init__(self, schedule: Schedule, rank: int, passing: _Passing) -> None:
         self.rank, self.passing = rank, passing
+        self.needed, self.needed_from = passing.needed[rank], passing.needed_from[rank]
+        self.made, self.made_for = passing.made[rank], passing.made_for[rank]
         self.layout = schedule.layout
         self.evicted_to = _evicted_to(schedule, rank)
         self.away: dict[tuple[int, int], int] = {}
@@ -205,12 +208,11 @@ class _Lowering:
     def between(self) -> None:
         """Megatron's loop for one stage a rank: between two computations, what the first made and what the second needs."""
         dos, whats = self.dos, self.whats
-        nothing = (NOTHING, _NOBODY)
-        left, left_to = nothing
-        made, needed = iter(self.passing.made[self.rank]), iter(self.passing.needed[self.rank])
+        left, left_to = NOTHING, _NOBODY
+        done = 0
         for step in self.steps:
             self.starts.append(len(whats))
-            value, source = nothing if step.compute is None else next(needed)
+            value, source = (NOTHING, _NOBODY) if step.compute is None else (self.needed[done], self.needed_from[done])
             if left_to == source != _NOBODY:
                 dos += _BOTH
                 whats += (left, value, left, value)
@@ -222,37 +224,44 @@ class _Lowering:
                     dos += _TAKE
                     whats += (value, value)
             self._step(step)
-            left, left_to = nothing if step.compute is None else next(made)
+            left, left_to = NOTHING, _NOBODY
+            if step.compute is not None:
+                left, left_to = self.made[done], self.made_for[done]
+                done += 1
 
     def behind(self, received: Sequence[list[int]]) -> None:
         """Megatron's loop for several stages a rank: right behind a computation, what it made and all that comes before the next one."""
-        made = iter(self.passing.made[self.rank])
+        dos, whats = self.dos, self.whats
+        done = 0
         for step, inputs in zip(self.steps, [*received, []], strict=True):
-            self.starts.append(len(self.whats))
+            self.starts.append(len(whats))
             self._step(step)
-            num_received = len(inputs)
+            num_sent = 0
             if step.compute is not None:
-                value, to = next(made)
-                if to != _NOBODY:
-                    inputs = [value, *inputs]
+                if self.made_for[done] != _NOBODY:
+                    inputs.insert(0, self.made[done])
+                    num_sent = 1
+                done += 1
             if inputs:
-                self.dos += _exchanged(len(inputs) - num_received, num_received)
-                self.whats += inputs
-                self.whats += inputs
+                dos += _exchanged(num_sent, len(inputs) - num_sent)
+                whats += inputs
+                whats += inputs
 
     def posted(self, inbound: dict[int, list[int]]) -> None:
         """Our executor: on every channel receives are posted one ahead, in the order in which their sender sends them."""
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
         sent: list[int] = []
-        made, needed = iter(self.passing.made[self.rank]), iter(self.passing.needed[self.rank])
+        done = 0
         for step in self.steps:
             self.starts.append(len(self.whats))
-            for _ in step.computations:
-                value, source = next(needed)
-                if source != _NOBODY:
-                    self._take(value, source, inbound, taken, early)
-            outputs = [value for _ in step.computations for value, to in (next(made),) if to != _NOBODY]
+            first = done
+            if step.compute is not None:
+                done += 1 if step.overlapped is None else 2
+            for at in range(first, done):
+                if self.needed_from[at] != _NOBODY:
+                    self._take(self.needed[at], self.needed_from[at], inbound, taken, early)
+            outputs = [self.made[at] for at in range(first, done) if self.made_for[at] != _NOBODY]
             self._step(step, outputs)
             sent += outputs
             if len(self.starts) == 1:
@@ -263,25 +272,27 @@ class _Lowering:
 
     def _take(self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]) -> None:
         """Wait for a value, and before it for all that its sender sent before it."""
-        channel = self.passing.channel(value, source)
+        channel = source if source != _ALL else self.passing.channel(value, source)
         messages = inbound.get(channel)
-        if source == _ALL and (messages is None or value not in messages):
+        if messages is None or (source == _ALL and value not in messages):
             # The rank has a part in making it, and has sent that.
+            assert source == _ALL, "what a rank needs and does not make is on one of its channels"
             self._add(_WAIT, value)
             return
         if value in early:
             early.remove(value)
             return
-        assert messages is not None, "what a rank needs and does not make is on one of its channels"
+        place = taken[channel]
         while True:
-            next_value = messages[taken[channel]]
+            next_value = messages[place]
+            place += 1
             self._add(_WAIT, next_value)
-            taken[channel] += 1
-            if taken[channel] < len(messages):
-                self._add(_POST, messages[taken[channel]])
+            if place < len(messages):
+                self._add(_POST, messages[place])
             if next_value == value:
-                return
+                break
             early.add(next_value)
+        taken[channel] = place
 
     def _add(self, do: int, what: Action | int | Transfer) -> None:
         self.dos.append(do)

@@ -92,6 +92,7 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
         self.needs = Needs(schedule.layout, schedule.num_microbatches)
+        self.width = schedule.num_microbatches
         self.first_transfer = self.needs.num_values
         # When each event is over: values, by their number, then transfers in the order in which they are first posted.
         self.over: list[Number | None] = [None] * self.first_transfer
@@ -108,27 +109,27 @@ class _Run:
         self.compute: list[list[Timed]] = [[] for _ in range(schedule.num_ranks)]
         self.exposed: list[Number] = [0] * schedule.num_ranks
         self.clocks: list[Number] = [0] * schedule.num_ranks
-        self.num_pipes = schedule.layout.num_pipes
-        self.paths: dict[tuple[int, int], _Path] = {}
+        pipes = range(min(schedule.layout.num_pipes, self.width))
+        self.num_pipes, self.paths = len(pipes), [self._paths(pipe) for pipe in pipes]
         # Messages that pass when both sides are there, or all who make them: how many are still missing, and when the last so far came.
         self.rendezvous = costs.exchange is not Exchange.POSTED
-        self.sent_by: dict[int, int] = {}
         self.missing: dict[int, tuple[int, Number]] = {}
 
-    def _path(self, value: int) -> _Path:
-        """The same for all values of a group and pipe."""
-        group, microbatch = divmod(value, self.needs.num_microbatches)
-        path = self.paths.get((group, microbatch % self.num_pipes))
-        if path is None:
-            parties, links = self.needs.route(value).parties, self.costs.links
-            if len(parties) > 2 or group >= 2 * self.needs.num_stages:
-                path = _Path(_NO_PORT, _NO_PORT, max(links.link(parties[0], other).latency_s for other in parties[1:]))
+    def _paths(self, pipe: int) -> list[_Path | None]:
+        """By group of values: how they pass, on this pipe. None: between no ranks."""
+        links, num_stages = self.costs.links, self.needs.num_stages
+        paths: list[_Path | None] = []
+        for group in range(self.needs.num_values // self.width):
+            parties = self.needs.route(group * self.width + pipe).parties
+            if len(parties) < 2:
+                paths.append(None)
+            elif len(parties) > 2 or group >= 2 * num_stages:
+                paths.append(_Path(_NO_PORT, _NO_PORT, max(links.link(parties[0], other).latency_s for other in parties[1:])))
             else:
                 # A gradient is as large as the output of the stage before.
-                stage = group if group < self.needs.num_stages else group - self.needs.num_stages - 1
-                path = _Path(*self._ports(*parties), links.link(*parties).seconds(self.costs.stages[stage].sent_bytes))
-            self.paths[group, microbatch % self.num_pipes] = path
-        return path
+                sent_bytes = self.costs.stages[group if group < num_stages else group - num_stages - 1].sent_bytes
+                paths.append(_Path(*self._ports(*parties), links.link(*parties).seconds(sent_bytes)))
+        return paths
 
     def _ports(self, sender: int, receiver: int) -> tuple[int, int]:
         medium = int(self.costs.links.crosses(sender, receiver))
@@ -213,7 +214,9 @@ class _Run:
         started: dict[int, _Transfer] = {}
         # Where transfers are synchronous: what an evictor has started and not waited for.
         issued: list[int] = []
-        rendezvous, first_shared = self.rendezvous, self.needs.first_shared
+        rendezvous, first_shared, over = self.rendezvous, self.needs.first_shared, self.over
+        # What a rank has sent is waited for so that it may let it go, which takes it no time.
+        sent: set[int] = set()
         for do, what in zip(program.dos, program.whats, strict=True):
             if issued and do <= _WAIT:
                 clock = yield from self._await(rank, issued, clock)  # [4]
@@ -224,13 +227,14 @@ class _Run:
                 timed.append(Timed(what, clock, end))
                 clock = end
             elif isinstance(what, int):
-                if do != _WAIT:
-                    if rendezvous or do == _SEND:
-                        self._come(what, rank, clock)
-                elif rendezvous or what >= first_shared or self.sent_by.get(what) != rank:  # [1], [5]
-                    if self.over[what] is None:
+                if do == _SEND or (rendezvous and do == _POST):
+                    self._come(what, clock)
+                elif do == _WAIT and (rendezvous or what not in sent or what >= first_shared):  # [1], [5]
+                    if over[what] is None:
                         yield what
                     clock = max(clock, self._end(what))
+                if do == _SEND:
+                    sent.add(what)
             elif isinstance(what, Transfer):
                 kind = what.action.kind
                 is_evictors = kind is _EVICT or kind is _LOAD
@@ -248,17 +252,18 @@ class _Run:
         assert end is not None
         return end
 
-    def _come(self, value: int, rank: int, clock: Number) -> None:
+    def _come(self, value: int, clock: Number) -> None:
         """A rank is there with its part of a message, or, where both sides must be, for it: the last lets it go. [5]"""
-        if not self.rendezvous and value < self.needs.first_shared:
-            self.sent_by[value] = rank
-        else:
+        if self.rendezvous or value >= self.needs.first_shared:
             missing, latest = self.missing.pop(value, (2 if self.rendezvous else len(self.needs.route(value).makers), clock))
             clock = max(latest, clock)
             if missing > 1:
                 self.missing[value] = missing - 1, clock
                 return
-        heapq.heappush(self.ready, (clock, value, *self._path(value)))
+        group, microbatch = divmod(value, self.width)
+        path = self.paths[microbatch % self.num_pipes][group]
+        assert path is not None, "what is sent has another rank to go to"
+        heapq.heappush(self.ready, (clock, value, *path))
 
     def _await(self, rank: int, events: list[int], clock: Number) -> Generator[int, None, Number]:
         """The rank stands still for transfers and nothing else: that is exposed."""
