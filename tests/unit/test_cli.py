@@ -266,7 +266,9 @@ def test_closed_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_an_interrupted_command_ends_without_a_traceback() -> None:
-    command = [sys.executable, "-m", "bpipe", "schedule", "--input", "-"]
+    # In a job of the background a shell has interrupts ignored, and who is started there inherits that.
+    program = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('bpipe')"
+    command = [sys.executable, "-c", program, "schedule", "--input", "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
         # More than a pipe holds: once it is written, the command is reading.
