@@ -48,7 +48,7 @@ class Blocked:
 def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, exchange: Exchange = Exchange.POSTED) -> tuple[Blocked, ...]:
     """Every rank that never finishes; empty for a schedule that cannot deadlock."""
     board = _Board(Needs(schedule.layout, schedule.num_microbatches))
-    ranks = [_Rank(program, board, waits) for program in lower(schedule, exchange)]
+    ranks = [_RankWalk(program, board, waits) for program in lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
     runnable += ranks
     while runnable:
@@ -71,8 +71,8 @@ class _Board:
         if needs.layout.shard_kinds:
             self.missing = [len(needs.route(value).parties) for value in range(needs.num_values)]
         self.transfers: dict[tuple[int, int, int], int] = {}
-        self.waiting: dict[int, list[_Rank]] = {}
-        self.runnable: list[_Rank] = []
+        self.waiting: dict[int, list[_RankWalk]] = {}
+        self.runnable: list[_RankWalk] = []
 
     def arrive(self, number: int) -> None:
         self.missing[number] -= 1
@@ -92,7 +92,7 @@ class _Board:
         return self.transfers[key]
 
 
-class _Rank:
+class _RankWalk:
     """One rank on its way through its program, with what `waits` adds. `run` yields what it waits for, and ends where it does."""
 
     def __init__(self, program: Program, board: _Board, waits: Waits) -> None:

@@ -58,7 +58,7 @@ class Training:
         return f"{len(self.iterations)} from {min(self.iterations)} to {max(self.iterations)}"
 
 
-def read_training(path: Path, num_stages: int | None = None, num_iterations: int | None = None, balanced: bool | None = None) -> Training:
+def read_training(path: Path, num_ranks: int | None = None, num_iterations: int | None = None, balanced: bool | None = None) -> Training:
     """A folder or a .jsonl file is a report, any other file a log. What is given besides has to be so, and only a report can show it."""
     exact = path.is_dir() or path.suffix == ".jsonl"
     iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
@@ -66,13 +66,13 @@ def read_training(path: Path, num_stages: int | None = None, num_iterations: int
         raise ValueError(f"{path}: no iteration in it; is this {'the report' if exact else 'a log of Megatron with --log-interval'}?")
     if num_iterations is not None:
         _check_iterations(path, iterations, num_iterations)
-    if not path.is_dir() and not num_stages and balanced is None:
+    if not path.is_dir() and not num_ranks and balanced is None:
         return Training(path, exact, iterations, seconds)
-    stages, is_balanced = read_stages(path, num_stages, balanced)
+    stages, is_balanced = read_stages(path, num_ranks, balanced)
     return Training(path, exact, iterations, seconds, stages, is_balanced)
 
 
-def read_stages(folder: Path, num_stages: int | None = None, balanced: bool | None = None) -> tuple[dict[int, StageNumbers], bool | None]:
+def read_stages(folder: Path, num_ranks: int | None = None, balanced: bool | None = None) -> tuple[dict[int, StageNumbers], bool | None]:
     """Each stage's row, and whether the run was balanced. Where several ranks hold a stage (replicas), the highest number of each kind."""
     stages: dict[int, StageNumbers] = {}
     was_balanced = balanced
@@ -84,10 +84,10 @@ def read_stages(folder: Path, num_stages: int | None = None, balanced: bool | No
         was_balanced = is_balanced
         known = stages.get(stage, row)
         stages[stage] = StageNumbers(*(max(getattr(known, name), getattr(row, name)) for name in _NUMBERS))
-    if num_stages is None and balanced is not None and not stages:
+    if num_ranks is None and balanced is not None and not stages:
         raise ValueError(f"{folder}: no rank_*.json there, so nothing says whether this run was balanced")
-    if num_stages is not None and sorted(stages) != list(range(num_stages)):
-        raise ValueError(f"{folder}: reports for stages {sorted(stages)}, expected 0 to {num_stages - 1}; did every rank end well?")
+    if num_ranks is not None and sorted(stages) != list(range(num_ranks)):
+        raise ValueError(f"{folder}: reports for stages {sorted(stages)}, expected 0 to {num_ranks - 1}; did every rank end well?")
     return stages, was_balanced
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from bpipe.generate.families import exchange_of
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_bytes, memory_of, peak_bytes
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 
 
@@ -43,13 +45,14 @@ def own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Map
     how its communication overlaps; there an input more or less is not predicted.
     """
     stages = range(schedule.num_stages)
+    keeps_input = exchange_of(schedule.name) is Exchange.MEGATRON_1F1B
     curve = live_bytes(schedule, rank, memory_of([saved.get(stage, 0) for stage in stages], [moved.get(stage, 0) for stage in stages]))
     peak = 0
     after_backward = False
     for slot, held in zip(schedule.ranks[rank], curve, strict=True):
         if slot.compute is not None:
             forward = slot.compute.kind is Kind.FORWARD
-            held += received * (forward and after_backward and schedule.num_chunks == 1)
+            held += received * (forward and after_backward and keeps_input)
             after_backward = not forward
         peak = max(peak, held)
     return peak

@@ -50,8 +50,7 @@ def test_no_class_name_stands_for_two_things() -> None:
     """There were two States, two Links, two Reports and ten more: an import had to be read to know which one was meant."""
     found = classes(ROOT / "bpipe", ROOT / "megatron" / "scheduling")
     assert "Engine" in found, "nothing was read"
-    # What is about to go: a simulation's own messages, and a page's marks.
-    twice = {name: places for name, places in found.items() if len(places) > 1 and name not in ("_Message", "Mark")}
+    twice = {name: places for name, places in found.items() if len(places) > 1}
     assert not twice, f"give one of each another name: {twice}"
 
 
