@@ -123,9 +123,6 @@ class Needs:
         group, microbatch = divmod(value, self.num_microbatches)
         return self._by_pipe[microbatch % len(self._by_pipe)][group]
 
-    def microbatch_of(self, value: int) -> int:
-        return value % self.num_microbatches
-
     def sort(self, value: int) -> str:
         """What a value is, whoever makes it."""
         group = value // self.num_microbatches

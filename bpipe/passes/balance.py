@@ -45,7 +45,7 @@ def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners
     chosen = choose_partners(schedule, partners)
     _check_input(schedule, bounds, memory)
     outcomes: dict[Pair, Shared] = {}
-    for pair in _pairs(chosen):
+    for pair in pairs_of(chosen):
         outcome = share(schedule, pair, [bounds[rank] * memory.parts for rank in pair], memory)
         if outcome.refusal is not None:
             raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
@@ -60,9 +60,9 @@ def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Sched
     _check_input(schedule, (1,) * schedule.num_ranks, memory)
     curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
     chosen = given or default_partners([max(curve) for curve in curves])
-    bound = max(_together([curves[rank] for rank in pair], memory) for pair in _pairs(chosen))
+    bound = max(_together([curves[rank] for rank in pair], memory) for pair in pairs_of(chosen))
     found: dict[Pair, tuple[int, Shared]] = {}
-    for pair in _pairs(chosen):
+    for pair in pairs_of(chosen):
         outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory)
         if outcome.refusal is not None:
             bound, outcome = _smallest(schedule, pair, memory, bound + 1)
@@ -80,7 +80,8 @@ def choose_partners(schedule: Schedule, partners: Sequence[int] | None) -> tuple
     return default_partners(peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
 
 
-def _pairs(partners: Sequence[int]) -> list[Pair]:
+def pairs_of(partners: Sequence[int]) -> list[Pair]:
+    """Every pair once, the lower rank first; a rank without a partner is a pair with itself."""
     return sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(partners)})
 
 

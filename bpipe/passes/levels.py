@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bpipe.ir.memory import Memory, live_bytes
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import choose_partners, share
+from bpipe.passes.balance import choose_partners, pairs_of, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def level_bytes(
     chosen = choose_partners(schedule, partners)
     _check_input(schedule, fixed_bytes, memory, num_layers)
     bounds, levels, sizes = [0] * schedule.num_ranks, [0] * schedule.num_ranks, list(memory.stages)
-    for pair in sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(chosen)}):
+    for pair in pairs_of(chosen):
         stages = sorted({stage for rank in pair for stage in schedule.layout.stages_of(rank)})
         best, peaks = _best(schedule, pair, fixed_bytes, _shares(memory, num_layers, stages))
         for rank, peak in zip(pair, peaks, strict=True):
