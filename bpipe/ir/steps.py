@@ -38,6 +38,7 @@ class Step(NamedTuple):
 def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     """The rank's program. The first step is the start of the loop and the last its end; their transfers stand in `after`."""
     folded: list[Step] = []
+    add = folded.append
     compute: Action | None = None
     overlapped: Action | None = None
     before: tuple[Action, ...] = ()
@@ -46,7 +47,7 @@ def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
         if slot.compute is None:
             after += slot.transfers
             continue
-        folded.append(Step(compute, before, after, overlapped))
+        add(Step(compute, before, after, overlapped))
         compute, overlapped, before, after = slot.compute, slot.overlapped, slot.transfers, ()
     folded += (Step(compute, before, (), overlapped), Step(None, (), after))
     return tuple(folded)

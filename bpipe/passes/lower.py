@@ -182,13 +182,14 @@ class _Lowering:
         self.rank, self.passing = rank, passing
         self.needed, self.needed_from = passing.needed[rank], passing.needed_from[rank]
         self.made, self.made_for = passing.made[rank], passing.made_for[rank]
-        self.layout = schedule.layout
+        self.schedule, self.layout = schedule, schedule.layout
         self.evicted_to = _evicted_to(schedule, rank)
         self.away: dict[tuple[int, int], int] = {}
         row = schedule.ranks[rank]
         self.steps = steps(schedule, rank)
         self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
-        self.buffers = host_buffers(schedule, rank) if schedule.hosts is not None else {}
+        # By stay, once one is hosted here: half of the ranks host nothing.
+        self.buffers: dict[Hosting, int] = {}
         self.dos = bytearray()
         self.whats: list[Action | int | Transfer] = []
         self.starts: list[int] = []
@@ -305,9 +306,8 @@ class _Lowering:
             self._finish_evictions()
         for action in before:
             self._start(action)
-        for one in (compute, overlapped) if self.loading else ():
-            if one is not None and one.kind is not _FORWARD and (one.stage, one.microbatch) in self.loading:
-                self._add(_FINISH, self.loading.pop((one.stage, one.microbatch)))
+        if self.loading:
+            self._finish_loads(step.computations)
         if compute is not None:
             self.dos.append(_RUN)
             self.whats.append(compute)
@@ -320,6 +320,11 @@ class _Lowering:
                 self._finish_evictions()
             for action in after:
                 self._start(action)
+
+    def _finish_loads(self, needed_by: Sequence[Action]) -> None:
+        for one in needed_by:
+            if one.kind is not _FORWARD and (one.stage, one.microbatch) in self.loading:
+                self._add(_FINISH, self.loading.pop((one.stage, one.microbatch)))
 
     def _finish_evictions(self) -> None:
         for transfer in self.leaving:
@@ -351,4 +356,6 @@ class _Lowering:
         self._add(_START, transfer)
 
     def _buffer(self, key: tuple[int, int]) -> int:
+        if not self.buffers:
+            self.buffers = host_buffers(self.schedule, self.rank)
         return self.buffers[Hosting(*key, self.stays[key])]

@@ -21,7 +21,7 @@ import heapq
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.needs import Needs
@@ -217,34 +217,33 @@ class _Run:
         rendezvous, first_shared, over = self.rendezvous, self.needs.first_shared, self.over
         # What a rank has sent is waited for so that it may let it go, which takes it no time.
         sent: set[int] = set()
+        what: Any
         for do, what in zip(program.dos, program.whats, strict=True):
             if issued and do <= _WAIT:
                 clock = yield from self._await(rank, issued, clock)  # [4]
                 issued.clear()
             if do == _RUN:
-                assert isinstance(what, Action)
                 end = clock + durations[what.kind][what.stage]
                 timed.append(Timed(what, clock, end))
                 clock = end
-            elif isinstance(what, int):
-                if do == _SEND or (rendezvous and do == _POST):
-                    self._come(what, clock)
-                elif do == _WAIT and (rendezvous or what not in sent or what >= first_shared):  # [1], [5]
+            elif do == _WAIT:
+                if rendezvous or what not in sent or what >= first_shared:  # [1], [5]
                     if over[what] is None:
                         yield what
                     clock = max(clock, self._end(what))
-                if do == _SEND:
-                    sent.add(what)
-            elif isinstance(what, Transfer):
-                kind = what.action.kind
-                is_evictors = kind is _EVICT or kind is _LOAD
-                if do == _START:
-                    transfer = started[id(what)] = self._meet(rank, what)
-                    self._post_end(transfer, what.action, clock)
-                    if is_evictors and self.costs.synchronous:
-                        issued.append(transfer.event)
-                elif is_evictors:
-                    clock = yield from self._await(rank, [started[id(what)].event], clock)  # [2], [4]
+            elif do == _SEND:
+                sent.add(what)
+                self._come(what, clock)
+            elif do == _POST:
+                if rendezvous:
+                    self._come(what, clock)
+            elif do == _START:
+                transfer = started[id(what)] = self._meet(rank, what)
+                self._post_end(transfer, what.action, clock)
+                if self.costs.synchronous and what.action.kind in (_EVICT, _LOAD):
+                    issued.append(transfer.event)
+            elif what.action.kind in (_EVICT, _LOAD):
+                clock = yield from self._await(rank, [started[id(what)].event], clock)  # [2], [4]
         self.clocks[rank] = clock
 
     def _end(self, event: int) -> Number:
