@@ -132,7 +132,12 @@ def _add_arguments(parser: Parser) -> None:
     add("--microbatches", type=positive, metavar="M", help="micro-batches an iteration")
     add("--chunks", type=positive, default=1, metavar="V", help="model chunks a rank (default 1)")
     of_groups = that_take_groups()
-    add("--group", type=positive, metavar="G", help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P)")
+    add(
+        "--group",
+        type=positive,
+        metavar="G",
+        help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P, or P/2)",
+    )
     add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")

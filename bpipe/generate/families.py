@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from bpipe.generate import gpipe, interleaved, one_f_one_b
+from bpipe.generate import gpipe, grouped_interleaved, interleaved, one_f_one_b
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY, grouped_interleaved.FAMILY)
+}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)

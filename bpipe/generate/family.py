@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from bpipe.generate.place import Order, place
 from bpipe.ir.layout import Layout, one_pipe
@@ -16,11 +17,15 @@ from bpipe.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """How long the computations of a stage take beside each other: a forward, and the two halves of a backward."""
+    """How long a rank computes on one micro-batch, all its chunks together: a forward, and the two halves of a backward; any unit.
 
-    forward: int = 1
-    backward_input: int = 1
-    backward_weight: int = 1
+    `hop`: how long a message takes from one rank to another, in the same unit.
+    """
+
+    forward: int | Fraction = 1
+    backward_input: int | Fraction = 1
+    backward_weight: int | Fraction = 1
+    hop: int | Fraction = 0
 
 
 ALIKE = UnitCosts()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bpipe.generate.family import Family, UnitCosts
 from bpipe.generate.place import alternate
+from bpipe.generate.turns import chunk_turns, groups_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout, one_pipe
 from bpipe.ir.program import Exchange
@@ -36,19 +37,10 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: i
         )
     left = num_microbatches % group
     missing = num_ranks - left if 0 < left < num_ranks else 0
-    turns = chunk_turns(group, num_microbatches + missing, num_chunks)
+    turns = chunk_turns(groups_of(num_microbatches + missing, group), num_chunks)
     ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group for rank in range(num_ranks)]
     filled = [_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)]
     return [[action for action in order if action.microbatch < num_microbatches] for order in filled] if missing else filled
-
-
-def chunk_turns(group_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in the order of the forwards of every rank."""
-    turns = []
-    for first in range(0, num_microbatches, group_size):
-        group = range(first, min(first + group_size, num_microbatches))
-        turns += [(chunk, microbatch) for chunk in range(num_chunks) for microbatch in group]
-    return turns
 
 
 def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int) -> list[Action]:

@@ -11,8 +11,8 @@ import bpipe
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.interleaved import chunk_turns
 from bpipe.generate.place import backwards, forwards, place
+from bpipe.generate.turns import chunk_turns, groups_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.grid import write_grid
 from bpipe.ir.layout import one_pipe
@@ -115,7 +115,7 @@ def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
         schedule = generate("interleaved-1f1b", p, m, v)
         check(schedule)
         order = [one.compute for one in schedule.ranks[0] if one.compute is not None and one.compute.kind is Kind.FORWARD]
-        assert [(one.stage // p, one.microbatch) for one in order] == chunk_turns(p, m, v)
+        assert [(one.stage // p, one.microbatch) for one in order] == chunk_turns(groups_of(m, p), v)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ MAY: dict[str, set[str]] = {
 # Inside a place: its modules, lowest floor first. A module imports from floors below its own only; all may use the package's own file.
 FLOORS: dict[str, tuple[str, ...]] = {
     "ir": ("action hosts", "layout", "needs schedule", "host_buffers memory program steps", "text", "document grid listing messages"),
-    "generate": ("place", "family", "gpipe interleaved one_f_one_b", "families"),
+    "generate": ("place turns", "family", "gpipe interleaved list_scheduler one_f_one_b", "grouped_interleaved", "families"),
     "passes": ("align evict lower", "balance", "levels"),
     "check": ("deadlock", "rules"),
     "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),

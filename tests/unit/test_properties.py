@@ -27,7 +27,7 @@ def configs(draw: st.DrawFn, max_stages: int = 12) -> ScheduleConfig:
     name = draw(st.sampled_from(sorted(FAMILIES)))
     p = draw(st.integers(1, max_stages))
     m = draw(st.integers(1, 6 * p))
-    chunks = draw(st.integers(2, 4)) if FAMILIES[name].max_chunks is None else 1
+    chunks = draw(st.integers(FAMILIES[name].min_chunks, 4)) if FAMILIES[name].max_chunks is None else 1
     group = draw(st.none() | st.integers(p, m)) if FAMILIES[name].takes_groups and p <= m else None
     return ScheduleConfig(name, p, m, chunks, draw(st.sampled_from([None, BalanceConfig()])), group_size=group)
 
@@ -36,7 +36,8 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
     schedule = build(config)
     p, m, v, g = config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size
     check(schedule)
-    assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 2 * p * v * m
+    computed = [slot.compute.kind for row in schedule.ranks for slot in row if slot.compute is not None]
+    assert len(computed) == (3 if Kind.BACKWARD_WEIGHT in computed else 2) * p * v * m
     if config.balance is not None:
         plain = FAMILIES[config.schedule].generate(p, m, v, g)
         (bound,) = set(schedule.bounds or ())

@@ -1,0 +1,48 @@
+"""Grouped interleaving: chunks round robin, groups of any size, backwards in halves. In: sizes, costs. Out: every rank's order.
+
+Stage s is on rank s % p, as in interleaved 1F1B, and groups of g micro-batches take turns through the chunks, here also fewer than p of
+them. Rank r runs (v - 1) g + p - r forwards ahead, and then I, W and F in turn: that is the most micro-batches of a chunk that it holds.
+So what ranks hold falls evenly from first to last, each pair holds the same together, and balancing levels it: to (v - 1) g + (p + 1) / 2,
+and the one that is under way. From g = p / 2 on the pipeline runs at its full rate; with fewer, ranks wait.
+Where a small last group would make ranks that keep strict turns wait for ever, or only longer, they take what can start: the order is that
+of the fastest discipline at the given costs. A last group of fewer costs time, not memory.
+Source of the order: Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization", 2025.
+"""
+
+from __future__ import annotations
+
+from bpipe.generate.family import Family, UnitCosts
+from bpipe.generate.interleaved import layout
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, schedule_list, ticks_of
+from bpipe.generate.turns import Turns, groups_of, turns
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.program import Exchange
+
+
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None, costs: UnitCosts) -> list[list[Action]]:
+    """Groups of `group_size` micro-batches, by default of p / 2 rounded up: no pipeline of fewer runs at its full rate."""
+    group = min(-(-num_ranks // 2) if group_size is None else group_size, num_microbatches)
+    taken, ticks = turns(groups_of(num_microbatches, group), num_chunks), ticks_of(costs, num_chunks)
+    caps = tuple((num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks))
+    rules = [ChoiceRule(caps, (0,) * num_ranks, discipline) for discipline in Discipline]
+    listed = [one for rule in rules if (one := schedule_list(taken, num_ranks, ticks, rule)) is not None]
+    return actions_of(min(listed, key=lambda one: one.makespan), taken)
+
+
+def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
+    """The order of every rank, with stages and micro-batches."""
+    num_ranks, last_chunk = len(listed.kinds), taken.num_chunks - 1
+    orders = []
+    for rank, kinds in enumerate(listed.kinds):
+        numbers = dict.fromkeys(Kind, 0)
+        order = []
+        for kind in kinds:
+            chunk, microbatch = taken.forwards[numbers[kind]]
+            numbers[kind] += 1
+            stage = (chunk if kind is Kind.FORWARD else last_chunk - chunk) * num_ranks + rank
+            order.append(Action(stage, kind, microbatch))
+        orders.append(order)
+    return orders
+
+
+FAMILY = Family("grouped-interleaved", layout, orders, Exchange.POSTED, max_chunks=None, takes_groups=True, fill=3)

@@ -1,0 +1,195 @@
+"""Let ranks choose what to compute next, event by event. In: turns, durations, how to choose. Out: every rank's order, and its end.
+
+Stage s is on rank s % p and backwards are split: the k-th forward F needs the k-th of the rank before, or, on the first rank, that of the
+last rank for the chunk before; the k-th I the other way around; the k-th W comes behind the k-th I. So each of the three stands in turn
+order on every rank, and a choice is only between kinds. A rank holds a micro-batch from the start of its F to the end of its W.
+Knows no grid and no transfers.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+
+from bpipe.generate.family import UnitCosts
+from bpipe.generate.turns import NONE, Turns
+from bpipe.ir.action import Kind
+
+_F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_NEVER = 1 << 62
+
+
+class Discipline(enum.Enum):
+    """What a rank does from its first I on, while forwards are left beyond its tail."""
+
+    TURN = "turn"  # I, W, F in turn, and it waits for each
+    SOFT = "soft"  # the same, and where the one whose turn it is cannot start, I, else F, else W
+    GREEDY = "greedy"  # I, else F, else W
+
+
+@dataclass(frozen=True, slots=True)
+class Ticks:
+    """Durations of a chunk's computations and of a message between ranks, in whole ticks of which a unit of the costs has `per_unit`."""
+
+    forward: int
+    backward_input: int
+    backward_weight: int
+    hop: int
+    per_unit: int
+
+
+def ticks_of(costs: UnitCosts, num_chunks: int) -> Ticks:
+    """The costs of a chunk, a v-th of those of a rank, exactly."""
+    parts = [Fraction(cost, num_chunks) for cost in (costs.forward, costs.backward_input, costs.backward_weight)]
+    parts.append(Fraction(costs.hop))
+    per_unit = lcm(*(part.denominator for part in parts))
+    forward, backward_input, backward_weight, hop = (int(part * per_unit) for part in parts)
+    return Ticks(forward, backward_input, backward_weight, hop, per_unit)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRule:
+    """How ranks choose. Rank r holds at most `caps[r]` micro-batches of a chunk, except once at most `tails[r]` of its forwards are left.
+
+    `together`: the most that a rank and its mirror image, p - 1 - r, hold; a rank in the middle half of it.
+    """
+
+    caps: tuple[int, ...]
+    tails: tuple[int, ...]
+    discipline: Discipline = Discipline.TURN
+    together: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """`kinds[rank]`: what the rank computes, in order. `makespan`: when all is over, in units of the costs."""
+
+    kinds: tuple[tuple[Kind, ...], ...]
+    makespan: Fraction
+
+
+def schedule_list(turns: Turns, num_ranks: int, ticks: Ticks, rule: ChoiceRule, after_input: Fraction = Fraction(1)) -> Listed | None:
+    """What the ranks choose; None where the rule lets them wait for each other. `after_input`: the share held between I and W."""
+    run = _Ranks(turns, num_ranks, ticks, rule, after_input)
+    run.go()
+    if min(run.done_weights) < len(turns.forwards):
+        return None
+    return Listed(tuple(map(tuple, run.kinds)), Fraction(max(run.free), ticks.per_unit))
+
+
+class _Ranks:
+    """The ranks while they choose. `forwards[r]`, `inputs[r]`: the ends of the F and I that rank r has started."""
+
+    def __init__(self, turns: Turns, num_ranks: int, ticks: Ticks, rule: ChoiceRule, after_input: Fraction) -> None:
+        self.last = num_ranks - 1
+        self.total, self.before, self.own = len(turns.forwards), turns.before, turns.own
+        self.hop = ticks.hop if num_ranks > 1 else 0
+        self.durations = {_F: ticks.forward, _I: ticks.backward_input, _W: ticks.backward_weight}
+        whole, after = after_input.denominator, after_input.numerator
+        self.whole = whole
+        self.takes = {_F: whole, _I: max(0, after - whole), _W: 0}
+        self.gives = {_F: 0, _I: max(0, whole - after), _W: after}
+        self.caps = [cap * whole for cap in rule.caps]
+        self.together = _NEVER if rule.together is None else rule.together * whole
+        self.tails, self.discipline = rule.tails, rule.discipline
+        self.forwards: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.inputs: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.done_weights = [0] * num_ranks
+        self.held = [0] * num_ranks
+        self.free = [0] * num_ranks
+        self.turn = [_I] * num_ranks
+        self.kinds: list[list[Kind]] = [[] for _ in range(num_ranks)]
+        # (when, rank that may go on, what it gives back just then)
+        self.events = [(0, rank, 0) for rank in range(num_ranks)]
+
+    def go(self) -> None:
+        events, held, last = self.events, self.held, self.last
+        while events:
+            now = events[0][0]
+            awake = set()
+            while events and events[0][0] == now:
+                _, rank, gives = heapq.heappop(events)
+                awake.add(rank)
+                if gives:
+                    held[rank] -= gives
+                    awake.add(last - rank)
+            for rank in sorted(awake):
+                if self.free[rank] <= now:
+                    kind = self._choice(rank, now)
+                    if kind is not None:
+                        self._start(rank, kind, now)
+
+    def _choice(self, rank: int, now: int) -> Kind | None:
+        started = len(self.inputs[rank])
+        if self.discipline is not Discipline.GREEDY and started:
+            left = self.total - len(self.forwards[rank])
+            if left > self.tails[rank]:
+                turn = self.turn[rank]
+                if self._can(rank, turn, now):
+                    return turn
+                if self.discipline is Discipline.TURN:
+                    return None
+        if self._can(rank, _I, now):
+            return _I
+        if self._can(rank, _F, now):
+            return _F
+        return _W if self.done_weights[rank] < started else None
+
+    def _can(self, rank: int, kind: Kind, now: int) -> bool:
+        if kind is _I:
+            return self._input_ready(rank) <= now
+        if kind is _F:
+            return self._has_room(rank) and self._forward_ready(rank) <= now
+        return self.done_weights[rank] < len(self.inputs[rank])
+
+    def _forward_ready(self, rank: int) -> int:
+        number = len(self.forwards[rank])
+        if number == self.total:
+            return _NEVER
+        if not rank:
+            number = self.before[number]
+            if number == NONE:
+                return 0
+        there = self.forwards[rank - 1]
+        return there[number] + self.hop if number < len(there) else _NEVER
+
+    def _input_ready(self, rank: int) -> int:
+        number = len(self.inputs[rank])
+        if number == self.total:
+            return _NEVER
+        if rank < self.last:
+            there = self.inputs[rank + 1]
+        elif self.before[number] != NONE:
+            number, there = self.before[number], self.inputs[0]
+        else:
+            own, there = self.own[number], self.forwards[rank]
+            return there[own] if own < len(there) else _NEVER
+        return there[number] + self.hop if number < len(there) else _NEVER
+
+    def _has_room(self, rank: int) -> bool:
+        held = self.held[rank] + self.whole
+        if held > self.caps[rank] and self.total - len(self.forwards[rank]) > self.tails[rank]:
+            return False
+        mirror = self.last - rank
+        return held + (self.held[mirror] if mirror != rank else held) <= self.together
+
+    def _start(self, rank: int, kind: Kind, now: int) -> None:
+        end = now + self.durations[kind]
+        self.kinds[rank].append(kind)
+        self.free[rank] = end
+        self.held[rank] += self.takes[kind]
+        heapq.heappush(self.events, (end, rank, self.gives[kind]))
+        if kind is _F:
+            self.forwards[rank].append(end)
+            self.turn[rank] = _I
+            heapq.heappush(self.events, (end + self.hop, rank + 1 if rank < self.last else 0, 0))
+        elif kind is _I:
+            self.inputs[rank].append(end)
+            self.turn[rank] = _W
+            heapq.heappush(self.events, (end + self.hop, rank - 1 if rank else self.last, 0))
+        else:
+            self.done_weights[rank] += 1
+            self.turn[rank] = _F
