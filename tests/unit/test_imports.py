@@ -22,6 +22,7 @@ MAY: dict[str, set[str]] = {
     "values": set(),
     "names": set(),
     "placement": set(),
+    "vocabulary": set(),
     "ir": {"values"},
     "generate": {"ir"},
     "passes": {"ir", "generate.place"},
@@ -47,6 +48,7 @@ MAY: dict[str, set[str]] = {
 
 # Inside a place: its modules, lowest floor first. A module imports from floors below its own only; all may use the package's own file.
 FLOORS: dict[str, tuple[str, ...]] = {
+    "vocabulary": ("embedding output rows",),
     "ir": ("action hosts", "layout", "needs schedule", "host_buffers memory program steps", "text", "document grid listing messages"),
     "generate": ("place turns", "family", "gpipe interleaved list_scheduler one_f_one_b", "grouped_interleaved", "families"),
     "passes": ("align evict lower", "balance", "levels"),
@@ -88,7 +90,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 
 # Who may load what is not Python's own: any place of these, and no other.
-FOREIGN = {"torch": {"transport", "runtime"}, "numpy": set[str](), "matplotlib": {"draw"}, "megatron": set[str]()}
+FOREIGN = {"torch": {"transport", "runtime", "vocabulary"}, "numpy": set[str](), "matplotlib": {"draw"}, "megatron": set[str]()}
 
 
 def name_of(path: Path) -> str:

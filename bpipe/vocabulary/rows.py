@@ -1,0 +1,50 @@
+"""Say which rows of the vocabulary's layers each shard holds. In: the padded vocabulary and over how many ranks it is split. Out: ranges.
+
+Tensor parallelism is outermost: the pipeline shares out among its ranks what its tensor-parallel rank holds without shards, so no row
+leaves its pipeline. Knows no tensor and no group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# What Megatron pads to, times the tensor-parallel size, unless told otherwise.
+MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`vocabulary` rows in equal shards, one for each of `tensor` * `pipeline` ranks.
+
+    Raises ValueError where they are not equally many: rows that nobody asked for would take part in the softmax and change the loss.
+    """
+
+    vocabulary: int
+    tensor: int
+    pipeline: int
+
+    def __post_init__(self) -> None:
+        if self.vocabulary % self.num_shards:
+            multiple = math.lcm(MULTIPLE, self.pipeline)
+            raise ValueError(
+                f"a vocabulary of {self.vocabulary} rows is not to be had in {self.num_shards} equal shards, of {self.tensor} tensor- "
+                f"times {self.pipeline} pipeline-parallel ranks: pad it with --make-vocab-size-divisible-by {multiple}"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def each(self) -> int:
+        """Rows of one shard."""
+        return self.vocabulary // self.num_shards
+
+    def shard(self, tensor_rank: int, pipeline_rank: int) -> int:
+        """The number of a rank's shard."""
+        return tensor_rank * self.pipeline + pipeline_rank
+
+    def of(self, shard: int) -> range:
+        """The rows of a shard."""
+        return range(shard * self.each, (shard + 1) * self.each)
