@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bpipe.ir.layout import Layout
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling import upstream
 from megatron.scheduling.placement import PLACEMENTS
+from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import end_where, reasons, refuse
 
 # Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
@@ -28,7 +30,7 @@ class SchedulingConfig:
     is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
     `timers_interval` our timers are printed as Megatron prints its own.
     `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are
-    those of one rank's part of the vocabulary and of the sequence.
+    those of one rank's part of the vocabulary and of the sequence. `layout`: who computes which stage; None where Megatron's own loops run.
     """
 
     balance: bool
@@ -48,11 +50,17 @@ class SchedulingConfig:
     flops_per_microbatch: float | None = None
     micro_batch_size: int | None = None
     logits_per_microbatch: int | None = None
+    layout: Layout | None = None
 
     @property
     def active(self) -> bool:
         """Whether anything of Megatron is to be hooked at all."""
         return self.balance or self.report is not None
+
+    @property
+    def positions(self) -> Positions:
+        """Which process is which rank of the schedule."""
+        return Positions(self.num_ranks, mirrored=(False,) * self.num_chunks) if self.layout is None else Positions.of(self.layout)
 
     def flops(self, num_microbatches: int) -> float | None:
         """The model's FLOPs of one iteration of the whole world."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
@@ -141,8 +140,8 @@ class Driver:
 
     @property
     def rank(self) -> int:
-        """This rank's place in its pipeline."""
-        return int(parallel_state.get_pipeline_model_parallel_rank())
+        """This process's rank in its schedule."""
+        return self._config.positions.here()
 
     @property
     def _device(self) -> torch.device:
@@ -180,7 +179,9 @@ class Driver:
         if not links.moves_anything(schedule):
             return None
         if not self._connected:
-            self._connection, self.links, table = links.connect_pairs(schedule, self._config.transport, self._config.timeout_s, device)
+            self._connection, self.links, table = links.connect_pairs(
+                schedule, self._config.positions, self._config.transport, self._config.timeout_s, device
+            )
             self._connected = True
             say(table)
             say(without_p2p_sync(config))

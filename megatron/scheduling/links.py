@@ -19,6 +19,7 @@ from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.transport.connect import Connection, MeasuredLink, connect
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
+from megatron.scheduling.positions import Positions
 
 
 def moves_anything(schedule: Schedule) -> bool:
@@ -27,12 +28,11 @@ def moves_anything(schedule: Schedule) -> bool:
 
 
 def connect_pairs(
-    schedule: Schedule, wanted: str, timeout_s: float, device: torch.device
+    schedule: Schedule, positions: Positions, wanted: str, timeout_s: float, device: torch.device
 ) -> tuple[Connection | None, list[MeasuredLink], str]:
     """This rank's connection, or None where it is in no pair; every pair's link; and the table of them. Collective over the world."""
-    stages = stages_of_pairs(schedule)
-    rank = int(parallel_state.get_pipeline_model_parallel_rank())
-    buffers = host_buffers(schedule, rank, total_bytes(device))
+    stages = stages_of_pairs(schedule, positions)
+    buffers = host_buffers(schedule, positions.here(), total_bytes(device))
     connection, links = connect(sorted(stages), wanted, timeout_s, copying_on(device), buffers)
     return connection, links, describe(links, stages)
 
@@ -48,14 +48,14 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
     return Buffers(num_host_buffers(schedule, partner), device_bytes // peak_counts(schedule)[rank])
 
 
-def stages_of_pairs(schedule: Schedule) -> dict[Pair, Pair]:
+def stages_of_pairs(schedule: Schedule, positions: Positions) -> dict[Pair, Pair]:
     """The global ranks of every pair that moves anything, in every pipeline of the world, and their places in it. Equal on every rank.
 
     Which ranks form a pipeline is asked of Megatron's groups, not computed again. Collective over the world.
     """
-    mine = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    mine = positions.in_order(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
     pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, list(mine))
+    dist.all_gather_object(pipelines, mine)
     partners = schedule.partners or tuple(range(schedule.num_ranks))
     stages: dict[Pair, Pair] = {}
     for pipeline in pipelines:

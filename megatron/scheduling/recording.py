@@ -144,7 +144,7 @@ class RunRecord:
         return RankHeader(
             rank=rank,
             pipeline=self.pipeline,
-            place=int(parallel_state.get_pipeline_model_parallel_rank()),
+            place=self._config.positions.here(),
             host=socket.gethostname(),
             device=device_name(),
             cores=len(os.sched_getaffinity(0)),

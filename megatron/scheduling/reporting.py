@@ -86,7 +86,7 @@ class Reporter:
                 if logged:
                     peak = self._peak
                     share = None if peak is None or flops is None else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
-                    metrics.write(self._writers, iteration, recorded.peak_bytes, recorded.exposed_s, share)
+                    metrics.write(self._writers, self._config.positions, iteration, recorded.peak_bytes, recorded.exposed_s, share)
             return result
 
         return step

@@ -108,7 +108,7 @@ class Watermark:
         header = MemoryHeader(
             rank=dist.get_rank(),
             pipeline=pipeline,
-            place=int(parallel_state.get_pipeline_model_parallel_rank()),
+            place=self._config.positions.here(),
             host=socket.gethostname(),
             device=device,
             limit_bytes=limit_bytes,
