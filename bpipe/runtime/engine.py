@@ -1,7 +1,8 @@
 """Run a rank's program: start every transfer where the schedule says, and check every operation against it.
 
-In: a checked Schedule, this rank, a transport, and the calls `before(op)` and `after(op)` around each forward and backward. Out: the
-same computation, with activations away in between. Knows no Megatron; whoever drives the pipeline loop makes the calls.
+In: a checked Schedule, this rank, a transport, and around each computation the calls `before(op)`, `after(op)` and, once what it made is on
+its way, `sent(op)`. Out: the same computations, with activations away in between. Knows no Megatron; whoever drives the pipeline loop makes
+the calls.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Engine:
         self.recorder: Recorder | None = None
         self._steps: tuple[Step, ...] = steps(schedule, rank)
         self._position = 0
+        # The computation that has run and whose output nobody has said to be sent.
+        self._unsent: Action | None = None
         self._stays: Counter[tuple[int, int]] = Counter()
         self._partner = schedule.partners[rank] if schedule.partners else rank
         hosted_here, hosted_there = host_buffers(schedule, rank), host_buffers(schedule, self._partner)
@@ -150,6 +153,8 @@ class Engine:
     def before(self, op: Action) -> None:
         """`op`, a forward or a backward, is about to run; it has what it needs from its neighbours."""
         step = self._steps[self._position] if self._position < len(self._steps) else Step(None)
+        if self._unsent is not None:
+            raise RuntimeFault(f"{self._config.name}: {op} is about to run, but nobody said that what {self._unsent} made has been sent")
         if step.compute != op:
             raise RuntimeFault(
                 f"{self._config.name}: the program says {step.compute or 'the iteration is over'}, the pipeline loop runs {op}, "
@@ -159,7 +164,6 @@ class Engine:
             # What is evicted beside a computation or in a bubble is gone before the next computation, which takes its memory; and not
             # earlier: the loop has sent the last one's output meanwhile, and that would have waited too.
             self._evictor.finish_evictions()
-            self._measure()
         self._transfers(step.before)
         if op.kind is not Kind.FORWARD and self._evictor:
             self._evictor.finish_load(op)
@@ -170,18 +174,30 @@ class Engine:
             self._kept.starts()
 
     def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
-        """`op` has run. For a forward, `outputs` are the stage's and `inputs` what the loop received for it."""
+        """`op` has run, and nothing else has. For a forward, `outputs` are the stage's and `inputs` what the loop received for it."""
         step = self._steps[self._position]
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
             if self._evictor:
                 self._kept.ran(op.stage, op.microbatch, outputs, inputs)
-            self._saved(op, [output.grad_fn for output in outputs if output is not None], inputs)
+            self._saved(op, outputs, inputs)
         elif self._meter:
             self._meter.touched(op)
         held = self._sample()
         if self.recorder:
             self.recorder.computed(held)
+        self._unsent = op
+
+    def sent(self, op: Action) -> None:
+        """What `op` made is on its way, if anybody else needs it: the transfers behind it start.
+
+        One of them may wait for an eviction, and that for the partner, who may wait for what `op` made. A loop that sends only when this
+        returns (Megatron's) calls it at once: its schedules are judged by that.
+        """
+        assert self._unsent == op, f"sent({op}) follows after({self._unsent})"
+        self._unsent = None
+        step = self._steps[self._position]
+        self._measure()
         if self._evictor and any(action.kind is Kind.LOAD for action in step.after):
             # A load in the bubble takes memory too, and no computation comes first.
             self._evictor.finish_evictions()
@@ -235,7 +251,8 @@ class Engine:
         ahead = self._steps[self._position].compute if self._position < len(self._steps) else None
         return f"stage {self._rank}, after {last or 'the start'}" + (f", at {ahead}" if ahead else "")
 
-    def _saved(self, op: Action, roots: Sequence[object], inputs: Sequence[torch.Tensor | None]) -> None:
+    def _saved(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
+        roots = [output.grad_fn for output in outputs if output is not None]
         if self._meter:
             self._meter.saved(op, find(roots, inputs, self._config.device), inputs)
         if self._evictor is None:
@@ -243,10 +260,10 @@ class Engine:
         if self._evictor.unmeasured(op.stage):
             self._unmeasured = op
         if self._unmeasured is op or (op.stage, op.microbatch) in self._leaving:
-            self._evictor.remember(op, roots, inputs)
+            self._evictor.remember(op, roots, inputs, outputs)
 
     def _measure(self) -> None:
-        """Measure a stage's first forward once the loop has sent its output on, and so holds only what its backward will need."""
+        """Measure a stage's first forward at once: the partner may wait to hear of it, and this rank then waits for the partner."""
         forward, self._unmeasured = self._unmeasured, None
         if forward is not None and self._evictor is not None:
             self._evictor.measure(forward)

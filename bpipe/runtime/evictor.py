@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -63,11 +63,16 @@ POISON = 0xFF
 
 @dataclass
 class Activations:
-    """The saved activations of one forward. `roots` and `inputs` are dropped once its storages are known."""
+    """The saved activations of one forward. `roots` and `inputs` are dropped once its storages are known.
+
+    `outputs` are where the stage's outputs lay when it had run: what autograd saved of these stays. How long whoever sends them, or the
+    next stage, holds them too differs between micro-batches, and all of a stage's are to be of one size.
+    """
 
     forward: Action
     roots: Sequence[Any]
     inputs: Sequence[torch.Tensor | None]
+    outputs: frozenset[int] = frozenset()
     state: ActivationsState = ActivationsState.HERE
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     pending: Pending | None = None
@@ -115,9 +120,17 @@ class Evictor:
             raise RuntimeFault(f"activations of {left} are left over from the last iteration: did a backward not run?")
         self._claims.clear()
 
-    def remember(self, forward: Action, roots: Sequence[Any], inputs: Sequence[torch.Tensor | None]) -> None:
+    def remember(
+        self,
+        forward: Action,
+        roots: Sequence[Any],
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None] = (),
+    ) -> None:
         """A forward has finished whose activations will leave, or tell how large they are."""
-        self._known[_key(forward)] = Activations(forward, roots, inputs)
+        # Whatever the graph holds was there when the outputs were: nothing of it can be where one of them was.
+        places = frozenset(output.untyped_storage()._cdata for output in outputs if output is not None)
+        self._known[_key(forward)] = Activations(forward, roots, inputs, places)
 
     def forget(self, forward: Action) -> None:
         """Activations that never leave: hold nothing of them, or their backward could not free as it goes."""
@@ -142,6 +155,7 @@ class Evictor:
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
         found = find(activations.roots, activations.inputs, self._device)
+        found = tuple(replace(item, alone=False) if item.storage._cdata in activations.outputs else item for item in found)
         return self._claims.claim(found, _key(activations.forward))
 
     def _movable(self, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:

@@ -34,6 +34,8 @@ class Calls(Protocol):
 
     def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None: ...
 
+    def sent(self, op: Action) -> None: ...
+
     def communicated(self) -> None: ...
 
     def end(self) -> None: ...
@@ -55,9 +57,10 @@ class Executor:
         self._stage, self._messages = stage, messages
         self.program = program = lower(schedule, Exchange.POSTED)[rank]
         self._instructions = [each for each in program.instructions if each.do is Do.RUN or isinstance(each.what, Message)]
-        # Behind it nothing is sent any more.
+        # Behind it nothing is sent any more; and by the last instruction that sends what a computation made, or that runs it, which it is.
         passing = [number for number, each in enumerate(self._instructions) if each.do in (Do.RUN, Do.SEND)]
         self._last = passing[-1] if passing else -1
+        self._sent = _sent_with(self._instructions)
         self._compute: dict[Kind, Callable[[Action, Tensors], Tensors]] = {
             Kind.FORWARD: stage.forward,
             Kind.BACKWARD: stage.backward,
@@ -83,6 +86,8 @@ class Executor:
         for number, instruction in enumerate(self._instructions):
             yield instruction
             self._carry_out(instruction, calls)
+            if calls and number in self._sent:
+                calls.sent(self._sent[number])
             if calls and number == self._last:
                 calls.communicated()
         if calls:
@@ -129,3 +134,17 @@ class Executor:
             return self._values.pop(value)
         except KeyError:
             raise RuntimeFault(f"rank {self.rank}: {self._needs.words(value)} is not here for {what}") from None
+
+
+def _sent_with(instructions: Sequence[Instruction]) -> dict[int, Action]:
+    """By instruction: the computation of which it sends the last that others need. What nobody else needs is sent when it was made."""
+    sent: dict[int, Action] = {}
+    ran = -1
+    for number, (do, what) in enumerate(instructions):
+        if do is Do.SEND:
+            sent[number] = sent.pop(ran)
+            ran = number
+        elif isinstance(what, Action):
+            sent[number] = what
+            ran = number
+    return sent

@@ -1,8 +1,8 @@
 """Own an iteration: the engine of its program, the connection to the partner, what is measured, and what is written down of it.
 
-In: a configuration; for each iteration its program, and `begin`, `before`, `after`, `communicated` and `end` as an engine has them, from
-whoever runs the pipelined loop. Out: the same calls, made on the program's engine; lines in the log, and measurements for a report.
-Knows neither who runs the loop nor how its operations are found out.
+In: a configuration; for each iteration its program, and `begin`, `before`, `after`, `sent`, `communicated` and `end` as an engine has
+them, from whoever runs the pipelined loop. Out: the same calls, made on the program's engine; lines in the log, and measurements for a
+report. Knows neither who runs the loop nor how its operations are found out.
 """
 
 from __future__ import annotations
@@ -124,6 +124,9 @@ class Driver:
         engine.after(op, outputs, inputs)
         if op.kind is Kind.FORWARD and self.watermark is not None and self._meter is not None and self._program is not None:
             self.watermark.saw(op, self._meter, engine, self._program)
+
+    def sent(self, op: Action) -> None:
+        self._engine_now.sent(op)
 
     def communicated(self) -> None:
         self._engine_now.communicated()

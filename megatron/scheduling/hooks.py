@@ -95,6 +95,7 @@ class Hooks:
             tensors, inputs = _as_list(outputs), _as_list(given["input_tensor"])
             self._forward_of[id(tensors[0])] = op
             driver.after(op, tensors, inputs)
+            driver.sent(op)
             return outputs, num_tokens
 
         return forward
@@ -112,6 +113,7 @@ class Hooks:
             driver.before(op)
             gradient = backward_step(input_tensor, output_tensor, output_tensor_grad, config)
             driver.after(op)
+            driver.sent(op)
             return gradient
 
         return backward

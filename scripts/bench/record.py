@@ -73,6 +73,10 @@ class Timed:
         with self.timed():
             self._engine.after(op, outputs, inputs)
 
+    def sent(self, op: Action) -> None:
+        with self.timed():
+            self._engine.sent(op)
+
     def communicated(self) -> None:
         with self.timed():
             self._engine.communicated()

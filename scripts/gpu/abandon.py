@@ -73,6 +73,9 @@ class Breaking:
     def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
         self._engine.after(op, outputs, inputs)
 
+    def sent(self, op: Action) -> None:
+        self._engine.sent(op)
+
     def communicated(self) -> None:
         raise AssertionError("the iteration should have failed")
 

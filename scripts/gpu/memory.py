@@ -83,6 +83,9 @@ class Watch:
     def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
         self.seen[op.kind] = self._start, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
 
+    def sent(self, op: Action) -> None:
+        """Nothing to say."""
+
     def communicated(self) -> None:
         """Nothing to say."""
 

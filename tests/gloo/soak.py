@@ -193,7 +193,7 @@ class Watched:
 
     def __init__(self, rank: Rank, engine: Engine) -> None:
         self.rank, self.engine = rank, engine
-        self.begin, self.communicated, self.end = engine.begin, engine.communicated, engine.end
+        self.begin, self.sent, self.communicated, self.end = engine.begin, engine.sent, engine.communicated, engine.end
 
     def before(self, op: Action) -> None:
         self.engine.before(op)

@@ -221,6 +221,7 @@ class FakeStorage:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.device = device
+        self._cdata = id(self)
         self._nbytes = nbytes
         self._address = device.take(nbytes)
 

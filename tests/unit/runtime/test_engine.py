@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.runtime import engine as engine_module
@@ -25,11 +26,14 @@ from bpipe.runtime import evictor
 from bpipe.runtime.capture import SavedStorage, find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.messages import Alone
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
 from bpipe.transport.layout import BufferLayout
-from tests.unit.runtime.loop import WIDTH, gradient, inputs_of, new_weight, run_iteration, schedule, stage
+from tests.unit.runtime.loop import WIDTH, Small, drawn, gradient, inputs_of, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")
 
@@ -278,6 +282,7 @@ def test_the_stages_output_is_not_kept() -> None:
     output = stage(torch.nn.Parameter(torch.randn(WIDTH, WIDTH)), received)
     tensor, storage = weakref.ref(output), StorageWeakRef(output.untyped_storage())
     engine.after(Action(0, Kind.FORWARD, 0), [output], [received])
+    engine.sent(Action(0, Kind.FORWARD, 0))
     del output
     assert tensor() is None
     assert storage.expired()
@@ -375,18 +380,18 @@ def leaving_in(engine: Engine) -> int:
 
 
 def test_an_eviction_ends_before_the_next_operation_and_not_before_the_output_is_sent() -> None:
-    """The loop sends an operation's output when `after` returns: waiting for the eviction there kept the next stage waiting."""
+    """Megatron's loop sends an operation's output when its hooks return: waiting for the eviction there kept the next stage waiting."""
     plan = schedule(6, 12)
     engine = engine_for(plan)
     sending: list[int] = []
     before: list[int] = []
-    after = engine.after
+    sent = engine.sent
 
-    def looked(op: Action, *arguments: Sequence[torch.Tensor]) -> None:
-        after(op, *arguments)
+    def looked(op: Action) -> None:
+        sent(op)
         sending.append(leaving_in(engine))
 
-    engine.after = looked  # type: ignore[method-assign, assignment]
+    engine.sent = looked  # type: ignore[method-assign]
     run_iteration(engine, plan, new_weight(), computing=lambda: before.append(leaving_in(engine)))
     beside = [any(action.kind is Kind.EVICT for action in step.before) for step in steps(plan, 0)[1:-1]]
     assert sum(beside) == num_transfers(plan, 0).evictions
@@ -418,6 +423,92 @@ def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pyt
     assert leaving == [0] * num_transfers(plan, 0).loads
 
 
+def test_what_stands_behind_a_computation_starts_when_its_output_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load in the bubble waits for an eviction before it, and that for the partner, who may need the output to come so far."""
+
+    def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
+        program = list(steps(plan, rank))
+        place = next(place for place, step in enumerate(program) if any(action.kind is Kind.LOAD for action in step.before))
+        program[place - 1] = program[place - 1]._replace(after=program[place].before)
+        program[place] = program[place]._replace(before=())
+        return tuple(program)
+
+    monkeypatch.setattr(engine_module, "steps", moved)
+    log: list[str] = []
+
+    class Logged(LateTransport):
+        def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+            log.append("load")
+            return super().get(host_buffer, tensors)
+
+    plan = schedule()
+    engine, messages = engine_for(plan, Logged()), drawn()
+    send = messages.send
+
+    def sending(message: Message, tensors: Tensors) -> None:
+        log.append(f"send {message}")
+        send(message, tensors)
+
+    messages.send = sending  # type: ignore[method-assign]
+    Executor(plan, 0, Small(plan, 0, new_weight()), messages).run(engine)
+    assert log[log.index("load") - 1 : log.index("load") + 2] == ["send 0F3>1F3", "load", "send 0F4>1F4"]
+
+
+def test_a_loop_that_does_not_say_what_was_sent_is_refused() -> None:
+    engine = engine_for(schedule())
+    engine.begin()
+    engine.before(Action(0, Kind.FORWARD, 0))
+    engine.after(Action(0, Kind.FORWARD, 0))
+    with pytest.raises(RuntimeFault, match="rank 0: 0F1 is about to run, but nobody said that what 0F0 made has been sent"):
+        engine.before(Action(0, Kind.FORWARD, 1))
+
+
+class Keeping(Alone):
+    """Messages that some micro-batches' outputs are long in."""
+
+    def __init__(self) -> None:
+        super().__init__(drawn()._drawn)
+        self._kept: list[Tensors] = []
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        if message.made_by[0].microbatch % 2:
+            self._kept.append(tensors)
+
+
+class LettingGo(Small):
+    """Frees its outputs once they are sent, as Megatron does, by exchanging what lies behind them."""
+
+    def after(self, op: Action) -> None:
+        for output in self._held[op.stage, op.microbatch][1]:
+            output.data = torch.empty_like(output)
+
+
+def test_an_output_that_is_saved_too_stays_however_long_it_is_being_sent() -> None:
+    """Some micro-batches would be larger than others: the host buffers have one size."""
+
+    def forward(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ weight).exp()
+
+    plan, weight = schedule(), new_weight()
+    engine = engine_for(plan)
+    stage_here = LettingGo(plan, 0, weight, forward=forward)
+    calls: Any = SimpleNamespace(begin=engine.begin, before=engine.before, after=engine.after, end=engine.end)
+    calls.communicated = engine.communicated
+
+    def sent(op: Action) -> None:
+        engine.sent(op)
+        if op.kind is Kind.FORWARD:
+            stage_here.after(op)
+
+    calls.sent = sent
+    Executor(plan, 0, stage_here, Keeping()).run(calls)
+    expected = new_weight()
+    run_iteration(None, plan, expected, forward=forward)
+    assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
+    # What it received and what tanh made; exp saved what it made, which went on.
+    assert engine.moved_bytes == {0: 2 * 16 * WIDTH * 4}
+
+
 def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_its_last_message() -> None:
     """In front of that message it could make the partner wait for what waits for it: one queue for all streams is enough."""
     returned: list[int] = []
@@ -442,7 +533,7 @@ def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_i
 
         return looked
 
-    calls: Any = SimpleNamespace(begin=engine.begin, before=engine.before, after=engine.after, end=looking(engine.end))
+    calls: Any = SimpleNamespace(begin=engine.begin, before=engine.before, after=engine.after, sent=engine.sent, end=looking(engine.end))
     calls.communicated = looking(engine.communicated)
     run_iteration(calls, plan, new_weight(), rank=5)
     assert seen == [4, 5, 5, 5]

@@ -20,7 +20,7 @@ from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import Tensors, TorchStages
 from tests.unit.runtime.loop import Small, drawn, new_weight
 from tests.unit.runtime.loop import schedule as balanced
-from tests.unit.runtime.pipeline import in_a_pipeline, in_one_piece
+from tests.unit.runtime.pipeline import WIDTH, Model, in_a_pipeline, in_one_piece
 from tests.unit.runtime.test_engine import engine_for
 
 # The halves of a backward apart.
@@ -102,9 +102,10 @@ def test_an_input_that_the_loop_holds_leaves_too() -> None:
 class Log:
     """Calls and messages of a rank, in the order in which they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = 2) -> None:
+        self._length = length
         self.entries: list[str] = []
-        self.sent: list[Tensors] = []
+        self.carried: list[Tensors] = []
 
     def begin(self) -> None:
         self.entries.append("begin")
@@ -114,6 +115,9 @@ class Log:
 
     def after(self, op: Action, outputs: object = (), inputs: object = ()) -> None:
         self.entries.append(f"after {op}")
+
+    def sent(self, op: Action) -> None:
+        self.entries.append(f"sent {op}")
 
     def communicated(self) -> None:
         self.entries.append("communicated")
@@ -126,19 +130,32 @@ class Log:
 
     def send(self, message: Message, tensors: Tensors) -> None:
         self.entries.append(f"send {message}")
-        self.sent.append(tensors)
+        self.carried.append(tensors)
 
     def wait(self, message: Message) -> Tensors:
         self.entries.append(f"wait {message}")
-        return (torch.ones(2),)
+        return (torch.ones(self._length),)
 
 
 def test_each_call_has_its_place() -> None:
     plan, log = build(ScheduleConfig("1f1b", 3, 1)), Log()
     Executor(plan, 1, TorchStages({1: lambda microbatch, x: x * 2}), log).run(log)
-    forward = ["post 0F0>1F0", "post 2B0>1B0", "wait 0F0>1F0", "before 1F0", "after 1F0", "send 1F0>2F0"]
-    backward = ["wait 2B0>1B0", "before 1B0", "after 1B0", "send 1B0>0B0", "communicated"]
+    forward = ["post 0F0>1F0", "post 2B0>1B0", "wait 0F0>1F0", "before 1F0", "after 1F0", "send 1F0>2F0", "sent 1F0"]
+    backward = ["wait 2B0>1B0", "before 1B0", "after 1B0", "send 1B0>0B0", "sent 1B0", "communicated"]
     assert log.entries == ["begin", *forward, *backward, "wait 1F0>2F0", "wait 1B0>0B0", "end"]
+
+
+def test_what_nobody_else_needs_counts_as_sent_when_it_was_made() -> None:
+    plan, log = read_grid(FOLDED), Log(WIDTH)
+    model = Model(4)
+    Executor(plan, 1, model.parts(plan, 1), log).run(log)
+    calls = [entry for entry in log.entries if entry.startswith(("after", "send", "sent"))]
+    passed_on = {"1B": "0B", "2F": "3F"}
+    expected = []
+    for cell in ("1F0", "2F0", "1F1", "2F1", "2B0", "1B0", "2B1", "1B1"):
+        other = passed_on.get(cell[:2])
+        expected += [f"after {cell}", *([f"send {cell}>{other}{cell[2]}"] if other else []), f"sent {cell}"]
+    assert calls == expected
 
 
 def test_what_is_sent_stays_when_its_stage_lets_go_of_it() -> None:
@@ -152,7 +169,7 @@ def test_what_is_sent_stays_when_its_stage_lets_go_of_it() -> None:
 
     plan, log = build(ScheduleConfig("1f1b", 3, 1)), Log()
     Executor(plan, 1, LettingGo({1: lambda microbatch, x: x * 2}), log).run()
-    assert torch.equal(log.sent[0][0], torch.full((2,), 2.0))
+    assert torch.equal(log.carried[0][0], torch.full((2,), 2.0))
 
 
 def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:

@@ -109,7 +109,7 @@ class Fake:
         microbatch = self._live[action.microbatch] = Microbatch(self._device, (str(action), self._iteration))
         with self._workspace(action):
             microbatch.forward(self._device)
-        output = SimpleNamespace(grad_fn=microbatch, detach=lambda: None)
+        output = SimpleNamespace(grad_fn=microbatch, detach=lambda: None, untyped_storage=lambda: SimpleNamespace(_cdata=0))
         return (output,)  # type: ignore[return-value]
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:

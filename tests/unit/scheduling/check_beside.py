@@ -84,7 +84,9 @@ def wrapped(driver: Driver, loop: Callable[..., Any]) -> Callable[..., Any]:
 def computing(driver: Driver, rank: int) -> None:
     """All computations of a loop: the hooks themselves begin and end."""
     nothing: Callable[[], None] = lambda: None  # noqa: E731
-    calls: Any = SimpleNamespace(begin=nothing, before=driver.before, after=driver.after, communicated=nothing, end=nothing)
+    calls: Any = SimpleNamespace(
+        begin=nothing, before=driver.before, after=driver.after, sent=driver.sent, communicated=nothing, end=nothing
+    )
     run_iteration(calls, PLAN, new_weight(), rank=rank)
 
 
