@@ -6,23 +6,25 @@ Nothing else in this project assigns to a name of Megatron's scheduler or traine
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from megatron.scheduling import upstream
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 @dataclass(frozen=True)
 class Patch:
     """One function of Megatron: where it is, the parameters it had in the version that was tried, and the modules that import its name.
 
-    A wrapper that `observes` hands on whatever it is given: of it only the parameters that are read stand here, and others do not matter.
+    `name` may be that of a class's attribute, with a dot. A wrapper that `observes` hands on whatever it is given: of it only the
+    parameters that are read stand here, and others do not matter.
     """
 
     module: str
@@ -51,9 +53,21 @@ ONE_F_ONE_B = Patch(_SCHEDULES, "forward_backward_pipelining_without_interleavin
 NO_PIPELINING = Patch(_SCHEDULES, "forward_backward_no_pipelining", _LOOP)
 INTERLEAVED = Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _LOOP)
 TRAIN_STEP = Patch("megatron.training.training", "train_step", ("model", "optimizer", "iteration"), observes=True)
+LINEAR = Patch(
+    _LAYERS,
+    "linear_with_grad_accumulation_and_async_allreduce",
+    (
+        *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "grad_output_buffer"),
+        *("wgrad_deferral_limit", "tp_group", "gtp_remat_size"),
+    ),
+    bound_in=("megatron.core.tensor_parallel",),
+)
+LINEAR_BACKWARD = Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.backward", ("ctx", "grad_output"))
 PARSE_ARGS = Patch("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args"))
 PRETRAIN = Patch("megatron.training.training", "pretrain", (), bound_in=("megatron.training",), observes=True)
-PATCHES = (FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, NO_PIPELINING, TRAIN_STEP, PARSE_ARGS, PRETRAIN)
+PATCHES = (
+    *(FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, NO_PIPELINING, LINEAR, LINEAR_BACKWARD, TRAIN_STEP, PARSE_ARGS, PRETRAIN),
+)
 
 # A wrapper is made from the function it stands for.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -63,16 +77,19 @@ class Installed:
     """Patches that are in. `remove` puts every function back, then ends what `closing` was told of."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+        # Whose attribute, its name, and what was there: a function, or what a class has instead of one.
+        self._originals: list[tuple[object, str, Any]] = []
         self._closing: list[Callable[[], None]] = []
 
     def add(self, patch: Patch, wrap: Wrap) -> None:
-        original = getattr(importlib.import_module(patch.module), patch.name)
-        replacement = wrap(original)
-        for name in (patch.module, *patch.bound_in):
-            module = importlib.import_module(name)
-            self._originals.append((module, patch.name, original))
-            setattr(module, patch.name, replacement)
+        owner, name = _place(patch.module, patch.name)
+        replacement: Any = wrap(getattr(owner, name))
+        if isinstance(inspect.getattr_static(owner, name), staticmethod):
+            replacement = staticmethod(replacement)
+        for module in (patch.module, *patch.bound_in):
+            owner, name = _place(module, patch.name)
+            self._originals.append((owner, name, inspect.getattr_static(owner, name)))
+            setattr(owner, name, replacement)
 
     def closing(self, close: Callable[[], None]) -> None:
         """Call this when the patches have been taken out."""
@@ -80,10 +97,16 @@ class Installed:
 
     def remove(self) -> None:
         while self._originals:
-            module, name, original = self._originals.pop()
-            setattr(module, name, original)
+            owner, name, original = self._originals.pop()
+            setattr(owner, name, original)
         while self._closing:
             self._closing.pop()()
+
+
+def _place(module: str, name: str) -> tuple[Any, str]:
+    """Whose attribute a name is, which may have dots, and which of its attributes. Raises AttributeError where there is no such owner."""
+    *owners, last = name.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(module)), last
 
 
 def install(wraps: Mapping[Patch, Wrap]) -> Installed:
@@ -111,8 +134,10 @@ def install(wraps: Mapping[Patch, Wrap]) -> Installed:
 def differences(patch: Patch) -> list[str]:
     """What is not as it was read: a missing function, new parameters, missing ones. Empty where all is well."""
     where = f"{patch.module}.{patch.name}"
-    function = getattr(importlib.import_module(patch.module), patch.name, None)
-    if function is None:
+    try:
+        owner, name = _place(patch.module, patch.name)
+        function = getattr(owner, name)
+    except AttributeError:
         return [f"{where} is gone"]
     found = tuple(inspect.signature(function).parameters)
     if found == patch.parameters:

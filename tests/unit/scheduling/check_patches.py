@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import re
 from dataclasses import fields, replace
@@ -19,6 +20,7 @@ startup.prepare()
 
 # isort: split
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
@@ -33,6 +35,19 @@ CONFIG = SchedulingConfig(balance=True, num_ranks=4, num_chunks=1)
 
 def functions() -> list[object]:
     return [getattr(module, patch.name) for patch in patches.PATCHES for module in (schedules, training) if hasattr(module, patch.name)]
+
+
+def a_class_gets_back_what_it_had() -> None:
+    """A static method is called through its class, and one of an instance would be handed that."""
+    kind = layers.LinearWithGradAccumulationAndAsyncCommunication
+    before = inspect.getattr_static(kind, "backward")
+    installed = patches.install({patches.LINEAR_BACKWARD: lambda backward: lambda *given: given})
+    assert isinstance(inspect.getattr_static(kind, "backward"), staticmethod)
+    assert kind().backward(1, 2) == kind.backward(1, 2) == (1, 2)
+    installed.remove()
+    assert inspect.getattr_static(kind, "backward") is before
+    gone = replace(patches.LINEAR_BACKWARD, name="LinearWithout.backward")
+    assert patches.differences(gone) == ["megatron.core.tensor_parallel.layers.LinearWithout.backward is gone"]
 
 
 def removing_restores_megatrons_own() -> None:
@@ -140,6 +155,7 @@ def what_may_be_missing_is_there() -> None:
 
 if __name__ == "__main__":
     removing_restores_megatrons_own()
+    a_class_gets_back_what_it_had()
     signatures_are_those_that_were_read()
     another_signature_is_refused_with_nothing_replaced()
     the_megatron_that_runs_is_named_once()

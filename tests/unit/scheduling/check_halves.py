@@ -1,0 +1,428 @@
+"""Backwards of Megatron's own layers whole and in halves, side by side, in a process of its own: importing takes seconds. What comes out is
+the same in every bit, and what does not belong together is refused. Ends with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.scheduling import startup
+from tests.gloo.fused import stand_in
+
+stand_in()
+startup.prepare()
+
+# isort: split
+import pytest
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bpipe.runtime.errors import RuntimeFault
+from megatron.scheduling import patches
+from megatron.scheduling.halves import Halves, Keep
+
+HIDDEN, LENGTH, BATCH = 64, 16, 2
+MICROBATCHES = 4
+# Halves far apart, several micro-batches in flight, forwards between the halves of others.
+LATE = "F0 F1 F2 I0 I1 F3 W0 I2 I3 W1 W2 W3"
+AT_ONCE = "F0 I0 W0 F1 F2 I1 W1 I2 W2 F3 I3 W3"
+OUT_OF_STEP = "F0 F1 I0 I1 W0 W1 F2 F3 I2 W2 I3 W3"
+ORDERS = (LATE, AT_ONCE, OUT_OF_STEP)
+
+
+def config(**settings: Any) -> TransformerConfig:
+    given = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "use_cpu_initialization": True, **settings}
+    return TransformerConfig(**given)
+
+
+class Layers(torch.nn.Module):
+    """A stage in the middle: layers only."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.config = config(**settings)
+        spec = get_gpt_layer_local_spec(num_experts=self.config.num_moe_experts, normalization=self.config.normalization)
+        self.block = TransformerBlock(self.config, spec, pre_process=False, post_process=False)
+
+    def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
+        self.block.set_input_tensor(received)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return self.block(hidden_states=None, attention_mask=mask)
+
+
+class Thrice(torch.nn.Module):
+    """One weight that three layers share, in front of each other: with two its sum would have no order."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.config = config(**settings)
+        self.linear = ColumnParallelLinear(
+            HIDDEN, HIDDEN, config=self.config, init_method=self.config.init_method, bias=True, skip_bias_add=False
+        )
+
+    def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
+        hidden = received
+        for _ in range(3):
+            hidden = self.linear(torch.tanh(hidden))[0]
+        return hidden
+
+
+class Whole(torch.nn.Module):
+    """A model that is one stage: the embedding's weight is the output layer's."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.config = config(**settings)
+        self.model = GPTModel(self.config, get_gpt_layer_local_spec(), 128, LENGTH, share_embeddings_and_output_weights=True)
+
+    def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
+        tokens = torch.randint(128, (BATCH, LENGTH), generator=torch.Generator().manual_seed(microbatch))
+        places = torch.arange(LENGTH).expand(BATCH, LENGTH)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return self.model(tokens, places, mask, labels=tokens)
+
+
+class Besides(Thrice):
+    """The weight of a linear layer, and a penalty on it."""
+
+    def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return super().forward(received, microbatch) + self.linear.weight.square().sum()
+
+
+class Frozen(Thrice):
+    """What a linear layer receives needs no gradient, so it has no backward for inputs at all."""
+
+    def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return self.linear(received.detach())[0] + received
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage of its own kind. `wrapped`: reduced over the ranks that have the same data, of which there is one."""
+
+    kind: Callable[..., torch.nn.Module] = Layers
+    settings: tuple[tuple[str, Any], ...] = ()
+    wrapped: bool = False
+
+    def make(self) -> torch.nn.Module:
+        tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        torch.manual_seed(1234)
+        settings = dict(self.settings)
+        model: Any = self.kind(**settings).to(settings.get("params_dtype", torch.float32))
+        for parameter in model.parameters():
+            # Norms and biases begin with ones and zeros, for which a wrong sum may look right.
+            with torch.no_grad():
+                parameter.add_(torch.randn_like(parameter) / 50)
+        if self.wrapped:
+            reduction = DistributedDataParallelConfig(overlap_grad_reduce=True, grad_reduce_in_fp32=True)
+            model = DistributedDataParallel(model.config, reduction, model)
+            model.zero_grad_buffer()
+        return model
+
+
+def case(kind: Callable[..., torch.nn.Module] = Layers, wrapped: bool = False, **settings: Any) -> Case:
+    return Case(kind, tuple(settings.items()), wrapped)
+
+
+SWIGLU = {
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 96,
+}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
+FUSED = {"gradient_accumulation_fusion": True}
+CASES = {
+    "gpt": case(),
+    "swiglu": case(**SWIGLU),
+    "bias of queries": case(**SWIGLU, add_qkv_bias=True),
+    "bf16": case(params_dtype=torch.bfloat16, bf16=True, pipeline_dtype=torch.bfloat16),
+    "experts": case(**EXPERTS),
+    "recomputed": case(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "attention recomputed": case(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "norms recomputed": case(recompute_granularity="selective", recompute_modules=["layernorm"]),
+    "one weight thrice": case(Thrice),
+    "nothing to send": case(Frozen),
+    "tied": case(Whole),
+    "reduced": case(wrapped=True),
+    "reduced, one weight thrice": case(Thrice, wrapped=True),
+    "fused": case(**FUSED, wrapped=True),
+    "fused, one weight thrice": case(Thrice, **FUSED, wrapped=True),
+    "fused, recomputed": case(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **FUSED, wrapped=True),
+    "fused, tied": case(Whole, **FUSED, wrapped=True),
+}
+
+
+class Stage:
+    """Runs passes of a stage as the pipelined loop does; the other stages are numbers drawn by the micro-batch."""
+
+    def __init__(self, model: torch.nn.Module, halves: Halves | None = None) -> None:
+        self.model, self.halves = model, halves
+        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.sent: dict[int, torch.Tensor | None] = {}
+        self.config = self.model.config
+        self.config.deallocate_pipeline_outputs = False
+        self.dtype = next(model.parameters()).dtype
+
+    def _drawn(self, microbatch: int, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(microbatch)).to(self.dtype)
+
+    def forward(self, microbatch: int) -> None:
+        received = self._drawn(microbatch, (LENGTH, BATCH, HIDDEN)).requires_grad_()
+        self.held[microbatch] = received, self.model(received, microbatch)
+
+    def backward(self, microbatch: int) -> None:
+        received, output = self.held.pop(microbatch)
+        schedules.backward_step(received, output, self._drawn(100 + microbatch, output.shape), self.config)
+        self.sent[microbatch] = received.grad
+
+    def run(self, order: str) -> None:
+        """Passes by their names, of stage 0; a B is a backward that is not split."""
+        assert self.halves is not None
+        for name in order.split():
+            key = 0, int(name[1:])
+            if name[0] == "W":
+                self.halves.run(key)
+            else:
+                with nullcontext() if f"B{key[1]}" in order else self.halves.deferring(key):
+                    (self.forward if name[0] == "F" else self.backward)(key[1])
+
+
+@contextmanager
+def installed(halves: Halves) -> Iterator[None]:
+    patched = patches.install(halves.wraps())
+    try:
+        yield
+    finally:
+        patched.remove()
+        halves.abandon()
+
+
+def gradients(stage: Stage) -> dict[str, torch.Tensor | None]:
+    """What the weights have, and what went to the stage before."""
+    found = {name: getattr(each, "main_grad", each.grad) for name, each in stage.model.named_parameters()}
+    return found | {f"sent {microbatch}": sent for microbatch, sent in sorted(stage.sent.items())}
+
+
+def whole(of: Case, order: str) -> Stage:
+    """Megatron as it is, the forwards and backwards in this order."""
+    stage = Stage(of.make())
+    for name in order.split():
+        if name[0] == "F":
+            stage.forward(int(name[1:]))
+        elif name[0] in "IB":
+            stage.backward(int(name[1:]))
+    return stage
+
+
+def split(of: Case, order: str, halves: Halves | None = None) -> Stage:
+    halves = halves or Halves()
+    stage = Stage(of.make(), halves)
+    with installed(halves):
+        halves.begin()
+        stage.run(order)
+        halves.begin()
+    return stage
+
+
+def same(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None], name: str) -> None:
+    assert expected.keys() == found.keys()
+    for key, gradient in expected.items():
+        other = found[key]
+        if gradient is None:
+            assert other is None, f"{name}: {key} has a gradient"
+            continue
+        assert other is not None, f"{name}: {key} has no gradient"
+        assert gradient.abs().sum() > 0, f"{name}: {key} has a gradient of zeros, which would be equal to anything forgotten"
+        assert torch.equal(gradient, other), f"{name}: {key} differs by {(gradient - other).abs().max()}"
+
+
+def halves_make_the_whole() -> None:
+    for name, of in CASES.items():
+        expected = gradients(whole(of, LATE))
+        for order in ORDERS if name in ("gpt", "fused, one weight thrice") else (LATE,):
+            same(expected, gradients(split(of, order)), f"{name}, {order}")
+
+
+def kept_for_nothing_they_are_whole_at_once() -> None:
+    halves = Halves(Keep.NONE)
+    assert halves.wraps() == {}
+    stage = Stage(CASES["gpt"].make(), halves)
+    with installed(halves):
+        stage.run("F0 F1 I0 I1")
+        assert halves.storages((0, 0)) == ()
+        expected = gradients(stage)
+        stage.run("W0 W1")
+    same(expected, gradients(stage), "none")
+    same(expected, gradients(whole(CASES["gpt"], "F0 F1 B0 B1")), "none")
+
+
+def a_whole_backward_between_split_ones_stays_whole() -> None:
+    order = "F0 F1 F2 I0 W0 B1 I2 W2"
+    for name in ("gpt", "recomputed", "fused"):
+        of = CASES[name]
+        same(gradients(whole(of, order)), gradients(split(of, order)), name)
+
+
+def told(of: Case, run: Callable[[Case, str], Stage], order: str) -> Counter[str]:
+    """How often each parameter was said to be ready."""
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+
+    def ready(group: object, parameter: torch.Tensor, *_: object, **__: object) -> None:
+        counts[names[id(parameter)]] += 1
+
+    make = Case.make
+
+    def named(of: Case) -> torch.nn.Module:
+        model = make(of)
+        names.update({id(parameter): name for name, parameter in model.named_parameters()})
+        return model
+
+    with mock.patch.object(_ParamAndGradBucketGroup, "register_grad_ready", ready), mock.patch.object(Case, "make", named):
+        run(of, order)
+    return counts
+
+
+def every_parameter_is_told_once_a_micro_batch() -> None:
+    for name, of in CASES.items():
+        if of.wrapped:
+            counts = told(of, split, LATE)
+            assert counts == told(of, whole, LATE), name
+            assert set(counts.values()) == {MICROBATCHES}, name
+
+
+def only_what_linear_layers_need_is_left_between() -> None:
+    """Their inputs and the gradients of their outputs: 16 numbers a hidden one, four linear layers of 1 to 3, 1 to 1, 1 to 4 and 4 to 1."""
+    halves = Halves()
+    stage = Stage(case(num_layers=1).make(), halves)
+    with installed(halves):
+        stage.run("F0 F1")
+        received = weakref.ref(stage.held[0][0])
+        stage.run("I0")
+        # Passed on to the stage before.
+        stage.sent.clear()
+        assert sum(storage.nbytes() for storage in halves.storages((0, 0))) == 16 * LENGTH * BATCH * HIDDEN * 4
+        assert received() is None, "what was received is held although no linear layer computed on it"
+        assert halves.storages((0, 1)) == ()
+        weak = [StorageWeakRef(storage) for storage in halves.storages((0, 0))]
+        stage.run("W0")
+        assert all(each.expired() for each in weak)
+
+
+def what_waits_is_freed_as_it_is_done() -> None:
+    """W holds less and less: its first layer's tensors are gone before its last one runs."""
+    halves = Halves()
+    stage = Stage(case(num_layers=1).make(), halves)
+    alive = []
+    with installed(halves):
+        stage.run("F0 I0")
+        weak = [StorageWeakRef(storage) for storage in halves.storages((0, 0))]
+        for parameter in stage.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: alive.append(sum(not each.expired() for each in weak)))
+        stage.run("W0")
+    assert alive == sorted(alive, reverse=True)
+    assert alive[-1] <= 2 < alive[0]
+
+
+def halves_out_of_turn_are_refused() -> None:
+    for order, what in {
+        "F0 I0 W0 W0": "stage 0, micro-batch 0: W runs after 0 passes of it",
+        "F0 W0": "W runs after 1 passes",
+        "W0": "W runs after 0 passes",
+        "F0 I0": "weights' halves of stage 0, micro-batch 0 are left over from the last iteration",
+    }.items():
+        with pytest.raises(RuntimeFault, match=what):
+            split(CASES["gpt"], order)
+    halves = Halves()
+    stage = Stage(CASES["gpt"].make(), halves)
+    with installed(halves):
+        stage.run("F0")
+        with pytest.raises(RuntimeFault, match="a backward runs whole whose forward was split"):
+            stage.backward(0)
+    with halves.deferring((0, 0)), pytest.raises(RuntimeFault, match="begins inside of another one"), halves.deferring((0, 1)):
+        pass
+
+
+def a_weight_that_is_used_otherwise_too_is_refused() -> None:
+    of = case(Besides)
+    with pytest.raises(RuntimeFault, match=r"a weight of \(64, 64\) is used by a linear layer.*--bpipe-keep-weights-halves none"):
+        split(of, LATE)
+    same(gradients(whole(of, LATE)), gradients(split(of, LATE, Halves(Keep.NONE))), "besides")
+
+
+# Where a line is missing or wrong, and the case that shows it.
+MUTATIONS = (
+    ("linear(input, weight.detach(),", "linear(input, weight,", "reduced"),
+    ("None if bias is None else bias.detach()", "bias", "reduced"),
+    ("while kept.halves:", "while len(kept.halves) > 1:", "gpt"),
+    ("half = kept.halves.pop()", "half = kept.halves.pop(0)", "one weight thrice"),
+    ("self._kept.pop(key, _Kept())", "self._kept.get(key, _Kept())", "gpt"),
+    ("gradient.sum(dim=0) if self.bias is not None else None", "None", "bias of queries"),
+    ("weight.grad_added_to_main_grad = True", "pass", "fused"),
+    ("use_bias = False", "use_bias = True", "bias of queries"),
+    ("and inputs.requires_grad", "", "nothing to send"),
+    ('and not getattr(weight, "is_embedding_or_output_parameter", False)', "", "tied"),
+)
+
+
+def what_is_left_out_is_noticed() -> None:
+    source = Path(str(sys.modules[Halves.__module__].__file__)).read_text()
+    for line, instead, name in MUTATIONS:
+        assert source.count(line) == 1, f"{line} is not in the code: bring the table up to date"
+        mutated: Any = ModuleType("mutated")
+        sys.modules["mutated"] = mutated
+        exec(compile(source.replace(line, instead), "mutated", "exec"), mutated.__dict__)
+        expected = gradients(whole(CASES[name], LATE))
+        try:
+            same(expected, gradients(split(CASES[name], LATE, mutated.Halves())), name)
+        except (AssertionError, AttributeError, RuntimeError):
+            continue
+        raise SystemExit(f"with {instead!r} instead of {line!r} the halves of {name} make the same gradients")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    halves_make_the_whole()
+    kept_for_nothing_they_are_whole_at_once()
+    a_whole_backward_between_split_ones_stays_whole()
+    every_parameter_is_told_once_a_micro_batch()
+    only_what_linear_layers_need_is_left_between()
+    what_waits_is_freed_as_it_is_done()
+    halves_out_of_turn_are_refused()
+    a_weight_that_is_used_otherwise_too_is_refused()
+    what_is_left_out_is_noticed()
