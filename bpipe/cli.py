@@ -18,10 +18,11 @@ from pathlib import Path
 from bpipe import __version__
 from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.commands.parser import Parser, numbers, positive, share
-from bpipe.generate.families import FAMILIES, exchange_of, that_take_groups
+from bpipe.generate.families import FAMILIES, exchange_of, that_take_groups, that_take_shards
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.listing import write_listing, write_listing_json
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
 from bpipe.ir.messages import has_messages, read_runtime, write_runtime
@@ -138,6 +139,12 @@ def _add_arguments(parser: Parser) -> None:
         metavar="G",
         help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P, or P/2)",
     )
+    add(
+        "--vocabulary",
+        choices=tuple(one.value for one in Vocabulary),
+        help=f"{that_take_shards()}: split the output layer over all ranks, by algorithm 1 or 2, or interlaced (default none: it is whole)",
+    )
+    add("--input-shards", action="store_true", help="with --vocabulary: split the embedding, too")
     add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")
@@ -212,14 +219,16 @@ def _generated(options: argparse.Namespace) -> Schedule:
             options.chunks,
             balancing(options.balance, options.bound, options.partners),
             options.group,
+            vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
+            input_shards=options.input_shards,
         )
     )
 
 
 def _imported(options: argparse.Namespace) -> Schedule:
-    for name in ("schedule", "stages", "microbatches", "group"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name} is for generating, --input reads a schedule: give one of them")
+    for name in ("schedule", "stages", "microbatches", "group", "vocabulary", "input_shards"):
+        if getattr(options, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
     source = "standard input" if options.input == "-" else options.input
     if options.input == "-" and sys.stdin is None:
         raise ValueError("--input -: standard input is closed")

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_groups
+from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_groups, that_take_shards
 from bpipe.generate.family import ALIKE, Family, UnitCosts
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
 from bpipe.passes.balance import balance
@@ -41,7 +42,8 @@ class ScheduleConfig:
     """What to build: `num_ranks` p pipeline ranks; with `num_chunks` v each of them computes v of p*v stages. Without `balance` as it is.
 
     `group_size`: how many micro-batches of an interleaved schedule go through a chunk before they go through the next, by default as many
-    as there are ranks. `costs` are for families that choose among their rules.
+    as there are ranks. `costs` are for families that choose among their rules. `vocabulary`: how the output layer is split over all ranks;
+    `input_shards`: and the embedding beside it.
     """
 
     schedule: str
@@ -51,6 +53,8 @@ class ScheduleConfig:
     balance: BalanceConfig | None = None
     group_size: int | None = None
     costs: UnitCosts = ALIKE
+    vocabulary: Vocabulary = Vocabulary.WHOLE
+    input_shards: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in FAMILIES:
@@ -58,13 +62,15 @@ class ScheduleConfig:
         for name in ("num_ranks", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
-        computations = 2 * self.num_ranks * self.num_microbatches * self.num_chunks
+        shards = 2 * (self.vocabulary is not Vocabulary.WHOLE) + 2 * self.input_shards
+        computations = (2 * self.num_chunks + shards) * self.num_ranks * self.num_microbatches
         if computations > MAX_COMPUTATIONS:
             raise ValueError(f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
         self._check_chunks(FAMILIES[self.schedule])
         if self.group_size is not None and not FAMILIES[self.schedule].takes_groups:
             others = f"leave the group out, or choose from {that_take_groups()}"
             raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: {others}")
+        self._check_shards(FAMILIES[self.schedule])
 
     def _check_chunks(self, family: Family) -> None:
         if self.num_chunks < family.min_chunks:
@@ -74,6 +80,20 @@ class ScheduleConfig:
                 f"schedule {self.schedule} takes at most {family.max_chunks} chunk a rank, not {self.num_chunks}: "
                 f"leave it at {family.max_chunks}, or choose a schedule with chunks ({that_take_chunks()})"
             )
+
+    def _check_shards(self, family: Family) -> None:
+        if self.vocabulary is Vocabulary.WHOLE:
+            if self.input_shards:
+                raise ValueError(
+                    "shards of the embedding stand beside those of the output layer: choose a vocabulary 1, 2 or interlaced, too"
+                )
+        elif family.sharded is None:
+            raise ValueError(
+                f"schedule {self.schedule} has no place for shards of the vocabulary: leave the vocabulary whole, or choose from "
+                f"{that_take_shards()}"
+            )
+        elif self.num_ranks < 2:
+            raise ValueError("1 rank has nobody to share the vocabulary with: leave it whole, or take more ranks")
 
     @property
     def balance_name(self) -> str:
@@ -96,8 +116,12 @@ def build(config: ScheduleConfig) -> Schedule:
 
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
-    sizes = (config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size)
-    return run(FAMILIES[config.schedule].generate(*sizes, config.costs), passes(config.balance))
+    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    if config.vocabulary is Vocabulary.WHOLE:
+        schedule = family.generate(*sizes, config.group_size, config.costs)
+    else:
+        schedule = family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config.costs)
+    return run(schedule, passes(config.balance))
 
 
 @lru_cache(maxsize=256)

@@ -28,5 +28,9 @@ def that_take_groups() -> str:
     return ", ".join(name for name, family in FAMILIES.items() if family.takes_groups)
 
 
+def that_take_shards() -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.sharded is not None)
+
+
 def that_take_chunks() -> str:
     return ", ".join(name for name, family in FAMILIES.items() if family.max_chunks is None)

@@ -6,11 +6,11 @@ Nobody outside of this package compares a schedule's name: what tells families a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from bpipe.generate.place import Order, place
-from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.layout import Layout, Vocabulary, one_pipe
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 
@@ -34,6 +34,8 @@ ALIKE = UnitCosts()
 LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, group_size or None, costs) -> one order a rank.
 Orders = Callable[[int, int, int, int | None, UnitCosts], Sequence[Order]]
+# (num_microbatches, layout, costs) -> the same with shards of the vocabulary, as the layout says.
+ShardedOrders = Callable[[int, Layout, UnitCosts], Sequence[Order]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Family:
     `max_chunks` stages (None: any number). `takes_groups`: a group size may be given. `exchange` is the rule by which
     whoever runs it sends and receives between stages. `fill`: with that many micro-batches a rank the
     pipeline is full, and no rank holds more of them however many follow; None where every rank holds all, and has nothing to share.
+    `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Family:
     max_chunks: int | None = 1
     takes_groups: bool = False
     fill: int | None = None
+    sharded: ShardedOrders | None = None
 
     def generate(
         self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None, costs: UnitCosts = ALIKE
@@ -61,6 +65,18 @@ class Family:
         """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""
         orders = self.orders(num_ranks, num_microbatches, num_chunks, group_size, costs)
         return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
+
+    def generate_sharded(
+        self, num_ranks: int, num_microbatches: int, num_chunks: int, vocabulary: Vocabulary, input_shards: bool, costs: UnitCosts
+    ) -> Schedule:
+        """The same with shards of the output layer on all ranks, of the embedding too where asked. It has a name of its own.
+
+        No loop of Megatron's runs shards: by that name it is run by our executor.
+        """
+        assert self.sharded is not None, f"nobody has said where shards stand in {self.name}"
+        layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
+        name = f"{self.name}-vocabulary-{vocabulary.value}"
+        return place(name, num_microbatches, layout, self.sharded(num_microbatches, layout, costs))
 
     def chunks(self, most: int) -> range:
         """The numbers of chunks a rank that there are, up to `most`."""

@@ -1,27 +1,18 @@
-"""Orders that no file of the product knows, made by the rules of their papers: V-shaped, two pipes, a split vocabulary.
+"""Orders that no file of the product knows, made by the rules of their papers: V-shaped, two pipes.
 
 In: sizes. Out: a layout and one order a rank. They show what a schedule can be said to be.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import Layout, Vocabulary, one_pipe
-from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.layout import Layout, one_pipe
 from bpipe.ir.schedule import Schedule
 
-F, B, I, W, S, T = (  # noqa: E741
-    Kind.FORWARD,
-    Kind.BACKWARD,
-    Kind.BACKWARD_INPUT,
-    Kind.BACKWARD_WEIGHT,
-    Kind.SHARD_FORWARD,
-    Kind.SHARD_BACKWARD,
-)
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 # When a rank of p begins micro-batch 0's forward and input backward of its first chunk and its second, both forwards first.
 Starts = Callable[[int, int], tuple[int, int, int, int]]
@@ -73,54 +64,3 @@ def chimera(p: int) -> Schedule:
                 rows[rank].append((2 * p - 1 - stage + 2 * j, Action(stage, B, microbatch)))
     orders = [[action for _, action in sorted(row, key=lambda one: (one[0], one[1].microbatch))] for row in rows]
     return place("chimera", p, layout, orders)
-
-
-def split_vocabulary(p: int, m: int, vocabulary: Vocabulary) -> Schedule:
-    """1F1B with shards of the output layer: p - rank + n forwards ahead, S and T in one order, whatever can start earliest.
-
-    Yeung et al., 2024: n is 2 where the last backward waits for every T, 1 where it waits for every S only.
-    """
-    layout = Layout((tuple(range(p)),), vocabulary)
-    more = 1 if vocabulary is Vocabulary.TWO else 2
-    return place("1f1b-vocabulary", m, layout, _event_by_event(layout, [list(_stage(rank, p, m, more)) for rank in range(p)], m))
-
-
-def _stage(rank: int, p: int, m: int, more: int) -> Iterator[Action]:
-    ahead = min(m, p - rank + more)
-    yield from (Action(rank, F, k) for k in range(ahead))
-    for k in range(m):
-        yield Action(rank, B, k)
-        if ahead + k < m:
-            yield Action(rank, F, ahead + k)
-
-
-def _event_by_event(layout: Layout, own: list[list[Action]], m: int) -> list[list[Action]]:
-    """Every rank takes of its own order and of S0 T0 S1 T1 ... what can start first, shards before others."""
-    p = len(own)
-    needs = Needs(layout, m)
-    shards = [[Action(rank, kind, k) for k in range(m) for kind in (S, T)] for rank in range(p)]
-    over: dict[int, list[int]] = {}
-    orders: list[list[Action]] = [[] for _ in range(p)]
-    free = [(0, rank) for rank in range(p)]
-    while free:
-        now, rank = heapq.heappop(free)
-        heads = [queue for queue in (shards[rank], own[rank]) if queue]
-        ready = [queue for queue in heads if _is_made(needs, queue[0], over, now)]
-        if not ready:
-            if heads:
-                heapq.heappush(free, (now + 1, rank))
-            continue
-        action = ready[0].pop(0)
-        orders[rank].append(action)
-        if needs.made(action) != NOTHING:
-            over.setdefault(needs.made(action), []).append(now + 1)
-        heapq.heappush(free, (now + 1, rank))
-    return orders
-
-
-def _is_made(needs: Needs, action: Action, over: dict[int, list[int]], now: int) -> bool:
-    value = needs.needed(action)
-    if value == NOTHING:
-        return True
-    ends = over.get(value, [])
-    return len(ends) == len(needs.route(value).makers) and max(ends) <= now

@@ -11,7 +11,6 @@ from bpipe.draw.svg import write_svg
 from bpipe.ir.action import Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
-from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.program import Do, Exchange
 from bpipe.ir.schedule import Schedule
@@ -20,14 +19,14 @@ from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
-from tests.unit.hand_made import chimera, split_vocabulary, v_half, v_min, v_shaped
+from tests.unit.hand_made import chimera, v_half, v_min, v_shaped
+from tests.unit.test_sharded_schedules import SPLIT, sharded
 
 SCHEDULES = {
     **{f"v-half {p}x{m}": partial(v_shaped, "v-half", v_half, p, m) for p, m in ((4, 8), (5, 7), (8, 16))},
     **{f"v-min {p}x{m}": partial(v_shaped, "v-min", v_min, p, m) for p, m in ((4, 8), (6, 9), (8, 16))},
     **{f"chimera {p}": partial(chimera, p) for p in (4, 8)},
-    **{f"algorithm 1 {p}x{m}": partial(split_vocabulary, p, m, Vocabulary.ONE) for p, m in ((4, 8), (8, 12))},
-    **{f"algorithm 2 {p}x{m}": partial(split_vocabulary, p, m, Vocabulary.TWO) for p, m in ((4, 8), (8, 12))},
+    **{f"algorithm {one.value} {p}x{m}": partial(sharded, p, m, one) for one in SPLIT for p, m in ((4, 8), (8, 12))},
 }
 
 
@@ -86,23 +85,6 @@ def test_chimera_is_as_long_as_its_formula_and_its_middle_is_relieved() -> None:
     assert max(peak_counts(balanced)) == 7
     # Mirror images peak together: they have no room for each other.
     assert max(peak_counts(balance(schedule, None, tuple(reversed(range(8)))))) == 8
-
-
-@pytest.mark.parametrize(("vocabulary", "more"), [(Vocabulary.ONE, 2), (Vocabulary.TWO, 1)])
-def test_shards_of_the_vocabulary_hold_no_micro_batch_and_are_balanced_around(vocabulary: Vocabulary, more: int) -> None:
-    p, m = 8, 24
-    schedule = split_vocabulary(p, m, vocabulary)
-    assert peak_counts(schedule) == tuple(min(m, p + more - rank) for rank in range(p))
-    balanced = balance(schedule)
-    check(balanced)
-    assert max(peak_counts(balanced)) == (p + 3) // 2 + more
-
-
-def test_shards_in_two_orders_are_refused() -> None:
-    schedule = split_vocabulary(4, 8, Vocabulary.TWO)
-    text = write_csv(schedule).replace("2T3", "2X").replace("2S4", "2T3").replace("2X", "2S4")
-    with pytest.raises(ScheduleError):
-        check(read_csv(text))
 
 
 def test_a_shard_is_refused_where_the_vocabulary_is_whole() -> None:

@@ -50,7 +50,14 @@ MAY: dict[str, set[str]] = {
 FLOORS: dict[str, tuple[str, ...]] = {
     "vocabulary": ("embedding output rows",),
     "ir": ("action hosts", "layout", "needs schedule", "host_buffers memory program steps", "text", "document grid listing messages"),
-    "generate": ("place turns", "family", "gpipe interleaved list_scheduler one_f_one_b", "grouped_interleaved", "families"),
+    "generate": (
+        "place turns",
+        "family",
+        "gpipe interleaved list_scheduler shards",
+        "grouped_interleaved sharded_1f1b",
+        "one_f_one_b",
+        "families",
+    ),
     "passes": ("align evict lower", "balance", "levels"),
     "check": ("deadlock", "rules"),
     "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),

@@ -18,8 +18,9 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera, split_vocabulary, v_half, v_shaped
+from tests.unit.hand_made import chimera, v_half, v_shaped
 from tests.unit.test_overlap import OVERLAPPED
+from tests.unit.test_sharded_schedules import sharded
 
 MESSAGES = ["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--messages"]
 
@@ -97,8 +98,8 @@ SCHEDULES = {
     "overlapped": lambda: OVERLAPPED,
     "v-half": partial(v_shaped, "v-half", v_half, 4, 6),
     "two pipes": partial(chimera, 4),
-    "vocabulary": partial(split_vocabulary, 4, 6, Vocabulary.TWO),
-    "vocabulary of two": partial(split_vocabulary, 2, 3, Vocabulary.ONE),
+    "vocabulary": partial(sharded, 4, 6, Vocabulary.TWO),
+    "vocabulary of two": partial(sharded, 2, 3, Vocabulary.ONE),
     "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),
 }
 

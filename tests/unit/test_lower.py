@@ -24,10 +24,11 @@ from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera, split_vocabulary, v_half, v_shaped
+from tests.unit.hand_made import chimera, v_half, v_shaped
 from tests.unit.interleaving import fault_of
 from tests.unit.test_deadlock import REFILLED
 from tests.unit.test_overlap import OVERLAPPED
+from tests.unit.test_sharded_schedules import sharded
 
 # A step a line, as Megatron's loop says: warm-up, one forward and one backward in turn, cool-down.
 ONE_F_ONE_B = {
@@ -146,8 +147,8 @@ SCHEDULES = {
     "v-half": partial(v_shaped, "v-half", v_half, 4, 4),
     "two pipes": partial(chimera, 4),
     "two pipes, balanced": lambda: balance(chimera(8), [7] * 8, (3, 2, 1, 0, 7, 6, 5, 4)),
-    "vocabulary": partial(split_vocabulary, 4, 5, Vocabulary.ONE),
-    "vocabulary of two": partial(split_vocabulary, 2, 3, Vocabulary.TWO),
+    "vocabulary": partial(sharded, 4, 5, Vocabulary.ONE),
+    "vocabulary of two": partial(sharded, 2, 3, Vocabulary.TWO),
 }
 
 

@@ -1,0 +1,186 @@
+"""Schedules with shards of the vocabulary: where S and T stand, what ranks then hold, how long it takes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.rules import ScheduleError, check
+from bpipe.generate.families import exchange_of
+from bpipe.generate.family import ALIKE, UnitCosts
+from bpipe.generate.place import backwards, forwards
+from bpipe.generate.shards import fit_shards
+from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.grid import write_grid
+from bpipe.ir.layout import Layout, Vocabulary
+from bpipe.ir.memory import peak_counts
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import read_csv, write_csv
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost
+from bpipe.simulate.engine import simulate
+
+ONE, TWO, INTERLACED = Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED
+SPLIT = (ONE, TWO, INTERLACED)
+
+
+def sharded(
+    p: int, m: int, vocabulary: Vocabulary, input_shards: bool = False, balance: BalanceConfig | None = None, costs: UnitCosts = ALIKE
+) -> Schedule:
+    return build(ScheduleConfig("1f1b", p, m, balance=balance, costs=costs, vocabulary=vocabulary, input_shards=input_shards))
+
+
+def order(schedule: Schedule, rank: int, *kinds: Kind) -> list[Action]:
+    return [one for cell in schedule.ranks[rank] for one in cell.computations if one.kind in kinds]
+
+
+PICTURE = """\
+# bpipe schedule=1f1b-vocabulary-2 microbatches=4 stage_to_rank=0,1,2 vocabulary=2
+slot      0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19
+rank 0 C F0 F1 F2 F3 S0 T0 S1 T1  .  . S2 B0 T2 S3 B1 T3  . B2  . B3
+rank 1 C  . F0 F1 F2 S0 T0 S1 T1 B0  . S2 F3 B1 T2 S3 T3 B2  . B3  .
+rank 2 C  .  . F0 F1 S0 T0 S1 B0 T1 F2 B1 S2 F3 T2 S3 B2 T3 B3  .  .
+"""
+
+
+def test_it_looks_like_this() -> None:
+    """S0 once 2F0 is over and everybody has what it made, which takes a while; 2B0 once all have computed S0, whoever is at T0 then."""
+    assert write_grid(sharded(3, 4, TWO)) == PICTURE
+
+
+@pytest.mark.parametrize("input_shards", [False, True])
+@pytest.mark.parametrize("vocabulary", SPLIT)
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (2, 3, 4, 8) for m in (1, 2, p - 1, p + 1, 4 * p)])
+def test_any_number_of_micro_batches_runs_whatever_waits(p: int, m: int, vocabulary: Vocabulary, input_shards: bool) -> None:
+    schedule = sharded(p, m, vocabulary, input_shards)
+    assert schedule.layout == Layout((tuple(range(p)),), vocabulary, input_shards)
+    for waits in Waits:
+        assert not blocked_ranks(schedule, waits, Exchange.POSTED)
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+def test_all_ranks_have_one_order_of_every_sort_of_shards(vocabulary: Vocabulary) -> None:
+    """It is the order of their collectives: where one rank has another, two groups wait for each other."""
+    p, m = 4, 9
+    schedule = sharded(p, m, vocabulary, input_shards=True)
+    for rank in range(p):
+        outputs = order(schedule, rank, Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD)
+        assert [(one.kind.value, one.microbatch) for one in outputs] == [(kind, k) for k in range(m) for kind in "ST"]
+        for kind in (Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD):
+            assert [one.microbatch for one in order(schedule, rank, kind)] == list(range(m))
+
+
+def test_interlaced_nothing_stands_between_s_and_t() -> None:
+    schedule = sharded(8, 24, INTERLACED, input_shards=True)
+    for rank in range(8):
+        row = order(schedule, rank, *Kind)
+        assert all(row[at + 1].kind is Kind.SHARD_BACKWARD for at, one in enumerate(row) if one.kind is Kind.SHARD_FORWARD)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8, 16])
+def test_a_barrier_costs_a_micro_batch_and_interlacing_half_of_all(p: int) -> None:
+    assert peak_counts(sharded(p, 4 * p, ONE)) == tuple(p + 2 - rank for rank in range(p))
+    assert peak_counts(sharded(p, 4 * p, TWO)) == tuple(p + 1 - rank for rank in range(p))
+    peaks = peak_counts(sharded(p, 4 * p, INTERLACED))
+    assert peaks[0] == (3 * p + 1) // 2
+    assert list(peaks) == sorted(peaks, reverse=True)
+    assert peaks[-1] == 2
+
+
+@pytest.mark.parametrize("input_shards", [False, True])
+@pytest.mark.parametrize("p", [4, 6, 8, 16])
+def test_balancing_finds_the_smallest_bound(p: int, input_shards: bool) -> None:
+    """Half of what a pair holds together, and what a load needs before an eviction has gone."""
+    for vocabulary, more in ((ONE, 2), (TWO, 1)):
+        schedule = sharded(p, 4 * p, vocabulary, input_shards, BalanceConfig())
+        assert schedule.bounds == ((p + 3) // 2 + more,) * p
+        assert max(peak_counts(schedule)) == (p + 3) // 2 + more
+
+
+def overhead(schedule: Schedule, shard: ShardCost, latency: Fraction, backward: int = 2) -> Fraction:
+    """What an iteration takes beyond m times a rank's own work, in units of a forward."""
+    links = Links(Link(latency_s=latency))
+    costs = Costs((StageCost(1, backward),) * schedule.num_stages, links, Exchange.POSTED, shard=shard)
+    interval = 1 + backward + sum((shard.forward_s, shard.backward_s, shard.input_forward_s, shard.input_backward_s))
+    return Fraction(simulate(schedule, costs).pipeline_s) - schedule.num_microbatches * Fraction(interval)
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+@pytest.mark.parametrize("p", [4, 8])
+@pytest.mark.parametrize("length", [Fraction(1, 50), Fraction(1, 4), Fraction(1)])
+def test_shards_of_any_length_cost_no_bubble(p: int, vocabulary: Vocabulary, length: Fraction) -> None:
+    """Beside their own work. 1F1B's own bubble is p - 1 forwards and backwards, as 1F1B's is without shards."""
+    schedule = sharded(p, 8 * p, vocabulary)
+    assert overhead(schedule, ShardCost(length, 2 * length), Fraction(0)) == 3 * (p - 1)
+
+
+@pytest.mark.parametrize("vocabulary", [ONE, TWO])
+def test_collectives_are_hidden_but_interlaced_they_are_not(vocabulary: Vocabulary) -> None:
+    """Each as long as a thirtieth of a forward: less than two micro-batches' worth over 64 of them."""
+    p, m, late = 8, 64, Fraction(1, 30)
+    shard = ShardCost(Fraction(1, 4), Fraction(1, 2), Fraction(1, 20), Fraction(1, 10))
+    assert overhead(sharded(p, m, vocabulary, True), shard, late) < 3 * (p - 1) + Fraction(5, 2)
+    assert overhead(sharded(p, m, INTERLACED, True), shard, late) > 3 * (p - 1) + m * late
+
+
+def test_costs_choose_the_order() -> None:
+    """Backwards of three forwards, as with full recomputation: the order for two of them waits longer."""
+    shard = ShardCost(Fraction(1, 20), Fraction(1, 10))
+    usual, fitted = (sharded(8, 64, ONE, costs=costs) for costs in (ALIKE, UnitCosts(1, 2, 1)))
+    assert overhead(fitted, shard, Fraction(0), backward=3) == 4 * 7
+    assert overhead(usual, shard, Fraction(0), backward=3) > 4 * 7 + 8
+
+
+def test_embeddings_are_made_two_micro_batches_ahead_and_no_more() -> None:
+    schedule = sharded(4, 12, ONE, input_shards=True)
+    slots = {one: slot for slot, cell in enumerate(schedule.ranks[0]) for one in cell.computations}
+    for k in range(12):
+        before = [j for j in range(12) if slots[Action(0, Kind.FORWARD, j)] < slots[Action(0, Kind.INPUT_FORWARD, k)]]
+        assert len(before) >= k - 1, "rank 0 itself is the one that waits for them"
+
+
+def test_it_is_run_by_our_executor() -> None:
+    schedule = sharded(4, 4, ONE)
+    assert schedule.name == "1f1b-vocabulary-1"
+    assert exchange_of(schedule.name) is Exchange.POSTED
+    check(schedule, Exchange.POSTED)
+    with pytest.raises(ValueError, match="shards of the vocabulary need posted"):
+        check(schedule, Exchange.MEGATRON_1F1B)
+
+
+def test_what_cannot_be_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"gpipe has no place for shards of the vocabulary: .* choose from 1f1b"):
+        ScheduleConfig("gpipe", 4, 8, vocabulary=ONE)
+    with pytest.raises(ValueError, match="choose a vocabulary 1, 2 or interlaced, too"):
+        ScheduleConfig("1f1b", 4, 8, input_shards=True)
+    with pytest.raises(ValueError, match="nobody to share the vocabulary with"):
+        ScheduleConfig("1f1b", 1, 8, vocabulary=ONE)
+    with pytest.raises(ValueError, match="computations are more than"):
+        ScheduleConfig("1f1b", 1024, 2000, vocabulary=ONE, input_shards=True)
+
+
+def test_own_orders_that_wait_for_each_other_are_named() -> None:
+    layout = Layout(((0, 1),), TWO)
+    own = [forwards(0, range(2)) + backwards(0, range(2)), backwards(1, range(2)) + forwards(1, range(2))]
+    with pytest.raises(ValueError, match="wait for each other: rank 0 at 0S0"):
+        fit_shards(layout, 2, own, ALIKE)
+
+
+@pytest.mark.parametrize(("there", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0")])
+def test_one_rank_with_another_order_is_refused(there: str, instead: str) -> None:
+    """What would meet in no order of collectives: two of one rank exchanged."""
+    text = write_csv(sharded(4, 8, ONE, input_shards=True))
+    exchanged = text.replace(there, "X").replace(instead, there).replace("X", instead)
+    assert exchanged != text
+    with pytest.raises(ScheduleError):
+        check(read_csv(exchanged))
+
+
+def test_shards_hold_no_micro_batch() -> None:
+    schedule = sharded(4, 8, ONE, input_shards=True)
+    without = [[cell.compute for cell in row if cell.compute and cell.compute.kind not in SHARDS] for row in schedule.ranks]
+    held = [[sum(1 if one.kind is Kind.FORWARD else -1 for one in row[:end]) for end in range(1, len(row) + 1)] for row in without]
+    assert tuple(map(max, held)) == peak_counts(schedule)
