@@ -13,12 +13,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 
 from bpipe import __version__
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.commands.parser import Parser, numbers, positive, share
-from bpipe.generate.families import FAMILIES, exchange_of, that_take_groups, that_take_shards
+from bpipe.commands.parser import Parser, costs, counted, numbers, positive, share
+from bpipe.commands.times import splits, times_of, unit_costs
+from bpipe.generate.families import FAMILIES, exchange_of, that_take_delays, that_take_groups, that_take_shards
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
@@ -145,6 +147,14 @@ def _add_arguments(parser: Parser) -> None:
         help=f"{that_take_shards()}: split the output layer over all ranks, by algorithm 1 or 2, or interlaced (default none: it is whole)",
     )
     add("--input-shards", action="store_true", help="with --vocabulary: split the embedding, too")
+    of_delays = that_take_delays()
+    add("--delay", type=counted, metavar="N", help=f"{of_delays}: how many micro-batches' I stand before a W (default 0: W follows its I)")
+    add(
+        "--costs",
+        type=costs,
+        metavar="F,B|F,I,W",
+        help="what a rank's forward and backward, or its halves, of a micro-batch take, all chunks together (default 1,2 and 1,1,1)",
+    )
     add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")
@@ -159,7 +169,7 @@ def _add_arguments(parser: Parser) -> None:
         "--after-input",
         type=share,
         metavar="W",
-        help="with --input: share of a micro-batch held between I and W (default: the file's, or 1)",
+        help="share of a micro-batch held between the halves of its backward, I and W (default: the file's, or 1)",
     )
     add("--format", choices=FORMATS, help="default: by the output file's name, else grid; runtime: csv with torch's messages")
     add("--messages", action="store_true", help="print what every rank does, messages included, as text or with --format json")
@@ -181,13 +191,11 @@ def _schedule(options: argparse.Namespace) -> None:
         raise ValueError(f"--messages is written as text, or with --format json: {own}, leave one of them out")
     if options.balance == "none" and (options.bound or options.partners):
         raise ValueError(f"{'--bound' if options.bound else '--partners'} says how to balance: give --balance bpipe, too, or leave it out")
-    if options.after_input is not None and options.input is None:
-        raise ValueError("--after-input is for a schedule read with --input: none that is generated splits its backwards")
     schedule = _generated(options) if options.input is None else _imported(options)
     if options.messages:
         content = _listed(schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)).encode()
     else:
-        content = _written(schedule, form, to_terminal=output is None and sys.stdout.isatty())
+        content = _written(schedule, form, options.costs, to_terminal=output is None and sys.stdout.isatty())
     if output is not None:
         output.write_bytes(content)
         return
@@ -221,12 +229,15 @@ def _generated(options: argparse.Namespace) -> Schedule:
             options.group,
             vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
             input_shards=options.input_shards,
+            costs=unit_costs(options.costs),
+            delay=options.delay or 0,
+            after_input=Fraction(1) if options.after_input is None else options.after_input,
         )
     )
 
 
 def _imported(options: argparse.Namespace) -> Schedule:
-    for name in ("schedule", "stages", "microbatches", "group", "vocabulary", "input_shards"):
+    for name in ("schedule", "stages", "microbatches", "group", "delay", "vocabulary", "input_shards"):
         if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
     source = "standard input" if options.input == "-" else options.input
@@ -257,13 +268,13 @@ def read(text: str) -> Schedule:
     return align(read_runtime(text)) if has_messages(text) else read_csv(text)
 
 
-def _written(schedule: Schedule, form: str, to_terminal: bool) -> bytes:
+def _written(schedule: Schedule, form: str, given: tuple[Fraction, ...] | None, to_terminal: bool) -> bytes:
     if form == "csv":
         return write_csv(schedule).encode()
     if form == "runtime":
         return write_runtime(schedule).encode()
     if form == "json":
-        return write_json(schedule).encode()
+        return write_json(schedule, times_of(schedule, given)).encode()
     if form == "svg":
         from bpipe.draw.svg import write_svg
 
@@ -276,7 +287,7 @@ def _written(schedule: Schedule, form: str, to_terminal: bool) -> bytes:
         return write_png(schedule)
     width = shutil.get_terminal_size().columns if to_terminal else None
     use_colour = to_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    return (write_grid(schedule, width, _paint if use_colour else None) + _remarks(schedule)).encode()
+    return (write_grid(schedule, width, _paint if use_colour else None) + _remarks(schedule, given)).encode()
 
 
 def _listed(schedule: Schedule, form: str, exchange: Exchange) -> str:
@@ -292,7 +303,9 @@ def _paint(text: str, action: Action | None) -> str:
     return text if action is None else f"\x1b[{_COLOURS.get(action.kind, '0')}m{text}\x1b[0m"
 
 
-def _remarks(schedule: Schedule) -> str:
-    """What the grid shows, in numbers, as lines its reader passes over."""
+def _remarks(schedule: Schedule, given: tuple[Fraction, ...] | None) -> str:
+    """What the grid shows, in numbers, as lines its reader passes over; how long it takes where its slots do not say that."""
     evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
-    return f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}\n"
+    remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
+    found = times_of(schedule, given) if given or splits(schedule) else None
+    return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")

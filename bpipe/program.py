@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_groups, that_take_shards
-from bpipe.generate.family import ALIKE, Family, UnitCosts
+from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_delays, that_take_groups, that_take_shards
+from bpipe.generate.family import ALIKE, Asked, Family, UnitCosts
 from bpipe.ir.layout import Vocabulary
+from bpipe.ir.memory import with_after_input
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
 from bpipe.passes.balance import balance
@@ -43,7 +45,8 @@ class ScheduleConfig:
 
     `group_size`: how many micro-batches of an interleaved schedule go through a chunk before they go through the next, by default as many
     as there are ranks. `costs` are for families that choose among their rules. `vocabulary`: how the output layer is split over all ranks;
-    `input_shards`: and the embedding beside it.
+    `input_shards`: and the embedding beside it. `delay`: how many micro-batches' I stand before a W, where the weights' half is put off by
+    a number. `after_input`: the share of a micro-batch that is held between I and W, by which it is counted.
     """
 
     schedule: str
@@ -55,6 +58,8 @@ class ScheduleConfig:
     costs: UnitCosts = ALIKE
     vocabulary: Vocabulary = Vocabulary.WHOLE
     input_shards: bool = False
+    delay: int = 0
+    after_input: Fraction = Fraction(1)
 
     def __post_init__(self) -> None:
         if self.schedule not in FAMILIES:
@@ -62,15 +67,24 @@ class ScheduleConfig:
         for name in ("num_ranks", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
+        family = FAMILIES[self.schedule]
         shards = 2 * (self.vocabulary is not Vocabulary.WHOLE) + 2 * self.input_shards
-        computations = (2 * self.num_chunks + shards) * self.num_ranks * self.num_microbatches
+        computations = ((3 if family.splits else 2) * self.num_chunks + shards) * self.num_ranks * self.num_microbatches
         if computations > MAX_COMPUTATIONS:
             raise ValueError(f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
-        self._check_chunks(FAMILIES[self.schedule])
-        if self.group_size is not None and not FAMILIES[self.schedule].takes_groups:
+        self._check_chunks(family)
+        if self.group_size is not None and not family.takes_groups:
             others = f"leave the group out, or choose from {that_take_groups()}"
             raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: {others}")
-        self._check_shards(FAMILIES[self.schedule])
+        self._check_shards(family)
+        self._check_delay(family)
+
+    def _check_delay(self, family: Family) -> None:
+        if self.delay and not family.takes_delay:
+            others = f"leave the delay out, or choose from {that_take_delays()}"
+            raise ValueError(f"schedule {self.schedule} puts no weights' halves off by a number of micro-batches: {others}")
+        if self.delay < 0:
+            raise ValueError(f"delay is {self.delay}, but a weights' half cannot stand before its own I: give 0 or more")
 
     def _check_chunks(self, family: Family) -> None:
         if self.num_chunks < family.min_chunks:
@@ -96,6 +110,11 @@ class ScheduleConfig:
             raise ValueError("1 rank has nobody to share the vocabulary with: leave it whole, or take more ranks")
 
     @property
+    def asked(self) -> Asked:
+        """What a family is asked beside sizes."""
+        return Asked(self.group_size, self.delay, self.costs)
+
+    @property
     def balance_name(self) -> str:
         return BALANCES[self.balance is not None]
 
@@ -118,9 +137,11 @@ def build(config: ScheduleConfig) -> Schedule:
     """
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     if config.vocabulary is Vocabulary.WHOLE:
-        schedule = family.generate(*sizes, config.group_size, config.costs)
+        schedule = family.generate(*sizes, config.asked)
     else:
         schedule = family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config.costs)
+    if config.after_input != 1:
+        schedule = with_after_input(schedule, config.after_input)
     return run(schedule, passes(config.balance))
 
 

@@ -73,6 +73,21 @@ def share(text: str) -> Fraction:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def counted(text: str) -> int:
+    """A whole number from 0 on."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a whole number, at least 0")
+    return int(text)
+
+
+def costs(text: str) -> tuple[Fraction, ...]:
+    """`1,2` or `1,1.5,1/2`: a forward and a backward, or a forward and the halves of a backward, exactly."""
+    one = r"[0-9]{1,9}(\.[0-9]{1,9}|/[0-9]{1,9})?"
+    if not re.fullmatch(f"{one}(,{one}){{1,2}}", text) or re.search("/0+(,|$)", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} are no two or three numbers such as 1,2 or 1,1.5,1/2")
+    return tuple(map(Fraction, text.split(",")))
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """`3` or `3,3,2,1`."""
     if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bpipe.generate import gpipe, grouped_interleaved, interleaved, one_f_one_b
+from bpipe.generate import gpipe, grouped_interleaved, interleaved, one_f_one_b, one_f_one_b_split, zb_h1
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY, grouped_interleaved.FAMILY)
-}
+_ALL = (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY, one_f_one_b_split.FAMILY, zb_h1.FAMILY, grouped_interleaved.FAMILY)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
@@ -26,6 +25,10 @@ def exchange_of(name: str) -> Exchange:
 
 def that_take_groups() -> str:
     return ", ".join(name for name, family in FAMILIES.items() if family.takes_groups)
+
+
+def that_take_delays() -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.takes_delay)
 
 
 def that_take_shards() -> str:

@@ -19,7 +19,8 @@ from bpipe.ir.schedule import Schedule
 class UnitCosts:
     """How long a rank computes on one micro-batch, all its chunks together: a forward, and the two halves of a backward; any unit.
 
-    `hop`: how long a message takes from one rank to another, in the same unit.
+    A backward that is not split takes as long as its halves. `hop`: how long a message takes from one rank to another, in the same unit.
+    Raises ValueError for what takes no time, or less; only W and a hop may take none.
     """
 
     forward: int | Fraction = 1
@@ -27,13 +28,34 @@ class UnitCosts:
     backward_weight: int | Fraction = 1
     hop: int | Fraction = 0
 
+    def __post_init__(self) -> None:
+        if self.forward <= 0 or self.backward_input <= 0 or min(self.backward_weight, self.hop) < 0:
+            costs = f"{self.forward}, {self.backward_input}, {self.backward_weight} and a hop of {self.hop}"
+            raise ValueError(f"costs {costs}: a forward and a backward take some time, the weights' half and a hop no less than none")
+
 
 ALIKE = UnitCosts()
 
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What may be asked of a family beside sizes; each takes what its fields in `Family` say, and leaves the rest at its default.
+
+    `group_size`: micro-batches that go through a chunk before the next. `delay`: micro-batches whose I stands before a W. `costs`: what a
+    family that knows several orders chooses by.
+    """
+
+    group_size: int | None = None
+    delay: int = 0
+    costs: UnitCosts = ALIKE
+
+
+NOTHING_ELSE = Asked()
+
 # (num_ranks, num_chunks) -> who computes which stage.
 LayoutOf = Callable[[int, int], Layout]
-# (num_ranks, num_microbatches, num_chunks, group_size or None, costs) -> one order a rank.
-Orders = Callable[[int, int, int, int | None, UnitCosts], Sequence[Order]]
+# (num_ranks, num_microbatches, num_chunks, what else is asked) -> one order a rank.
+Orders = Callable[[int, int, int, Asked], Sequence[Order]]
 # (num_microbatches, layout, costs) -> the same with shards of the vocabulary, as the layout says.
 ShardedOrders = Callable[[int, Layout, UnitCosts], Sequence[Order]]
 
@@ -42,10 +64,11 @@ ShardedOrders = Callable[[int, Layout, UnitCosts], Sequence[Order]]
 class Family:
     """One family of schedules, by the name that commands, files and records give it.
 
-    `orders` may choose among its rules by `costs`, and raises ValueError for sizes that it cannot take. A rank has `min_chunks` to
-    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given. `exchange` is the rule by which
-    whoever runs it sends and receives between stages. `fill`: with that many micro-batches a rank the
-    pipeline is full, and no rank holds more of them however many follow; None where every rank holds all, and has nothing to share.
+    `orders` may choose among its rules by costs, and raises ValueError for sizes that it cannot take. A rank has `min_chunks` to
+    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given; `takes_delay`: a delay of W. `splits`: backwards are
+    computed in halves. `exchange` is the rule by which whoever runs it sends and receives between stages. `fill`: with that many
+    micro-batches a rank the pipeline is full, and no rank holds more of them however many follow; None where every rank holds all, and
+    has nothing to share.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how.
     """
 
@@ -56,14 +79,14 @@ class Family:
     min_chunks: int = 1
     max_chunks: int | None = 1
     takes_groups: bool = False
+    takes_delay: bool = False
+    splits: bool = False
     fill: int | None = None
     sharded: ShardedOrders | None = None
 
-    def generate(
-        self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None, costs: UnitCosts = ALIKE
-    ) -> Schedule:
+    def generate(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, asked: Asked = NOTHING_ELSE) -> Schedule:
         """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""
-        orders = self.orders(num_ranks, num_microbatches, num_chunks, group_size, costs)
+        orders = self.orders(num_ranks, num_microbatches, num_chunks, asked)
         return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
 
     def generate_sharded(

@@ -11,7 +11,7 @@ Source of the order: Wan et al., "PipeOffload: Improving Scalability of Pipeline
 
 from __future__ import annotations
 
-from bpipe.generate.family import Family, UnitCosts
+from bpipe.generate.family import Asked, Family
 from bpipe.generate.interleaved import layout
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, schedule_list, ticks_of
 from bpipe.generate.turns import Turns, groups_of, turns
@@ -19,10 +19,10 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Exchange
 
 
-def orders(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None, costs: UnitCosts) -> list[list[Action]]:
-    """Groups of `group_size` micro-batches, by default of p / 2 rounded up: no pipeline of fewer runs at its full rate."""
-    group = min(-(-num_ranks // 2) if group_size is None else group_size, num_microbatches)
-    taken, ticks = turns(groups_of(num_microbatches, group), num_chunks), ticks_of(costs, num_chunks)
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> list[list[Action]]:
+    """Groups of the size that is asked, by default of p / 2 rounded up: no pipeline of fewer runs at its full rate."""
+    group = min(-(-num_ranks // 2) if asked.group_size is None else asked.group_size, num_microbatches)
+    taken, ticks = turns(groups_of(num_microbatches, group), num_chunks), ticks_of(asked.costs, num_chunks)
     caps = tuple((num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks))
     rules = [ChoiceRule(caps, (0,) * num_ranks, discipline) for discipline in Discipline]
     listed = [one for rule in rules if (one := schedule_list(taken, num_ranks, ticks, rule)) is not None]
@@ -45,4 +45,4 @@ def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
     return orders
 
 
-FAMILY = Family("grouped-interleaved", layout, orders, Exchange.POSTED, max_chunks=None, takes_groups=True, fill=3)
+FAMILY = Family("grouped-interleaved", layout, orders, Exchange.POSTED, max_chunks=None, takes_groups=True, splits=True, fill=3)

@@ -12,7 +12,7 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 
 from __future__ import annotations
 
-from bpipe.generate.family import Family, UnitCosts
+from bpipe.generate.family import Asked, Family
 from bpipe.generate.place import alternate
 from bpipe.generate.turns import chunk_turns, groups_of
 from bpipe.ir.action import Action, Kind
@@ -24,15 +24,15 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
     return one_pipe([stage % num_ranks for stage in range(num_ranks * num_chunks)])
 
 
-def orders(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None, _: UnitCosts) -> list[list[Action]]:
-    """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes. Groups of `group_size` micro-batches, p by default.
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> list[list[Action]]:
+    """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes. Groups of the size that is asked, p by default.
 
     Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
     """
-    group = num_ranks if group_size is None else group_size
-    if group_size is not None and not num_ranks <= group_size <= num_microbatches:
+    group = num_ranks if asked.group_size is None else asked.group_size
+    if asked.group_size is not None and not num_ranks <= group <= num_microbatches:
         raise ValueError(
-            f"a group of {group_size} micro-batches is outside {num_ranks} to {num_microbatches}: interleaved 1F1B takes at least "
+            f"a group of {group} micro-batches is outside {num_ranks} to {num_microbatches}: interleaved 1F1B takes at least "
             f"as many as there are pipeline ranks, and at most as many as an iteration has"
         )
     left = num_microbatches % group

@@ -5,14 +5,15 @@
      "ranks": [{"rank": 0, "peak": 3, "evictions": 3, "slots": [{"compute": "0F0", "transfers": []}, ...]}, ...]}
 
 `stages` is the number of ranks p; with chunks the stage of a cell runs over p*v, and `stage_to_rank` places them. `peak` and `evictions`
-follow from the slots and must agree with them. `partners` and `stage_to_rank` may be left out where they are the usual ones; a schedule
-that counts only a share of a micro-batch between the halves of its backward says so in `after_input`.
+follow from the slots and must agree with them. Beside them may stand `costs`, `makespan` and `bubble_percent`: how long whoever wrote it
+found that the computations take, for whoever reads it as data. `partners` and `stage_to_rank` may be left out where they are the usual
+ones; a schedule that counts only a share of a micro-batch between the halves of its backward says so in `after_input`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from bpipe.ir.action import Action
@@ -35,10 +36,12 @@ from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
 _USUAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input")
+# What durations say, of which slots know nothing.
+_TIMES = ("costs", "makespan", "bubble_percent")
 
 
-def write_json(schedule: Schedule) -> str:
-    """One line a rank, keys in the order above."""
+def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) -> str:
+    """One line a rank, keys in the order above. `times`: values of the keys about durations."""
     layout = schedule.layout
     head: dict[str, object] = {
         "schedule": schedule.name,
@@ -58,6 +61,7 @@ def write_json(schedule: Schedule) -> str:
         head["hosts"] = write_hosts(schedule.hosts)
     if schedule.after_input != 1:
         head["after_input"] = plain(schedule.after_input)
+    head.update({key: times[key] for key in _TIMES} if times else {})
     peaks = peak_counts(schedule)
     ranks = [
         {
@@ -80,7 +84,7 @@ def read_json(text: str) -> Schedule:
         document = load_json(text)
     except ValueError as error:
         raise TextError(f"{error}") from None
-    fields = _object(document, "the document", _KEYS, _USUAL)
+    fields = _object(document, "the document", _KEYS, (*_USUAL, *_TIMES))
     name = fields["schedule"]
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise TextError(f"schedule: {repr(name)[:40]} is no name: use letters, digits, '.', '_' and '-'")

@@ -307,13 +307,16 @@ def test_a_terminal_gets_colours_and_its_width() -> None:
     assert read_grid(text) == SCHEDULE
 
 
-def test_the_command_starts_at_once() -> None:
-    """In processor time, because the machine may be busy with something else."""
+def test_the_command_starts_at_once(tmp_path: Path) -> None:
+    """In processor time, because the machine may be busy with something else, and compiled, as it is once it was installed."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "bpipe", *EXAMPLE], check=True, capture_output=True, timeout=30)
+        command = [sys.executable, "-m", "bpipe", *EXAMPLE]
+        subprocess.run(command, check=True, capture_output=True, timeout=30, env=environment)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert min(seconds() for _ in range(4)) < 0.3

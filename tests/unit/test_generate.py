@@ -11,6 +11,7 @@ import bpipe
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import Asked
 from bpipe.generate.place import backwards, forwards, place
 from bpipe.generate.turns import chunk_turns, groups_of
 from bpipe.ir.action import Action, Kind
@@ -87,7 +88,7 @@ def test_interleaved_saves_what_the_formula_says(p: int, v: int) -> None:
 )
 def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: int) -> None:
     """A group of g micro-batches passes every chunk but the last before its first backward: (v - 1) (g - p) more than a group of p."""
-    schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, g)
+    schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, Asked(g))
     check(schedule)
     assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
     balanced = build(ScheduleConfig("interleaved-1f1b", p, m, v, BalanceConfig(), group_size=g))
@@ -96,7 +97,7 @@ def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: i
 
 
 def test_a_group_of_as_many_as_there_are_ranks_is_the_default() -> None:
-    assert FAMILIES["interleaved-1f1b"].generate(4, 9, 3, 4) == generate("interleaved-1f1b", 4, 9, 3)
+    assert FAMILIES["interleaved-1f1b"].generate(4, 9, 3, Asked(4)) == generate("interleaved-1f1b", 4, 9, 3)
 
 
 @pytest.mark.parametrize("g", [3, 9])
@@ -127,7 +128,7 @@ def test_interleaved_order_is_megatrons(p: int, v: int, monkeypatch: pytest.Monk
         if 0 < m % g < p:
             continue  # Megatron refuses
         table = schedules.get_schedule_table(m, v, g)
-        for rank, row in enumerate(FAMILIES["interleaved-1f1b"].generate(p, m, v, g).ranks):
+        for rank, row in enumerate(FAMILIES["interleaved-1f1b"].generate(p, m, v, Asked(g)).ranks):
             state = schedules.parallel_state
             monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: p)
             monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import UnitCosts
+from bpipe.generate.family import Asked, UnitCosts
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, schedule_list, ticks_of
 from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Kind
@@ -41,7 +41,7 @@ def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
     """No more with whatever number of micro-batches, and in small groups, which starve the pipeline, less."""
     for g in range(1, p + 3):
         for m in (1, g, g + 1, 2 * g + p, 3 * g + p + 1):
-            peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, g))
+            peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, Asked(g)))
             most = tuple(min(m * v, (v - 1) * min(g, m) + p - rank) for rank in range(p))
             assert all(peak <= one for peak, one in zip(peaks, most, strict=True)), (g, m)
             assert peaks == most or m < 3 * g + p or 2 * g < p, (g, m)
@@ -56,7 +56,7 @@ def test_from_half_as_many_as_ranks_on_the_pipeline_runs_at_its_full_rate() -> N
     """What more micro-batches add is their computing; in smaller groups it is more."""
 
     def added(p: int, v: int, g: int) -> int:
-        few, many = (len(FAMILIES[NAME].generate(p, rounds * g, v, g).ranks[0]) for rounds in (4, 6))
+        few, many = (len(FAMILIES[NAME].generate(p, rounds * g, v, Asked(g)).ranks[0]) for rounds in (4, 6))
         return many - few - 2 * g * 3 * v
 
     for p, v in ((4, 2), (6, 3), (8, 4)):

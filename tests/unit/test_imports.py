@@ -39,7 +39,7 @@ MAY: dict[str, set[str]] = {
     "compare": {"values", "record.format", "record.keys"},
     "draw": {"ir", "simulate.report"},
     "commands": {
-        *("names", "ir", "generate.families", "program", "simulate", "models", "plan"),
+        *("names", "ir", "generate.families", "generate.family", "generate.timing", "program", "simulate", "models", "plan"),
         *("record", "report", "report.out", "compare", "draw"),
     },
     "cli": {"ir", "generate.families", "passes.align", "passes.lower", "check.deadlock", "program", "draw", "commands"},
@@ -53,9 +53,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "generate": (
         "place turns",
         "family",
-        "gpipe interleaved list_scheduler shards",
+        "gpipe interleaved list_scheduler shards timing",
         "grouped_interleaved sharded_1f1b",
         "one_f_one_b",
+        "halves",
+        "one_f_one_b_split zb_h1",
         "families",
     ),
     "passes": ("align evict lower", "balance", "levels"),

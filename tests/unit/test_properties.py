@@ -27,19 +27,21 @@ def configs(draw: st.DrawFn, max_stages: int = 12) -> ScheduleConfig:
     name = draw(st.sampled_from(sorted(FAMILIES)))
     p = draw(st.integers(1, max_stages))
     m = draw(st.integers(1, 6 * p))
-    chunks = draw(st.integers(FAMILIES[name].min_chunks, 4)) if FAMILIES[name].max_chunks is None else 1
-    group = draw(st.none() | st.integers(p, m)) if FAMILIES[name].takes_groups and p <= m else None
-    return ScheduleConfig(name, p, m, chunks, draw(st.sampled_from([None, BalanceConfig()])), group_size=group)
+    family = FAMILIES[name]
+    chunks = draw(st.sampled_from(family.chunks(4)))
+    group = draw(st.none() | st.integers(p, m)) if family.takes_groups and p <= m else None
+    delay = draw(st.integers(0, 4)) if family.takes_delay else 0
+    return ScheduleConfig(name, p, m, chunks, draw(st.sampled_from([None, BalanceConfig()])), group, delay=delay)
 
 
 def holds_what_must(config: ScheduleConfig) -> Schedule:
     schedule = build(config)
-    p, m, v, g = config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size
+    p, m, v = config.num_ranks, config.num_microbatches, config.num_chunks
     check(schedule)
-    computed = [slot.compute.kind for row in schedule.ranks for slot in row if slot.compute is not None]
-    assert len(computed) == (3 if Kind.BACKWARD_WEIGHT in computed else 2) * p * v * m
+    passes = 3 if FAMILIES[config.schedule].splits else 2
+    assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == passes * p * v * m
     if config.balance is not None:
-        plain = FAMILIES[config.schedule].generate(p, m, v, g)
+        plain = FAMILIES[config.schedule].generate(p, m, v, config.asked)
         (bound,) = set(schedule.bounds or ())
         assert schedule == balance(plain, [bound] * p)
         if bound > 1:
@@ -82,7 +84,7 @@ def test_large_schedules_keep_every_rule(config: ScheduleConfig) -> None:
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, above: int, rng: random.Random) -> None:
     """Rank by rank its own bound: the pair's smallest and up to four more."""
-    plain = FAMILIES[config.schedule].generate(config.num_ranks, config.num_microbatches, config.num_chunks, config.group_size)
+    plain = FAMILIES[config.schedule].generate(config.num_ranks, config.num_microbatches, config.num_chunks, config.asked)
     ranks = list(range(config.num_ranks))
     rng.shuffle(ranks)
     partners = list(range(config.num_ranks))

@@ -1,0 +1,54 @@
+"""Say how long a schedule's computations take at the costs that a command was given. In: a Schedule, what `--costs` says. Out: numbers.
+
+Knows no transfers and no links: `bpipe simulate` does.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from bpipe.generate.family import ALIKE, UnitCosts
+from bpipe.generate.timing import pace
+from bpipe.ir.action import Kind
+from bpipe.ir.memory import plain
+from bpipe.ir.schedule import Schedule
+
+# Of a percentage.
+_DECIMALS = 3
+
+# A forward and a backward, or a forward and the halves of a backward; None where nothing was said.
+Given = tuple[Fraction, ...] | None
+
+
+def unit_costs(given: Given) -> UnitCosts:
+    if given is None:
+        return ALIKE
+    forward, *backward = given
+    return UnitCosts(forward, *(backward if len(backward) == 2 else [backward[0] / 2] * 2))
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether any backward is computed in halves."""
+    return any(one.kind is Kind.BACKWARD_INPUT for row in schedule.ranks for slot in row for one in slot.computations)
+
+
+def times_of(schedule: Schedule, given: Given) -> dict[str, object] | None:
+    """`costs`, `makespan` and `bubble_percent`. None where shards of the vocabulary take part, whose costs nobody gave.
+
+    Raises ValueError for costs that do not fit what the schedule computes.
+    """
+    halved = splits(schedule)
+    if given is not None and halved and len(given) == 2:
+        raise ValueError("--costs: its backwards are computed in halves, I and W: give three costs, F,I,W")
+    if schedule.layout.shard_kinds:
+        if given is not None:
+            raise ValueError("--costs: shards of the vocabulary take part in it, and have no cost here: leave it out")
+        return None
+    unit = unit_costs(given)
+    found = pace(schedule, unit)
+    halves = (unit.backward_input, unit.backward_weight)
+    return {
+        "costs": [plain(one) for one in (unit.forward, *(halves if halved else (sum(halves),)))],
+        "makespan": plain(found.makespan),
+        "bubble_percent": plain(round(found.bubble_percent, _DECIMALS)),
+    }

@@ -1,0 +1,142 @@
+"""Time the orders of all ranks at given costs. In: a Layout, one order a rank, UnitCosts. Out: `Work`, when it starts, a `Pace`.
+
+A computation starts when the one before it on its rank is over and what it needs has been made (`ir.needs`), on another rank a hop
+ago. Two that overlap take as long as both. Times are whole numbers of ticks, as many to a unit of the costs as make every duration whole.
+Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import NamedTuple
+
+from bpipe.generate.family import UnitCosts
+from bpipe.generate.place import Order
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout
+from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.schedule import Schedule, Slot
+
+
+class Tempo(NamedTuple):
+    """Ticks that each kind of computation of one stage takes, and a message between ranks; `per_unit` ticks are one unit of the costs."""
+
+    lasts: Mapping[Kind, int]
+    hop: int
+    per_unit: int
+
+
+class Pace(NamedTuple):
+    """How long an iteration takes, in units of the costs, and how much of that even the busiest rank does not compute."""
+
+    makespan: Fraction
+    bubble_percent: Fraction
+
+
+@dataclass(slots=True)
+class Work:
+    """Computations as numbers: of each its actions (two that overlap are one job), rank and ticks, and those it needs, with their lag.
+
+    `rows[rank]` is the rank's order.
+    """
+
+    actions: list[tuple[Action, ...]]
+    rank: list[int]
+    lasts: list[int]
+    needed: list[list[tuple[int, int]]]
+    rows: list[list[int]]
+
+
+def tempo(costs: UnitCosts, num_chunks: int) -> Tempo:
+    """What a stage of `num_chunks` a rank takes: costs are of all of them together."""
+    halves = (Fraction(costs.backward_input), Fraction(costs.backward_weight))
+    of_a_rank = (Fraction(costs.forward), *halves, sum(halves, Fraction()))
+    of_a_stage = [one / num_chunks for one in of_a_rank]
+    per_unit = lcm(*(one.denominator for one in (*of_a_stage, Fraction(costs.hop))))
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+    return Tempo({kind: int(one * per_unit) for kind, one in zip(kinds, of_a_stage, strict=True)}, int(costs.hop * per_unit), per_unit)
+
+
+def work_of(layout: Layout, num_microbatches: int, orders: Sequence[Order], at: Tempo) -> Work:
+    """The orders as numbers. Raises ValueError for a computation whose cost is not known."""
+    needs = Needs(layout, num_microbatches)
+    work = Work([], [], [], [], [])
+    makers: dict[int, list[int]] = {}
+    for rank, order in enumerate(orders):
+        first = len(work.actions)
+        work.actions += [one.computations if isinstance(one, Slot) else (one,) for one in order]
+        work.rows.append(list(range(first, len(work.actions))))
+        work.rank += [rank] * len(order)
+    for job, actions in enumerate(work.actions):
+        for action in actions:
+            if action.kind not in at.lasts:
+                raise ValueError(f"{action} has no cost: the costs of a forward and of a backward are all that is known here")
+            value = needs.made(action)
+            if value != NOTHING:
+                makers.setdefault(value, []).append(job)
+        work.lasts.append(sum(at.lasts[action.kind] for action in actions))
+    for job, actions in enumerate(work.actions):
+        found = []
+        for action in actions:
+            value = needs.needed(action)
+            # What nobody else makes for it, its own stage has made: its forward, or the first half of its backward.
+            value = needs.own(action) if value == NOTHING else value
+            if value != NOTHING:
+                found += [(maker, at.hop if work.rank[maker] != work.rank[job] else 0) for maker in makers.get(value, ())]
+        work.needed.append(found)
+    return work
+
+
+def starts(work: Work) -> list[int]:
+    """The tick at which each job starts, every rank in its order. Raises ValueError where the orders wait for each other."""
+    begun = [-1] * len(work.actions)
+    over = [-1] * len(work.actions)
+    needed, lasts = work.needed, work.lasts
+    at = [0] * len(work.rows)
+    free = [0] * len(work.rows)
+    left = [rank for rank, row in enumerate(work.rows) if row]
+    while left:
+        moved = False
+        for rank in left:
+            row = work.rows[rank]
+            now, position = free[rank], at[rank]
+            while position < len(row):
+                job = row[position]
+                ready = now
+                for maker, lag in needed[job]:
+                    if over[maker] < 0:
+                        break
+                    if over[maker] + lag > ready:
+                        ready = over[maker] + lag
+                else:
+                    begun[job] = ready
+                    over[job] = now = ready + lasts[job]
+                    position += 1
+                    continue
+                break
+            moved = moved or position > at[rank]
+            free[rank], at[rank] = now, position
+        if not moved:
+            stuck = ", ".join(f"rank {rank} at {' with '.join(map(str, work.actions[work.rows[rank][at[rank]]]))}" for rank in left)
+            raise ValueError(f"the orders of the ranks wait for each other: {stuck}")
+        left = [rank for rank in left if at[rank] < len(work.rows[rank])]
+    return begun
+
+
+def length(work: Work) -> int:
+    """Ticks from the first start to the last end, every rank in its order."""
+    begun = starts(work)
+    return max((begun[row[-1]] + work.lasts[row[-1]] for row in work.rows if row), default=0)
+
+
+def pace(schedule: Schedule, costs: UnitCosts) -> Pace:
+    """How long the computations of a schedule take at these costs; its transfers take no time."""
+    at = tempo(costs, schedule.num_chunks)
+    orders = [[slot for slot in row if slot.compute is not None] for row in schedule.ranks]
+    work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
+    ticks = length(work)
+    busiest = max(sum(work.lasts[job] for job in row) for row in work.rows)
+    return Pace(Fraction(ticks, at.per_unit), 100 * (1 - Fraction(busiest, ticks)))
