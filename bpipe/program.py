@@ -15,6 +15,7 @@ from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, tha
 from bpipe.generate.family import ALIKE, Asked, Family, UnitCosts
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import with_after_input
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
 from bpipe.passes.balance import balance
@@ -46,7 +47,8 @@ class ScheduleConfig:
     `group_size`: how many micro-batches of an interleaved schedule go through a chunk before they go through the next, by default as many
     as there are ranks. `costs` are for families that choose among their rules. `vocabulary`: how the output layer is split over all ranks;
     `input_shards`: and the embedding beside it. `delay`: how many micro-batches' I stand before a W, where the weights' half is put off by
-    a number. `after_input`: the share of a micro-batch that is held between I and W, by which it is counted.
+    a number. `after_input`: the share of a micro-batch that is held between I and W, by which it is counted. `exchange`: when whoever runs
+    it sends and receives, by default as the family says.
     """
 
     schedule: str
@@ -60,6 +62,7 @@ class ScheduleConfig:
     input_shards: bool = False
     delay: int = 0
     after_input: Fraction = Fraction(1)
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in FAMILIES:
@@ -115,6 +118,12 @@ class ScheduleConfig:
         return Asked(self.group_size, self.delay, self.costs)
 
     @property
+    def passing(self) -> Exchange:
+        """When whoever runs it sends and receives."""
+        own = FAMILIES[self.schedule].exchange if self.vocabulary is Vocabulary.WHOLE else Exchange.POSTED
+        return self.exchange or own
+
+    @property
     def balance_name(self) -> str:
         return BALANCES[self.balance is not None]
 
@@ -142,7 +151,7 @@ def build(config: ScheduleConfig) -> Schedule:
         schedule = family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config.costs)
     if config.after_input != 1:
         schedule = with_after_input(schedule, config.after_input)
-    return run(schedule, passes(config.balance))
+    return run(schedule, passes(config.balance), config.passing)
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +162,7 @@ def built(config: ScheduleConfig) -> Schedule:
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:
     """A schedule from elsewhere, checked, and balanced if asked."""
-    return run(schedule, passes(how))
+    return run(schedule, passes(how), exchange_of(schedule.name))
 
 
 def passes(how: BalanceConfig | None) -> tuple[Pass, ...]:
@@ -161,9 +170,8 @@ def passes(how: BalanceConfig | None) -> tuple[Pass, ...]:
     return () if how is None else (lambda schedule: balanced(schedule, how),)
 
 
-def run(schedule: Schedule, changes: Sequence[Pass]) -> Schedule:
-    """Run the passes, checking after each. What a pass gets has been checked."""
-    exchange = exchange_of(schedule.name)
+def run(schedule: Schedule, changes: Sequence[Pass], exchange: Exchange) -> Schedule:
+    """Run the passes, checking after each, as it will be run. What a pass gets has been checked."""
     check(schedule, exchange)
     for change in changes:
         schedule = change(schedule)

@@ -18,4 +18,4 @@ def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Actio
     return [forwards(rank, everything) + backwards(rank, everything) for rank in range(num_ranks)]
 
 
-FAMILY = Family("gpipe", one_stage_a_rank, orders, Exchange.MEGATRON_1F1B)
+FAMILY = Family("gpipe", one_stage_a_rank, orders, Exchange.POSTED)

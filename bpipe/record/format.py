@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from bpipe.ir.action import Action
+from bpipe.ir.program import Exchange
 from bpipe.ir.text import read_action
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing
 from bpipe.record.keys import Rule, by_name, each, keys_of, line, number, values_of, whole, written
@@ -104,7 +105,15 @@ Start = Annotated[float, number(-CLOCK_ERROR_S)]
 End = Annotated[float, number(-LARGEST)]
 Wait = Annotated[float, Rule(lambda value, name: max(0.0, a_number(value, name, -_TIMER_ERROR_S)))]
 HostTime = Annotated[float, Rule(lambda value, _: a_number(value, "host time", -CLOCK_ERROR_S))]
+ExchangeName = Annotated[Exchange, Rule(lambda value, name: _read_exchange(value, name), lambda exchange: exchange.value)]
 ActionText = Annotated[Action, Rule(lambda value, _: _read_action(a_text(value, "an action")), str)]
+
+
+def _read_exchange(value: object, name: str) -> Exchange:
+    known = {one.value: one for one in Exchange}
+    if value not in known:
+        raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
+    return known[str(value)]
 
 
 class Row(NamedTuple):
@@ -143,13 +152,16 @@ class _ProgramKeys:
     bounds: Counts | None = None
     partners: Counts | None = None
     group_size: Count | None = None
+    exchange: ExchangeName | None = None
 
 
 def read_program(found: object, name: str = "program") -> ScheduleConfig:
     """What was to be built."""
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
     how = balancing(keys.balance, keys.bounds, keys.partners)
-    return ScheduleConfig(keys.schedule, keys.num_stages, keys.num_microbatches, keys.num_chunks, how, keys.group_size)
+    return ScheduleConfig(
+        keys.schedule, keys.num_stages, keys.num_microbatches, keys.num_chunks, how, keys.group_size, exchange=keys.exchange
+    )
 
 
 def _write_program(config: ScheduleConfig) -> dict[str, Any]:
@@ -164,6 +176,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         bounds=how.bounds,
         partners=how.partners,
         group_size=config.group_size,
+        exchange=config.exchange,
     )
     return {name: value for name, value in written(keys).items() if value is not None}
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from bpipe.generate.families import exchange_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import changes_in_time
 from bpipe.ir.needs import Needs
@@ -108,7 +107,7 @@ def replay(measured: Measured) -> Prediction:
     costs = Costs(
         tuple(stages),
         Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes),
-        exchange=exchange_of(schedule.name).predicted,
+        exchange=measured.program.passing.predicted,
         one_sided=_one_sided(measured),
         synchronous=measured.run.info.synchronous,
     )

@@ -20,7 +20,7 @@ from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Do, Exchange, Instruction, Message
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import Stage, Tensors
 
@@ -107,9 +107,17 @@ class Executor:
         elif do is Do.SEND:
             self._messages.send(what, self._take(what.value, what))
         else:
-            arrived = self._messages.wait(what)
+            arrived = self._wait(what)
             if what.parties[0] != self.rank:
                 self._values[what.value] = arrived
+
+    def _wait(self, message: Message) -> Tensors:
+        try:
+            return self._messages.wait(message)
+        except (OSError, RuntimeError) as error:
+            others = " and ".join(f"rank {rank}" for rank in message.parties if rank != self.rank)
+            direction = "to" if message.parties[0] == self.rank else "from"
+            raise TransferError(f"rank {self.rank}: {message} {direction} {others} did not pass: {error}") from error
 
     def _run(self, action: Action, calls: Calls | None) -> None:
         needed = self._needs.needed(action)
@@ -117,13 +125,15 @@ class Executor:
         if calls:
             calls.before(action)
         made = self._compute[action.kind](action, received)
+        forward = action.kind is Kind.FORWARD
         if calls:
-            forward = action.kind is Kind.FORWARD
             calls.after(action, made, received) if forward else calls.after(action)
         value = self._needs.made(action)
         if value != NOTHING and self._needs.route(value).takers:
             # Its own tensor: whoever made it may exchange what lies behind the one it has.
             self._values[value] = tuple(tensor.detach() for tensor in made)
+            if forward:
+                self._stage.let_go(made)
 
     def _backward_weight(self, action: Action, received: Tensors) -> Tensors:
         self._stage.backward_weight(action)

@@ -59,10 +59,12 @@ class _Storage:
 class Meter:
     """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished.
 
-    `received_bytes` is the part of it that the stage received: a pipeline loop may hold that longer than the backward needs it.
+    `received_bytes` is the part of it that the stage received, where the pipeline loop may hold that longer than the backward needs it:
+    one that `keeps_inputs`. Of any other it is 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_inputs: bool = True) -> None:
+        self._keeps_inputs = keeps_inputs
         # By address. While a storage is referred to weakly its address serves no other, so none is mistaken for one that died.
         self._storages: dict[int, _Storage] = {}
         self._common: dict[int, StorageWeakRef] = {}
@@ -83,7 +85,7 @@ class Meter:
 
     def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """A forward has finished and saved these storages; `inputs` are what the stage received for it."""
-        received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None}
+        received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None and self._keeps_inputs}
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
         owner = (forward.stage, forward.microbatch)
         held = self._held[owner] = _Held()

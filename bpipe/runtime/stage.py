@@ -30,6 +30,9 @@ class Stage(Protocol):
 
     def forward(self, action: Action, received: Tensors) -> Tensors: ...
 
+    def let_go(self, made: Tensors) -> None:
+        """What a forward made is in other hands: of these tensors only the graph behind them is still needed here."""
+
     def backward(self, action: Action, gradients: Tensors) -> Tensors: ...
 
     def backward_input(self, action: Action, gradients: Tensors) -> Tensors: ...
@@ -58,6 +61,9 @@ class TorchStages:
         outputs = (made,) if isinstance(made, torch.Tensor) else made
         self._held[action.stage, action.microbatch] = received, outputs
         return outputs
+
+    def let_go(self, made: Tensors) -> None:
+        """Torch looks at the shapes of what it goes back from, so the tensors stay."""
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         received, outputs = self._held.pop((action.stage, action.microbatch))

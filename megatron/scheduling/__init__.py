@@ -26,10 +26,13 @@ def install(config: SchedulingConfig) -> Installed:
     """
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
     from megatron.scheduling.driver import Driver
+    from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import install as install_patches
 
     driver = Driver(config)
-    installed = install_patches(Hooks(driver, config.num_ranks).wraps())
+    loop = Loop(driver, config) if config.executor else Hooks(driver, config.num_ranks)
+    installed = install_patches(loop.wraps())
+    installed.closing(loop.close)
     installed.closing(driver.close)
     return installed

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.record.format import RankSummary
@@ -52,7 +53,7 @@ class Driver:
         self._at: Action | None = None
         self._connection: Connection | None = None
         self._connected = False
-        self._meter = Meter() if config.report is not None else None
+        self._meter = Meter(keeps_inputs=not config.executor) if config.report is not None else None
         self._peaks: list[tuple[int, int, dict[int, int]]] = []
         self._first_iterations = FirstIterations(config.minimum_bytes)
         self._own_time = OwnTime()
@@ -65,7 +66,9 @@ class Driver:
 
     # -- an iteration --------------------------------------------------------------------------------------------------------------
 
-    def program(self, family: Family, num_microbatches: int, group_size: int | None = None) -> ScheduleConfig:
+    def program(
+        self, family: Family, num_microbatches: int, group_size: int | None = None, exchange: Exchange | None = None
+    ) -> ScheduleConfig:
         """What to run: this family's schedule over this run's ranks and chunks, balanced if the run is."""
         return ScheduleConfig(
             schedule=family.name,
@@ -74,6 +77,7 @@ class Driver:
             num_chunks=self._config.num_chunks,
             balance=BalanceConfig() if self._config.balance else None,
             group_size=group_size,
+            exchange=exchange,
         )
 
     @contextlib.contextmanager
@@ -89,7 +93,7 @@ class Driver:
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance)
         engine = self._active = self._engine(program, config)
-        recorder = engine.recorder = Recorder(Clock(self._device)) if self.recording else None
+        recorder = engine.recorder = Recorder(Clock(self.device)) if self.recording else None
         begin_s = time.time()
         try:
             yield engine.schedule
@@ -147,7 +151,7 @@ class Driver:
         return self._config.positions.here()
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
 
     def _engine(self, program: ScheduleConfig, config: Any) -> Engine:
@@ -162,23 +166,24 @@ class Driver:
             schedule = build(program)
             if self._config.balance:
                 say(describe(schedule))
-            engine = Engine(schedule, self.rank, self._transport(schedule, self._device, config), self._engine_config(), self._meter)
+            transport = self._transport(schedule, program.passing, self.device, config)
+            engine = Engine(schedule, self.rank, transport, self._engine_config(), self._meter)
             self._engines[program] = engine
         return engine
 
     def _engine_config(self) -> EngineConfig:
         return EngineConfig(
             name=f"rank {dist.get_rank()}",
-            device=self._device,
+            device=self.device,
             minimum_bytes=self._config.minimum_bytes,
             timeout_s=self._config.timeout_s,
             poison=self._config.poison,
             synchronous=self._config.synchronous,
-            allocated=allocated_on(self._device),
+            allocated=allocated_on(self.device),
             timed=self._own_time.of,
         )
 
-    def _transport(self, schedule: Schedule, device: torch.device, config: Any) -> Transport | None:
+    def _transport(self, schedule: Schedule, exchange: Exchange, device: torch.device, config: Any) -> Transport | None:
         if not links.moves_anything(schedule):
             return None
         if not self._connected:
@@ -188,7 +193,7 @@ class Driver:
             self._connected = True
             say(table)
             say(without_p2p_sync(config))
-        refuse_standstill(schedule, self._config, device, self.links)
+        refuse_standstill(schedule, exchange, self._config, device, self.links)
         return self._connection.transport() if self._connection is not None else None
 
     def close(self) -> None:

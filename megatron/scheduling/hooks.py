@@ -48,6 +48,9 @@ class Hooks:
             patches.BACKWARD_STEP: self._wrap_backward,
         }
 
+    def close(self) -> None:
+        """Nothing of ours is left when the functions are put back."""
+
     def _wrap_loop(self, family: Family, loop: Callable[..., Any]) -> Callable[..., Any]:
         driver = self._driver
 

@@ -89,7 +89,7 @@ def _leave_process_groups() -> None:
 
 @contextlib.contextmanager
 def scheduling(args: Any) -> Iterator[None]:
-    """Install what the arguments ask for. Without `--bpipe` and `--bpipe-report` Megatron's scheduler is not touched."""
+    """Install what the arguments ask for. Without any of our flags Megatron's scheduler is not touched."""
     from megatron.scheduling.arguments import config_from_args
 
     with _or_end():
@@ -102,13 +102,15 @@ def scheduling(args: Any) -> Iterator[None]:
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
     from megatron.scheduling.driver import Driver
+    from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import install
     from megatron.scheduling.reporting import Reporter
 
     driver = Driver(config)
     reporter = Reporter(config, driver) if config.report is not None else None
-    wraps = Hooks(driver, config.num_ranks).wraps()
+    loop = Loop(driver, config) if config.executor else Hooks(driver, config.num_ranks)
+    wraps = loop.wraps()
     if reporter is not None:
         wraps |= reporter.wraps()
     installed = install(wraps)
@@ -126,6 +128,7 @@ def scheduling(args: Any) -> Iterator[None]:
     finally:
         watch.end()
         installed.remove()
+        loop.close()
         driver.close()
 
 

@@ -1,11 +1,12 @@
-"""Connect the pairs of every pipeline of the world.
+"""Connect the pairs of every pipeline of the world, and its neighbours where our own loop runs.
 
-In: a schedule and the wanted transport. Out: this rank's connection, and a table for the log. Asks of Megatron only which ranks form
-a pipeline.
+In: a schedule and the wanted transport. Out: this rank's connection, and a table for the log; groups for messages. Asks of Megatron only
+which ranks form a pipeline.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,31 @@ from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.transport.connect import Connection, MeasuredLink, connect
+from bpipe.transport.distributed import PairGroups
+from bpipe.transport.edges import connect_edges
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
 from megatron.scheduling.positions import Positions
+
+
+def pipelines(positions: Positions) -> list[tuple[int, ...]]:
+    """The global ranks of every pipeline of the world, by their place in the schedule, each pipeline once. Equal on every rank.
+
+    Which ranks form a pipeline is asked of Megatron's groups, not computed again. Collective over the world.
+    """
+    mine = positions.in_order(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return sorted(set(found))
+
+
+def connect_neighbours(edges: Sequence[Pair], positions: Positions, timeout_s: float, device: torch.device) -> dict[int, PairGroups]:
+    """This rank's groups for messages, by the place of the neighbour; `edges` are places of neighbours. Collective over the world."""
+    rank, ways = dist.get_rank(), pipelines(positions)
+    pairs = sorted((min(both), max(both)) for way in ways for both in ((way[low], way[high]) for low, high in edges))
+    groups = connect_edges(pairs, "nccl" if device.type == "cuda" else "gloo", timeout_s, device)
+    mine = next(way for way in ways if rank in way)
+    return {mine.index(neighbour): both for neighbour, both in groups.items()}
 
 
 def moves_anything(schedule: Schedule) -> bool:
@@ -51,14 +74,11 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
 def stages_of_pairs(schedule: Schedule, positions: Positions) -> dict[Pair, Pair]:
     """The global ranks of every pair that moves anything, in every pipeline of the world, and their places in it. Equal on every rank.
 
-    Which ranks form a pipeline is asked of Megatron's groups, not computed again. Collective over the world.
+    Collective over the world.
     """
-    mine = positions.in_order(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, mine)
     partners = schedule.partners or tuple(range(schedule.num_ranks))
     stages: dict[Pair, Pair] = {}
-    for pipeline in pipelines:
+    for pipeline in pipelines(positions):
         for stage, partner in enumerate(partners):
             if num_transfers(schedule, stage).evictions:
                 ranks = pipeline[stage], pipeline[partner]

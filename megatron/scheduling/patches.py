@@ -68,6 +68,15 @@ PRETRAIN = Patch("megatron.training.training", "pretrain", (), bound_in=("megatr
 PATCHES = (
     *(FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, NO_PIPELINING, LINEAR, LINEAR_BACKWARD, TRAIN_STEP, PARSE_ARGS, PRETRAIN),
 )
+# What our own loop calls of what Megatron's loops call around their steps.
+LEAVES = (
+    FORWARD_STEP,
+    BACKWARD_STEP,
+    Patch(_SCHEDULES, "deallocate_output_tensor", ("out", "deallocate_pipeline_outputs")),
+    Patch(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond")),
+    Patch(_SCHEDULES, "clear_embedding_activation_buffer", ("config", "model", "is_last_stage")),
+    Patch(_SCHEDULES, "finish_embedding_wgrad_compute", ("config", "embedding_module", "is_last_stage", "tp_group")),
+)
 
 # A wrapper is made from the function it stands for.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -168,9 +168,9 @@ def _experts(settings: Settings) -> bool:
     return bool(settings.num_experts or settings.num_moe_experts)
 
 
-def reasons(settings: object, balance: bool) -> list[str]:
-    """Why these settings cannot train with `--bpipe`, or cannot be measured with `--bpipe-report`: a line each, or none."""
-    wanted = "--bpipe" if balance else "--bpipe-report"
+def reasons(settings: object, balance: bool, executor: bool = False) -> list[str]:
+    """Why these settings cannot train with `--bpipe`, or by our loop, or cannot be measured with `--bpipe-report`: a line each, or none."""
+    wanted = "--bpipe" if balance else "--bpipe-schedule" if executor else "--bpipe-report"
     asked = [refusal for refusal in REFUSALS if balance or not refusal.moving]
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in asked if refusal.applies(Settings(settings))]
 

@@ -85,7 +85,7 @@ def remark(line: str) -> None:
 
 
 # These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = ("beside", "driver", "hooks")
+OF_CONFIGURATION = ("beside", "driver", "executor", "hooks", "syncing")
 
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It cannot
 # work without. A test holds this to the code.
@@ -102,6 +102,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "beside": ("barrier_with_L1_time", "finalize_model_grads_func"),
     "driver": ("batch_p2p_sync", "timers"),
+    "executor": (
+        *("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "microbatch_group_size_per_vp_stage"),
+        "timers",
+    ),
+    "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
     "hooks": ("microbatch_group_size_per_vp_stage",),
     "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
     "one_stage": (

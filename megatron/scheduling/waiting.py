@@ -13,7 +13,7 @@ import torch
 
 from bpipe.check.deadlock import Waits
 from bpipe.check.rules import ScheduleError, check_waits
-from bpipe.generate.families import exchange_of
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import ONE_SIDED
 from bpipe.transport.connect import MeasuredLink
@@ -34,12 +34,14 @@ def waits_of(config: SchedulingConfig, device: torch.device) -> tuple[Waits, str
     return Waits.IN_EVERY_OPERATION, ""
 
 
-def refuse_standstill(schedule: Schedule, config: SchedulingConfig, device: torch.device, links: Iterable[MeasuredLink]) -> None:
+def refuse_standstill(
+    schedule: Schedule, exchange: Exchange, config: SchedulingConfig, device: torch.device, links: Iterable[MeasuredLink]
+) -> None:
     """Raises ValueError where ranks would wait for each other. One-sided transfers wait for no partner."""
     waits, setting = waits_of(config, device)
     if not setting or all(link.transport in ONE_SIDED for link in links):
         return
     try:
-        check_waits(schedule, waits, exchange_of(schedule.name))
+        check_waits(schedule, waits, exchange)
     except ScheduleError as error:
         raise ValueError(f"with {setting} the ranks would wait for each other: drop it, or take --bpipe-transport peer. {error}") from None

@@ -73,6 +73,7 @@ def same(outcome: Outcome, stock: str, other: str, world: int, last: int | None 
         iterations = expected["iterations"][-last:] if last else expected["iterations"]
         assert iterations, f"{stock} trained nothing"
         assert found["iterations"] == iterations
+        assert last or found["evaluations"] == expected["evaluations"]
         assert found["weights"] == expected["weights"]
     losses = [step["lm loss"] for step in outcome.record(stock, world - 1)["iterations"]]
     assert len(set(losses)) == len(losses), "a loss that does not change would make any two runs equal"

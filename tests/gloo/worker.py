@@ -28,13 +28,15 @@ LAUNCH_RANK = os.environ["RANK"]
 
 
 class Recorder:
-    """Observes one run: exact losses and gradient norms, and the weights at its end."""
+    """Observes one run: exact losses and gradient norms, those of evaluations, and the weights at its end."""
 
     def __init__(self) -> None:
         self.iterations: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, str]] = []
         self.model: list[torch.nn.Module] = []
-        self._originals = {name: getattr(training, name) for name in ("train_step", "setup_model_and_optimizer")}
+        self._originals = {name: getattr(training, name) for name in ("train_step", "evaluate", "setup_model_and_optimizer")}
         training.train_step = self._observe(training.train_step)
+        training.evaluate = self._evaluated(training.evaluate)
         training.setup_model_and_optimizer = self._keep_model(training.setup_model_and_optimizer)
 
     def remove(self) -> None:
@@ -54,6 +56,15 @@ class Recorder:
             return result
 
         return step
+
+    def _evaluated(self, evaluate: Any) -> Any:
+        @functools.wraps(evaluate)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            result = evaluate(*args, **kwargs)
+            self.evaluations.append({name: float(value).hex() for name, value in (result[0] or {}).items()})
+            return result
+
+        return observed
 
     def _keep_model(self, setup: Any) -> Any:
         @functools.wraps(setup)
@@ -104,7 +115,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     try:
         pretrain_gpt.main()
         rank = torch.distributed.get_rank()
-        record = {"iterations": recorder.iterations, "weights": recorder.weights()}
+        record = {"iterations": recorder.iterations, "evaluations": recorder.evaluations, "weights": recorder.weights()}
         (folder / f"{case['name']}.rank{rank}.json").write_text(json.dumps(record))
     finally:
         recorder.remove()

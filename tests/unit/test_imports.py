@@ -60,7 +60,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "one_f_one_b_split zb_h1",
         "families",
     ),
-    "passes": ("align evict lower", "balance", "levels"),
+    "passes": ("align evict forwards lower", "balance", "levels"),
     "check": ("deadlock", "rules"),
     "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),
     "models": ("cluster model", "cluster_file flops layout", "profile saved", "memory", "compute"),

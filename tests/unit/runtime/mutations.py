@@ -144,7 +144,8 @@ TABLE = (
         DISTRIBUTED,
     ),
     # Messages between stages.
-    mutate("executor", "arrived = self._messages.wait(what)", "arrived = ()", EXECUTOR),
+    mutate("executor", "arrived = self._wait(what)", "arrived = ()", EXECUTOR),
+    mutate("executor", "return self._messages.wait(message)", "return ()", EXECUTOR),
     mutate("edges", "works.wait()", "pass", EDGES),
     mutate("edges", "works.wait()", "pass", EDGES, nth=1),
     mutate("edges", "works.wait()", "pass", EDGES, nth=2),

@@ -14,7 +14,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime import executor as executor_module
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import Tensors, TorchStages
@@ -162,14 +162,21 @@ def test_what_is_sent_stays_when_its_stage_lets_go_of_it() -> None:
     """Megatron frees what it has sent by exchanging what lies behind the tensor, while it may still be on its way."""
 
     class LettingGo(TorchStages):
-        def backward(self, action: Action, gradients: Tensors) -> Tensors:
-            for output in self._held[action.stage, action.microbatch][1]:
-                output.data = torch.empty(2)
-            return super().backward(action, gradients)
+        def let_go(self, made: Tensors) -> None:
+            for output in made:
+                output.data = torch.zeros(2)
 
     plan, log = build(ScheduleConfig("1f1b", 3, 1)), Log()
     Executor(plan, 1, LettingGo({1: lambda microbatch, x: x * 2}), log).run()
     assert torch.equal(log.carried[0][0], torch.full((2,), 2.0))
+
+
+def test_nobody_else_has_the_loss() -> None:
+    class Keeping(TorchStages):
+        def let_go(self, made: Tensors) -> None:
+            raise AssertionError("of the last stage's output the value is needed, too")
+
+    Executor(build(ScheduleConfig("1f1b", 3, 1)), 2, Keeping({2: lambda microbatch, x: x.sum()}), Log()).run()
 
 
 def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:
@@ -225,3 +232,13 @@ def test_a_part_that_makes_nothing_of_what_it_receives_is_refused() -> None:
     stages.forward(FORWARD, (torch.ones(2),))
     with pytest.raises(ValueError, match=r"a part made nothing of a tensor \(2,\) that it received"):
         stages.backward(BACKWARD, (torch.ones(2),))
+
+
+def test_a_message_that_does_not_pass_is_named_with_its_edge() -> None:
+    class Broken(Alone):
+        def wait(self, message: Message) -> Tensors:
+            raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+
+    executor = Executor(build(ScheduleConfig("1f1b", 4, 8)), 1, TorchStages({}), Broken())
+    with pytest.raises(TransferError, match=r"rank 1: 0F0>1F0 from rank 0 did not pass: Timed out waiting 5000ms"):
+        executor.run()

@@ -112,6 +112,9 @@ class Fake:
         output = SimpleNamespace(grad_fn=microbatch, detach=lambda: None, untyped_storage=lambda: SimpleNamespace(_cdata=0))
         return (output,)  # type: ignore[return-value]
 
+    def let_go(self, made: Tensors) -> None:
+        """Outputs are no memory here."""
+
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         with self._workspace(action):
             self._live.pop(action.microbatch).backward(self._device)

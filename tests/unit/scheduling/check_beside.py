@@ -25,6 +25,7 @@ from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.generate import one_f_one_b
+from bpipe.ir.program import Exchange
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.connect import MeasuredLink
@@ -68,7 +69,7 @@ def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
     config = SchedulingConfig(balance=True, num_ranks=STAGES, num_chunks=1, minimum_bytes=1, timers_interval=1)
     with (
         mock.patch.object(Driver, "rank", mock.PropertyMock(return_value=rank)),
-        mock.patch.object(Driver, "_device", mock.PropertyMock(return_value=torch.device("cpu"))),
+        mock.patch.object(Driver, "device", mock.PropertyMock(return_value=torch.device("cpu"))),
         mock.patch.object(Driver, "_transport", return_value=transport),
         mock.patch.object(FirstIterations, "ended"),
         mock.patch("torch.distributed.get_rank", return_value=rank),
@@ -190,7 +191,7 @@ def a_run_that_would_stand_still_is_refused() -> None:
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(ValueError, match="with --bpipe-sync-transfers the ranks would wait for each other"),
     ):
-        Driver(config)._transport(STILL, torch.device("cpu"), Stage())
+        Driver(config)._transport(STILL, Exchange.MEGATRON_INTERLEAVED, torch.device("cpu"), Stage())
 
 
 def a_loop_of_ones_own_drives_the_same_iteration() -> None:

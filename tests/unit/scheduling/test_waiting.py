@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.ir.program import Exchange
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.waiting import refuse_standstill, waits_of
 
+INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PLAIN = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2)
 SYNCHRONOUS = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
@@ -51,7 +53,7 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
     )
     message = "with CUDA_DEVICE_MAX_CONNECTIONS=1 the ranks would wait for each other: drop it, or take --bpipe-transport peer. no deadlock"
     with pytest.raises(ValueError, match=message):
-        refuse_standstill(STILL, PLAIN, CUDA, over_nccl)
-    refuse_standstill(STILL, PLAIN, CUDA, by_copies)
-    refuse_standstill(STILL, PLAIN, CPU, over_nccl)
-    refuse_standstill(build(ScheduleConfig("interleaved-1f1b", 10, 20, 2, BalanceConfig())), PLAIN, CUDA, over_nccl)
+        refuse_standstill(STILL, INTERLEAVED, PLAIN, CUDA, over_nccl)
+    refuse_standstill(STILL, INTERLEAVED, PLAIN, CUDA, by_copies)
+    refuse_standstill(STILL, INTERLEAVED, PLAIN, CPU, over_nccl)
+    refuse_standstill(build(ScheduleConfig("interleaved-1f1b", 10, 20, 2, BalanceConfig())), INTERLEAVED, PLAIN, CUDA, over_nccl)

@@ -1,0 +1,24 @@
+"""Keep the forwards alone: what a model is evaluated with. In: a Layout and a number of micro-batches. Out: a Schedule without backwards.
+
+Any number of micro-batches, also where the schedule that is trained with knows but one. A rank goes by waves: a stage's forward of a
+micro-batch is in the wave after that of the stage before it, and in a wave later stages come first, so that nothing piles up in front of
+them. Knows no schedule by name; the rules for schedules do not hold here, every computation of theirs comes back.
+"""
+
+from __future__ import annotations
+
+from bpipe.generate.place import place
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout
+from bpipe.ir.schedule import Schedule
+
+
+def forwards_only(layout: Layout, num_microbatches: int) -> Schedule:
+    """Every stage's forward of every micro-batch, each stage's in their order."""
+    num_ranks = len({rank for placement in layout.placements for rank in placement})
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for wave in range(layout.num_stages + num_microbatches - 1):
+        for stage in reversed(range(layout.num_stages)):
+            if 0 <= wave - stage < num_microbatches:
+                orders[layout.rank_of(stage, wave - stage)].append(Action(stage, Kind.FORWARD, wave - stage))
+    return place("forwards", num_microbatches, layout, orders)

@@ -1,0 +1,116 @@
+"""Keep Megatron's data-parallel books around a program's computations: when gradients and parameters of each chunk are synchronised.
+
+In: the computations of a rank's program, in order; the functions that the trainer put into the model's configuration. Out: calls of these.
+Gradients of all micro-batches but a chunk's last must not start a reduction, so all but that one run inside of its `no_sync`.
+Knows no stages and no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bpipe.ir.action import Action, Kind
+
+# What of a chunk's computations makes gradients of weights: each of these halves has a last micro-batch of its own.
+_HALVES = ({Kind.BACKWARD, Kind.BACKWARD_INPUT}, {Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What matters of a program, by computation: `first` a chunk's first forward, `last` the last of a half, `final` the very last."""
+
+    first: Mapping[Action, int]
+    last: Mapping[Action, int]
+    final: Mapping[Action, int]
+
+    @property
+    def opening(self) -> int | None:
+        """The chunk that computes first."""
+        return next(iter(self.first.values()), None)
+
+    @classmethod
+    def of(cls, order: Iterable[Action], chunks: Mapping[int, int]) -> Marks:
+        """`chunks[stage]` is a stage's place in the list of models."""
+        first: dict[int, Action] = {}
+        ends: list[dict[int, Action]] = [{} for _ in _HALVES]
+        final: dict[int, Action] = {}
+        for action in order:
+            chunk = chunks[action.stage]
+            if action.kind is Kind.FORWARD:
+                first.setdefault(chunk, action)
+                continue
+            final[chunk] = action
+            for half, end in zip(_HALVES, ends, strict=True):
+                if action.kind in half:
+                    end[chunk] = action
+        return cls(_by_action(first), {action: chunk for end in ends for chunk, action in end.items()}, _by_action(final))
+
+
+def _by_action(chunks: Mapping[int, Action]) -> dict[Action, int]:
+    return {action: chunk for chunk, action in chunks.items()}
+
+
+class Syncing:
+    """Of one training iteration. `config` is Megatron's: one function for all chunks, or a list of one a chunk, or None."""
+
+    def __init__(self, marks: Marks, config: Any, models: Sequence[torch.nn.Module]) -> None:
+        self._marks, self._models = marks, models
+        alone = config.no_sync_func or contextlib.nullcontext
+        # Chunks that share a function are inside of it together.
+        self._no_sync: list[Callable[[], Any]] = alone if isinstance(alone, list) else [alone]
+        self._inside: dict[int, Any] = {}
+        self._grad_sync = _a_chunk(config.grad_sync_func, len(models))
+        self._param_sync = _a_chunk(config.param_sync_func, len(models)) if len(models) > 1 else None
+        # In the order in which they are needed. Megatron's loop for one stage a rank leaves the gathering to the modules' hooks.
+        self._to_gather = list(marks.first.values()) if self._param_sync is not None else []
+
+    def begin(self) -> None:
+        """Before the first computation: parameters of the first two chunks are on their way."""
+        for place in range(len(self._no_sync)):
+            self._enter(place)
+        self._gather()
+        self._gather()
+
+    def before(self, action: Action) -> None:
+        if self._to_gather and self._marks.first.get(action, self._marks.opening) != self._marks.opening:
+            self._gather()
+        if self._grad_sync is None and action in self._marks.last:
+            self._leave(self._marks.last[action])
+
+    def after(self, action: Action) -> None:
+        if self._grad_sync is None:
+            if action in self._marks.last:
+                self._enter(self._marks.last[action])
+        elif action in self._marks.final:
+            chunk = self._marks.final[action]
+            self._leave(chunk)
+            self._grad_sync[chunk](self._models[chunk].parameters())
+            self._enter(chunk)
+
+    def end(self) -> None:
+        """Behind the last computation."""
+        while self._inside:
+            self._inside.popitem()[1].__exit__(None, None, None)
+
+    def _gather(self) -> None:
+        """Start the next chunk's, while the one before it computes its first micro-batches."""
+        if self._to_gather and self._param_sync is not None:
+            chunk = self._to_gather.pop(0)
+            self._param_sync[chunk](self._models[chunk].parameters())
+
+    def _enter(self, chunk: int) -> None:
+        place = chunk % len(self._no_sync)
+        self._inside[place] = self._no_sync[place]()
+        self._inside[place].__enter__()
+
+    def _leave(self, chunk: int) -> None:
+        self._inside.pop(chunk % len(self._no_sync)).__exit__(None, None, None)
+
+
+def _a_chunk(given: Any, num_chunks: int) -> list[Callable[..., Any]] | None:
+    return given if given is None or isinstance(given, list) else [given] * num_chunks

@@ -1,0 +1,125 @@
+"""Our own loop in Megatron's trainer equals stock Megatron's loops to the last bit, whatever it runs.
+
+"Stock" runs with no patch of ours in Megatron's scheduler. Ours runs stock's two programs, with dropout and clipping on, and GPipe, whose
+forwards come in stock's order; with an engine around them too, which poisons what it frees and what it loads into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.test_parallelism import EXPERTS, GROUPS, INTERLEAVED, LLAMA, OVERLAPS
+from tests.gloo.test_training import same
+
+OWN = ("--bpipe-executor",)
+OURS = {
+    "own": OWN,
+    "balanced": (*OWN, *BPIPE, "--bpipe-transport", "peer"),
+    "balanced_gloo": (*OWN, *BPIPE, "--bpipe-transport", "gloo"),
+    "gpipe": ("--bpipe-schedule", "gpipe"),
+    "grouped": ("--bpipe-schedule", "grouped-interleaved"),
+    "grouped_balanced": ("--bpipe-schedule", "grouped-interleaved", *BPIPE, "--bpipe-transport", "peer"),
+    "grouped_whole": ("--bpipe-schedule", "grouped-interleaved", "--bpipe-keep-weights-halves", "none"),
+}
+
+# Another order of forwards draws other dropout.
+QUIET = ("--attention-dropout", "0", "--hidden-dropout", "0")
+# One row a feature of Megatron's, of four stages: its flags, and which of ours are compared with stock.
+ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "m8": (("--global-batch-size", "16"), ("own", "balanced", "balanced_gloo", "gpipe")),
+    "m3": (("--global-batch-size", "6"), ("own", "gpipe")),
+    "interleaved": ((*INTERLEAVED, "--global-batch-size", "16"), ("own", "balanced", "balanced_gloo")),
+    "interleaved_groups": ((*INTERLEAVED, *GROUPS, "--global-batch-size", "20"), ("own",)),
+    "interleaved_v3": (("--num-layers", "12", "--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "8"), ("own",)),
+    "interleaved_quiet": ((*INTERLEAVED, *QUIET, "--global-batch-size", "16"), ("grouped", "grouped_balanced", "grouped_whole")),
+    "evaluation": (("--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"), ("own", "gpipe")),
+    "evaluation_of_another_size": (
+        (
+            *("--global-batch-size", "16", "--eval-interval", "1", "--eval-iters", "1", "--eval-global-batch-size", "6"),
+            *("--eval-micro-batch-size", "1"),
+        ),
+        ("own",),
+    ),
+    "evaluation_interleaved": ((*INTERLEAVED, "--global-batch-size", "8", "--eval-interval", "2", "--eval-iters", "1"), ("own",)),
+    "batch_that_grows": (("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48"), ("balanced",)),
+    "fp16": (("--global-batch-size", "16", "--fp16", "--initial-loss-scale", "4294967296", "--loss-scale-window", "2"), ("balanced",)),
+    "bf16": (("--global-batch-size", "16", "--bf16"), ("own",)),
+    "llama": (("--global-batch-size", "16", *LLAMA), ("balanced",)),
+    "per_token_loss": (("--global-batch-size", "16", "--calculate-per-token-loss"), ("own",)),
+    "selective": (("--global-batch-size", "16", "--recompute-granularity", "selective"), ("own",)),
+    "full_uniform": (
+        (
+            *("--num-layers", "8", "--global-batch-size", "16", "--recompute-granularity", "full"),
+            *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ),
+        ("balanced",),
+    ),
+    "layout": (("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "8"), ("own",)),
+    "experts": ((*EXPERTS, "--global-batch-size", "8"), ("own",)),
+    "multi_token_prediction": (("--global-batch-size", "8", "--mtp-num-layers", "2", "--position-embedding-type", "rope"), ("own",)),
+    "timed": (("--global-batch-size", "8", "--timing-log-level", "2"), ("own",)),
+}
+
+SMALL_BUCKETS = ("--ddp-bucket-size", "20000")
+UNALIGNED = ("--no-align-grad-reduce", "--no-align-param-gather")
+CHUNKS = ("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
+# Two stages, and two ranks in another dimension.
+WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tensor": (("--tensor-model-parallel-size", "2"), ("own",)),
+    "sequence": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), ("own",)),
+    "data": ((), ("own",)),
+    "overlaps": (OVERLAPS, ("own", "gpipe")),
+    "overlaps_unaligned": ((*OVERLAPS, *SMALL_BUCKETS, *UNALIGNED), ("own",)),
+    "interleaved_overlaps": ((*CHUNKS, *OVERLAPS), ("own",)),
+    "interleaved_unaligned": ((*CHUNKS, *OVERLAPS, *SMALL_BUCKETS, *UNALIGNED), ("own",)),
+    "interleaved_sequence": ((*CHUNKS, "--tensor-model-parallel-size", "2", "--sequence-parallel"), ("own",)),
+    "reduction_alone": (("--overlap-grad-reduce",), ("own",)),
+}
+
+ALWAYS = ("m8", "interleaved", "interleaved_quiet")
+Rows = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+
+
+def compared(rows: Rows) -> list[Any]:
+    """Every run of ours by its row."""
+    return [
+        pytest.param(row, ours, marks=() if row in ALWAYS else pytest.mark.slow, id=f"{row}-{ours}")
+        for row, (_, which) in rows.items()
+        for ours in which
+    ]
+
+
+def cases(rows: Rows, request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
+    wanted = rows if request.config.getoption("--slow") else {name: row for name, row in rows.items() if name in ALWAYS}
+    found = []
+    for name, (flags, which) in wanted.items():
+        found.append(Case(name, [*common, *flags]))
+        found += [Case(f"{name}_{ours}", [*common, *flags, *OURS[ours]]) for ours in which]
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    return run_cases(4, cases(ROWS, request), timeout_s=900)
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(("row", "ours"), compared(ROWS))
+def test_our_own_loop_equals_stock(four: Outcome, row: str, ours: str) -> None:
+    same(four, row, f"{row}_{ours}", 4)
+
+
+@pytest.fixture(scope="module")
+def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    common = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
+    return run_cases(4, cases(WIDE_ROWS, request, common), timeout_s=900)
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS))
+def test_another_dimension_changes_nothing(wide: Outcome, row: str, ours: str) -> None:
+    same(wide, row, f"{row}_{ours}", 4)

@@ -1,0 +1,116 @@
+"""Gradients are reduced behind a chunk's last backward and never earlier, parameters gathered before their chunk computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.ir.action import Action
+from bpipe.ir.text import read_action
+from bpipe.program import ScheduleConfig, build
+from megatron.scheduling.syncing import Marks, Syncing
+
+
+class Log(list[str]):
+    """What the trainer's functions were called for, and which chunks are inside of their `no_sync`."""
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__()
+        self.models = [torch.nn.Linear(1, 1) for _ in range(num_chunks)]
+        self.inside: set[int] = set()
+
+    def config(self, **functions: Any) -> Any:
+        return SimpleNamespace(**{"no_sync_func": None, "grad_sync_func": None, "param_sync_func": None, **functions})
+
+    @contextlib.contextmanager
+    def no_sync(self, chunk: int = 0) -> Iterator[None]:
+        assert chunk not in self.inside
+        self.inside.add(chunk)
+        yield
+        self.inside.remove(chunk)
+
+    def start(self, what: str, chunk: int) -> Any:
+        def started(parameters: Any) -> None:
+            assert list(parameters) == list(self.models[chunk].parameters())
+            self.append(f"{what} {chunk}")
+
+        return started
+
+
+def walked(order: list[Action], chunks: dict[int, int], log: Log, config: Any) -> None:
+    """An iteration: the log says what runs outside of its chunk's `no_sync`."""
+    syncing, guarded = Syncing(Marks.of(order, chunks), config, log.models), config.no_sync_func is not None
+    syncing.begin()
+    for action in order:
+        syncing.before(action)
+        log.append(str(action) if chunks[action.stage] in log.inside or not guarded else f"{action} alone")
+        syncing.after(action)
+    syncing.end()
+    assert not log.inside
+
+
+def order_of(config: ScheduleConfig, rank: int) -> list[Action]:
+    return [slot.compute for slot in build(config).ranks[rank] if slot.compute is not None]
+
+
+def test_one_chunk_reduces_in_its_last_backward() -> None:
+    log = Log(1)
+    walked(order_of(ScheduleConfig("1f1b", 2, 3), 0), {0: 0}, log, log.config(no_sync_func=log.no_sync))
+    assert log == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2 alone"]
+
+
+def test_chunks_reduce_each_in_its_own_last_backward() -> None:
+    log = Log(2)
+    order = order_of(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2), 1)
+    walked(order, {1: 0, 3: 1}, log, log.config(no_sync_func=[lambda: log.no_sync(0), lambda: log.no_sync(1)]))
+    assert [line for line in log if line.endswith(" alone")] == ["3B1 alone", "1B1 alone"]
+
+
+def test_chunks_that_share_a_function_are_inside_of_it_again() -> None:
+    log = Log(2)
+    order = order_of(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2), 1)
+    syncing = Syncing(Marks.of(order, {1: 0, 3: 1}), log.config(no_sync_func=log.no_sync), log.models)
+    syncing.begin()
+    outside = []
+    for action in order:
+        syncing.before(action)
+        outside += [str(action)] if not log.inside else []
+        syncing.after(action)
+    syncing.end()
+    assert outside == ["3B1", "1B1"]
+    assert not log.inside
+
+
+def test_halves_reduce_in_the_last_of_each() -> None:
+    """Between them another micro-batch's weights come, whose gradients are not the last."""
+    log = Log(1)
+    order = [read_action(text) for text in ("0F0", "0F1", "0I0", "0I1", "0W0", "0W1")]
+    walked(order, {0: 0}, log, log.config(no_sync_func=log.no_sync))
+    assert log == ["0F0", "0F1", "0I0", "0I1 alone", "0W0", "0W1 alone"]
+
+
+def test_an_aligned_reduction_starts_behind_the_last() -> None:
+    log = Log(2)
+    order = order_of(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2), 1)
+    functions = {"no_sync_func": [lambda: log.no_sync(0), lambda: log.no_sync(1)]}
+    walked(order, {1: 0, 3: 1}, log, log.config(**functions, grad_sync_func=[log.start("reduce", chunk) for chunk in range(2)]))
+    assert not [line for line in log if line.endswith(" alone")]
+    assert log[log.index("3B1") + 1] == "reduce 1"
+    assert log[-2:] == ["1B1", "reduce 0"]
+
+
+@pytest.mark.parametrize(("num_chunks", "gathered"), [(1, []), (2, ["gather 0", "gather 1"]), (3, ["gather 0", "gather 1", "gather 2"])])
+def test_parameters_are_gathered_a_chunk_ahead(num_chunks: int, gathered: list[str]) -> None:
+    log = Log(num_chunks)
+    schedule = ScheduleConfig("interleaved-1f1b" if num_chunks > 1 else "1f1b", 2, 2, num_chunks=num_chunks)
+    chunks = {2 * chunk: chunk for chunk in range(num_chunks)}
+    walked(order_of(schedule, 0), chunks, log, log.config(param_sync_func=[log.start("gather", chunk) for chunk in range(num_chunks)]))
+    assert [line for line in log if line.startswith("gather")] == gathered
+    assert log[: len(gathered[:2])] == gathered[:2]
+    if num_chunks == 3:
+        assert log.index("gather 2") == next(place for place, line in enumerate(log) if line.startswith("2F0")) - 1

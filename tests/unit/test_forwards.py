@@ -1,0 +1,42 @@
+"""What a model is evaluated with: every forward once, in order, and nobody waits for ever, whatever the layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.program import Exchange
+from bpipe.passes.forwards import forwards_only
+
+LAYOUTS = {
+    "one stage": one_pipe([0]),
+    "a line": one_pipe(range(4)),
+    "round robin": one_pipe([*range(4)] * 3),
+    "v": one_pipe([0, 1, 2, 3, 3, 2, 1, 0]),
+    "two pipes": Layout(((0, 1, 2, 3), (3, 2, 1, 0))),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) -> None:
+    schedule = forwards_only(layout, num_microbatches)
+    for rank, row in enumerate(schedule.ranks):
+        ran = [slot.compute for slot in row if slot.compute is not None]
+        for stage in layout.stages_of(rank):
+            own = [microbatch for microbatch in range(num_microbatches) if layout.rank_of(stage, microbatch) == rank]
+            assert [one for one in ran if one.stage == stage] == [Action(stage, Kind.FORWARD, microbatch) for microbatch in own]
+        assert all(not slot.transfers for slot in row)
+    assert not blocked_ranks(schedule, Waits.IN_EVERY_OPERATION, Exchange.POSTED)
+
+
+def test_a_line_takes_no_longer_than_it_must() -> None:
+    assert {len(row) for row in forwards_only(one_pipe(range(4)), 8).ranks} == {11}
+
+
+def test_round_robin_fills_and_then_never_waits() -> None:
+    """A rank of two chunks computes two a micro-batch."""
+    schedule = forwards_only(one_pipe([*range(4)] * 2), 16)
+    assert {len(row) for row in schedule.ranks} <= set(range(2 * 16, 2 * 16 + 8))
