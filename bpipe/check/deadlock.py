@@ -3,6 +3,9 @@
 `passes.lower` says what every rank does and what its data waits for. A message or transfer passes when all its ends have arrived at it, and
 until then an end that waits for it goes no further. Every receive names its sender, so one execution that completes means that all do,
 and fewer waits never block more. `Waits` says how much else waits for transfers.
+
+The first iteration waits for more, and is what is run here: a HOST until the evictor has told the sizes of all stages of which it has run
+a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its HOST has made room.
 Knows no tensors, no seconds.
 """
 
@@ -11,8 +14,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured
 from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
@@ -20,7 +26,7 @@ from bpipe.passes.lower import lower
 
 _RUN, _WAIT, _FINISH = int(Do.RUN), int(Do.WAIT), int(Do.FINISH)
 _OVER = -1
-_ANOTHER_WAIT = bytes([_WAIT])
+_SENDING, _ANOTHER_WAIT = bytes([Do.SEND]), bytes([_WAIT])
 
 
 class Waits(enum.IntEnum):
@@ -47,7 +53,7 @@ class Blocked:
 
 def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, exchange: Exchange = Exchange.POSTED) -> tuple[Blocked, ...]:
     """Every rank that never finishes; empty for a schedule that cannot deadlock."""
-    board = _Board(Needs(schedule.layout, schedule.num_microbatches))
+    board = _Board(schedule)
     ranks = [_RankWalk(program, board, waits) for program in lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
     runnable += ranks
@@ -60,17 +66,22 @@ def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, e
 
 
 class _Board:
-    """What has passed: messages by their value, then the n-th transfer from one rank to another.
+    """What has passed: messages by their value, then the n-th transfer from one rank to another, and the sizes that ranks have told.
 
     `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
     """
 
-    def __init__(self, needs: Needs) -> None:
-        self.needs = needs
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.needs = needs = Needs(schedule.layout, schedule.num_microbatches)
         self.missing = [2] * needs.num_values
         if needs.layout.shard_kinds:
             self.missing = [len(needs.route(value).parties) for value in range(needs.num_values)]
         self.transfers: dict[tuple[int, int, int], int] = {}
+        # By evictor: by what leaves it, how many of its stages it has told the sizes of by then; and the numbers of these, in order.
+        self.told_by: dict[int, dict[Hosting, int]] = {}
+        self.told: dict[int, list[int]] = {}
+        self.buffers: dict[int, dict[Hosting, int]] = {}
         self.waiting: dict[int, list[_RankWalk]] = {}
         self.runnable: list[_RankWalk] = []
 
@@ -83,13 +94,43 @@ class _Board:
         """Transfers of one direction pass in the order in which each end starts them."""
         if transfer.sender == transfer.receiver:
             # What a rank keeps in its own host memory has no other end.
-            self.missing.append(1)
-            return len(self.missing) - 1
+            return self._expect(1)
         key = (transfer.sender, transfer.receiver, nth)
         if key not in self.transfers:
-            self.transfers[key] = len(self.missing)
-            self.missing.append(2)
+            self.transfers[key] = self._expect(2)
         return self.transfers[key]
+
+    def _expect(self, ends: int) -> int:
+        self.missing.append(ends)
+        return len(self.missing) - 1
+
+    def telling(self, program: Program) -> dict[int, int]:
+        """Where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it tells there, its number."""
+        rank, dos = program.rank, program.dos
+        told_by = self.told_by[rank] = num_measured(self.schedule, rank)
+        left = {stay.stage for stay in told_by}
+        places = {}
+        for index, what in enumerate(program.whats) if left else ():
+            if dos[index] == _RUN and isinstance(what, Action) and what.kind is Kind.FORWARD and what.stage in left:
+                left.remove(what.stage)
+                behind = index + 1
+                while dos[behind : behind + 1] == _SENDING:
+                    behind += 1
+                places[behind] = self._expect(1)
+            if not left:
+                break
+        self.told[rank] = list(places.values())
+        return places
+
+    def sizes_of(self, stay: Hosting, evictor: int) -> int | None:
+        """The number of the last sizes that are told before this leaves: without them there is no room for it."""
+        count = self.told_by[evictor].get(stay, 0)
+        return self.told[evictor][count - 1] if count else None
+
+    def buffer_of(self, stay: Hosting, host: int) -> int | None:
+        if host not in self.buffers:
+            self.buffers[host] = host_buffers(self.schedule, host)
+        return self.buffers[host].get(stay)
 
 
 class _RankWalk:
@@ -103,15 +144,28 @@ class _RankWalk:
         self.last: dict[tuple[int, bool], int] = {}
         # By half, told apart as values (what leaves a second time is the same to read): its number.
         self.started: dict[int, int] = {}
+        self.telling = board.telling(program)
+        self.stays: dict[tuple[int, int], int] = {}
+        self.room: set[tuple[int, int, int]] = set()
         self.index = 0
         self.run = self._run()
 
     def _run(self) -> Iterator[int]:
+        begin = 0
+        for end, told in self.telling.items():
+            yield from self._part(begin, end)
+            self.board.arrive(told)
+            begin = end
+        yield from self._part(begin, len(self.program.dos))
+        yield from self._outstanding(len(self.program.dos) - 1)
+
+    def _part(self, begin: int, end: int) -> Iterator[int]:
+        """The instructions from `begin` to before `end`."""
         board, outstanding, dos = self.board, self.outstanding, self.program.dos
         missing, waiting, runnable = board.missing, board.waiting, board.runnable
         after_exchanges, in_operations = self.waits >= Waits.AFTER_EXCHANGES, self.waits >= Waits.IN_EVERY_OPERATION
         what: Any
-        for index, what in enumerate(self.program.whats):
+        for index, what in enumerate(islice(self.program.whats, begin, end), begin):
             do = dos[index]
             if do == _WAIT:
                 if missing[what]:
@@ -129,12 +183,16 @@ class _RankWalk:
             else:
                 self.index = index
                 yield from self._transfer(do, what)
-        yield from self._outstanding(len(dos) - 1)
 
     def _transfer(self, do: int, transfer: Transfer) -> Iterator[int]:
         if do == _FINISH:
             yield from self._until(self.started[id(transfer)])
             return
+        kind, stay = transfer.action.kind, self._stay(transfer.action)
+        if kind is Kind.HOST:
+            sizes = self.board.sizes_of(stay, transfer.sender)
+            if sizes is not None:
+                yield from self._until(sizes)
         outbound = transfer.is_outbound
         way = (transfer.receiver if outbound else transfer.sender, outbound)
         nth = self.num_started.get(way, 0)
@@ -144,10 +202,24 @@ class _RankWalk:
             yield from self._until(self.last[way])
         self.last[way] = self.started[id(transfer)] = number
         self.board.arrive(number)
-        if self.waits >= Waits.AT_ISSUE:
+        if self.waits >= Waits.AT_ISSUE or (kind is Kind.EVICT and self._needs_room(stay, transfer.receiver)):
             yield from self._until(number)
         else:
             self.outstanding.append(number)
+
+    def _stay(self, action: Action) -> Hosting:
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.EVICT or action.kind is Kind.HOST:
+            self.stays[key] = self.stays.get(key, -1) + 1
+        return Hosting(*key, self.stays.get(key, 0))
+
+    def _needs_room(self, stay: Hosting, host: int) -> bool:
+        """Whether nothing of this stage has left for this buffer before: it may have to grow."""
+        buffer = None if host == self.program.rank else self.board.buffer_of(stay, host)
+        if buffer is None or (host, buffer, stay.stage) in self.room:
+            return False
+        self.room.add((host, buffer, stay.stage))
+        return True
 
     def _until(self, number: int) -> Iterator[int]:
         if self.board.missing[number]:
@@ -166,6 +238,8 @@ class _RankWalk:
         if number < needs.num_values:
             others = [rank for rank in needs.route(number).parties if rank != own]
             return Blocked(own, slot, needs.words(number), others[0])
-        sender, receiver, nth = next(key for key, value in self.board.transfers.items() if value == number)
-        other = sender if receiver == own else receiver
-        return Blocked(own, slot, f"transfer {nth} from rank {sender} to rank {receiver}", other)
+        for (sender, receiver, nth), value in self.board.transfers.items():
+            if value == number:
+                return Blocked(own, slot, f"transfer {nth} from rank {sender} to rank {receiver}", sender if receiver == own else receiver)
+        evictor = next(rank for rank, numbers in self.board.told.items() if number in numbers)
+        return Blocked(own, slot, f"the sizes of what {self.program.whats[self.index]} brings", evictor)

@@ -46,6 +46,29 @@ def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
     return assigned
 
 
+def num_measured(schedule: Schedule, evictor: int) -> dict[Hosting, int]:
+    """By what leaves a rank, in that order: how many of its stages that ever leave have run a forward before it leaves.
+
+    By its first forward a stage is measured: so many sizes its acceptors can know by then, and must.
+    """
+    row = schedule.ranks[evictor]
+    unmeasured = {action.stage for slot in row if slot.transfers for action in slot.transfers if action.kind is Kind.EVICT}
+    count = 0
+    measured: dict[Hosting, int] = {}
+    stays: dict[tuple[int, int], int] = {}
+    for slot in row if unmeasured else ():
+        for action in slot.transfers:
+            if action.kind is Kind.EVICT:
+                key = (action.stage, action.microbatch)
+                stays[key] = stays.get(key, -1) + 1
+                measured[Hosting(*key, stays[key])] = count
+        for one in slot.computations if unmeasured else ():
+            if one.kind is Kind.FORWARD and one.stage in unmeasured:
+                unmeasured.remove(one.stage)
+                count += 1
+    return measured
+
+
 def num_host_buffers(schedule: Schedule, rank: int) -> int:
     """How many host buffers the rank has to preallocate."""
     return max(host_buffers(schedule, rank).values(), default=-1) + 1

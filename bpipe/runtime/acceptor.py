@@ -1,10 +1,11 @@
-"""Host a partner's activations in preallocated host buffers. One of the two roles of a rank; the other is `evictor`.
+"""Host a partner's activations in host buffers. One of the two roles of a rank; the other is `evictor`.
 
 In: HOST and RETURN actions with their host buffer. Out: buffers filled and emptied. Knows the transport's protocol and no schedule.
 A buffer that is hosted again, or returned, waits for its own last transfer [8], and on a device it does so beside the computation: no
 forward or backward of this rank waits for a buffer. At the end of the iteration everything does, for then they may be given back. The host
-never blocks, except that the very first HOST learns how large the partner's storages are, and that on a CPU every wait is the host's.
-Where the evictor reaches into the buffers by itself, there is nothing but that first HOST.
+never blocks, except that a HOST may have to learn how large the partner's storages are, a stage at a time, and that on a CPU every wait is
+the host's. It never waits to hear of a stage that the partner comes to only later: that could need this very rank.
+Where the evictor reaches into the buffers by itself, there is nothing but learning this and lending the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bpipe.ir.action import Action
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.host_buffers import HostBuffer, HostBuffers, HostBufferState
 from bpipe.runtime.streams import Streams
-from bpipe.transport.base import Done, OneSided, Pending, TwoSided
+from bpipe.transport.base import Done, OneSided, Pending, Transport, TwoSided
 from bpipe.transport.layout import BufferLayout
 
 
@@ -37,6 +38,13 @@ class Acceptor(Protocol):
     def moved_bytes(self) -> Mapping[int, int]:
         """By the partner's stage, the bytes of one micro-batch that come; empty where this rank takes no part in that."""
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the host buffers are in several pieces of memory, some of which may be of no use any more."""
+
+    def hear(self, num_stages: int) -> None:
+        """Before a HOST: the partner has told how large the micro-batches of so many of its stages are. Blocks until that is here."""
+
     def host(self, action: Action, host_buffer: int) -> None:
         """A host buffer is about to be filled."""
 
@@ -46,31 +54,58 @@ class Acceptor(Protocol):
     def end(self) -> None:
         """The iteration is over: every host buffer must be free again."""
 
+    def let_go(self) -> None:
+        """Free the host buffers; the next HOST allocates them again, for all that was heard."""
+
     def release(self) -> None:
-        """Free the host buffers; the next HOST learns the sizes and allocates them again."""
+        """Free them and forget the sizes; the next HOST learns them anew."""
 
     def abandon(self) -> None:
         """Drop everything after an error; the run is over."""
 
 
+class _Hearing:
+    """What an acceptor hears: by the partner's stage, how long the storages of one of its micro-batches are, in the order it tells."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.sizes: dict[int, tuple[int, ...]] = {}
+
+    def hear(self, num_stages: int) -> None:
+        while len(self.sizes) < num_stages:
+            self.sizes |= self._transport.learn()
+
+
 class LendingAcceptor:
-    """Lends memory, once, to an evictor that does the rest by itself."""
+    """Lends memory to an evictor that does the rest by itself; or does nothing, where that uses its own."""
+
+    moved_bytes: Mapping[int, int] = {}
 
     def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
-        self._stages_in_buffers = stages_in_buffers
+        self._layout = BufferLayout(stages_in_buffers)
         self._transport = transport
-        self._lent = False
-        self.host_buffer_bytes = 0
-        self.moved_bytes: Mapping[int, int] = {}
+        self._hearing = _Hearing(transport)
 
     @property
     def num_host_buffers(self) -> int:
-        return len(self._stages_in_buffers) if self.host_buffer_bytes else 0
+        return self._layout.num_buffers
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        return self._layout.nbytes
+
+    @property
+    def is_scattered(self) -> bool:
+        return len(self._layout.pieces) > 1
+
+    def hear(self, num_stages: int) -> None:
+        if self._transport.lends:
+            self._hearing.hear(num_stages)
 
     def host(self, action: Action, host_buffer: int) -> None:
-        if not self._lent:
-            self.host_buffer_bytes = self._transport.lend(lambda sizes: BufferLayout.of(self._stages_in_buffers, sizes))
-            self._lent = True
+        nbytes = self._layout.make_room(host_buffer, action.stage, self._hearing.sizes) if self._transport.lends else 0
+        if nbytes:
+            self._transport.lend(nbytes)
 
     def give_back(self, action: Action, host_buffer: int) -> None:
         """The evictor has taken, or will take, what it wants."""
@@ -78,9 +113,12 @@ class LendingAcceptor:
     def end(self) -> None:
         """The evictor's own order keeps the buffers apart."""
 
+    def let_go(self) -> None:
+        self._layout.clear()
+
     def release(self) -> None:
-        self._lent = False
-        self.host_buffer_bytes = 0
+        self.let_go()
+        self._hearing.sizes.clear()
 
     def abandon(self) -> None:
         """Nothing is held."""
@@ -97,45 +135,54 @@ class ReceivingAcceptor:
         device: torch.device,
         wait: Callable[[Pending, Action, str], None],
     ) -> None:
-        self._stages_in_buffers = stages_in_buffers
+        self._layout = BufferLayout(stages_in_buffers)
+        self._count = len(stages_in_buffers)
         self._transport = transport
         self._streams = streams
         self._device = device
         self._wait = wait
-        self._host_buffers: HostBuffers | None = None
+        self._hearing = _Hearing(transport)
+        self._host_buffers = HostBuffers(self._layout, self._count, device)
         self._pending: dict[int, Pending] = {}
-        self.moved_bytes: Mapping[int, int] = {}
 
     @property
     def num_host_buffers(self) -> int:
-        return len(self._host_buffers.buffers) if self._host_buffers and self._host_buffers.nbytes else 0
+        return self._layout.num_buffers
 
     @property
     def host_buffer_bytes(self) -> int:
-        return self._host_buffers.nbytes if self._host_buffers else 0
+        return self._host_buffers.nbytes
 
-    def _buffer(self, host_buffer: int, action: Action) -> HostBuffer:
-        if self._host_buffers is None:
-            sizes = self._transport.learn()
-            self._host_buffers = HostBuffers(self._stages_in_buffers, sizes, self._device)
-            self.moved_bytes = {stage: sum(lengths) for stage, lengths in sizes.items()}
-        return self._host_buffers.buffers[host_buffer]
+    @property
+    def moved_bytes(self) -> Mapping[int, int]:
+        return {stage: sum(lengths) for stage, lengths in self._hearing.sizes.items()}
+
+    @property
+    def is_scattered(self) -> bool:
+        return len(self._layout.pieces) > 1
+
+    def hear(self, num_stages: int) -> None:
+        self._hearing.hear(num_stages)
 
     def host(self, action: Action, host_buffer: int) -> None:
-        buffer = self._buffer(host_buffer, action)
+        buffer = self._host_buffers.buffers[host_buffer]
+        self._host_buffers.make_room(host_buffer, action.stage, self._hearing.sizes)
         with self._streams.inbound():
             self._settle(buffer)  # [8]
             buffer.move(HostBufferState.FILLING, action)
-            self._pending[host_buffer] = self._transport.host(host_buffer, tensors) if (tensors := buffer.tensors(action.stage)) else Done()
+            tensors = self._tensors(buffer, action)
+            self._pending[host_buffer] = self._transport.host(host_buffer, tensors) if tensors else Done()
 
     def give_back(self, action: Action, host_buffer: int) -> None:
-        buffer = self._buffer(host_buffer, action)
+        buffer = self._host_buffers.buffers[host_buffer]
         with self._streams.outbound():
             self._settle(buffer)
             buffer.move(HostBufferState.EMPTYING, action)
-            self._pending[host_buffer] = (
-                self._transport.give_back(host_buffer, tensors) if (tensors := buffer.tensors(action.stage)) else Done()
-            )
+            tensors = self._tensors(buffer, action)
+            self._pending[host_buffer] = self._transport.give_back(host_buffer, tensors) if tensors else Done()
+
+    def _tensors(self, buffer: HostBuffer, action: Action) -> list[torch.Tensor]:
+        return self._host_buffers.tensors(buffer.index, action.stage, self._hearing.sizes[action.stage])
 
     def _settle(self, buffer: HostBuffer) -> None:
         """Wait for the buffer's transfer under way, if there is one."""
@@ -146,15 +193,20 @@ class ReceivingAcceptor:
             buffer.move(HostBufferState.FULL if buffer.state is HostBufferState.FILLING else HostBufferState.FREE, action)
 
     def end(self) -> None:
-        for buffer in self._host_buffers.buffers if self._host_buffers else ():
+        for buffer in self._host_buffers.buffers:
             self._settle(buffer)
             if buffer.state is not HostBufferState.FREE:
                 raise TransferError(
                     f"host buffer {buffer.index} still holds {buffer.holds} at the end of the iteration: its RETURN is missing"
                 )
 
+    def let_go(self) -> None:
+        self._layout.clear()
+        self._host_buffers = HostBuffers(self._layout, self._count, self._device)
+
     def release(self) -> None:
-        self._host_buffers = None
+        self.let_go()
+        self._hearing.sizes.clear()
 
     def abandon(self) -> None:
         self._pending.clear()

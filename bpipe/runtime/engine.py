@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bpipe.ir.action import TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, stages_in_buffers
+from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured, stages_in_buffers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
@@ -73,6 +73,8 @@ class Engine:
         self._partner = schedule.partners[rank] if schedule.partners else rank
         hosted_here, hosted_there = host_buffers(schedule, rank), host_buffers(schedule, self._partner)
         self._buffer_of = {**hosted_here, **hosted_there}
+        # By what is hosted here: of how many of the partner's stages it has told the sizes by then.
+        self._told_by = num_measured(schedule, self._partner) if hosted_here else {}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._transport = transport
@@ -139,6 +141,7 @@ class Engine:
         """The pipelined loop starts, before its first communication."""
         if self._position:
             raise RuntimeFault(f"{self._config.name}: a new iteration starts, but the last one stopped {self._where()}")
+        self._gather()
         self._stays.clear()
         if self._meter:
             self._meter.begin()
@@ -221,8 +224,9 @@ class Engine:
     def end(self) -> None:
         """The pipelined loop is over."""
         self.communicated()
-        if self._acceptor:
-            self._acceptor.end()
+        for role in (self._evictor, self._acceptor):
+            if role is not None:
+                role.end()
         if self._first_iteration:
             self._first_iteration = False
             self.shares = self._kept.shares(self.moved_bytes)
@@ -250,6 +254,14 @@ class Engine:
         last = next((step.compute for step in reversed(self._steps[: self._position]) if step.compute), None)
         ahead = self._steps[self._position].compute if self._position < len(self._steps) else None
         return f"stage {self._rank}, after {last or 'the start'}" + (f", at {ahead}" if ahead else "")
+
+    def _gather(self) -> None:
+        """Where room was made before all sizes were known, begin anew: now they are, on both ends alike, and one piece holds all."""
+        roles = [role for role in (self._evictor, self._acceptor) if role is not None]
+        if self._transport is not None and any(role.is_scattered for role in roles):
+            for role in roles:
+                role.let_go()
+            self._transport.release()
 
     def _saved(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
         roots = [output.grad_fn for output in outputs if output is not None]
@@ -279,19 +291,21 @@ class Engine:
             key = (action.stage, action.microbatch)
             if action.kind in (Kind.EVICT, Kind.HOST):
                 self._stays[key] += 1
-            host_buffer = self._buffer_of[Hosting(*key, self._stays[key] - 1)]
+            stay = Hosting(*key, self._stays[key] - 1)
             if self.recorder and action.kind in self._seen:
-                self.recorder.started(action, host_buffer)
-            self._begin_transfer(action, host_buffer)
+                self.recorder.started(action, self._buffer_of[stay])
+            self._begin_transfer(action, stay)
             if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
                 self._meter.touched(action)
         if self._config.synchronous and self._evictor:
             self._evictor.finish_all()
 
-    def _begin_transfer(self, action: Action, host_buffer: int) -> None:
+    def _begin_transfer(self, action: Action, stay: Hosting) -> None:
         try:
             with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
-                self._start[action.kind](action, host_buffer)
+                if action.kind is Kind.HOST and self._acceptor:
+                    self._acceptor.hear(self._told_by[stay])
+                self._start[action.kind](action, self._buffer_of[stay])
         except (RuntimeFault, TransferError):
             raise
         except Exception as error:

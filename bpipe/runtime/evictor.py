@@ -31,7 +31,7 @@ from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.kept import Kept
 from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams
-from bpipe.transport.base import Done, Evicting, Pending
+from bpipe.transport.base import Done, Pending, Transport
 from bpipe.transport.layout import BufferLayout
 
 Wait = Callable[[Pending, Action, str], None]
@@ -89,7 +89,7 @@ class Evictor:
     def __init__(
         self,
         stages_in_buffers: Sequence[frozenset[int]],
-        transport: Evicting,
+        transport: Transport,
         streams: Streams,
         device: torch.device,
         minimum_bytes: int,
@@ -98,9 +98,11 @@ class Evictor:
         kept: Kept,
     ) -> None:
         """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds."""
-        self._stages_in_buffers = stages_in_buffers
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
+        self._layout = BufferLayout(stages_in_buffers)
         self._transport = transport
+        if transport.one_sided:
+            transport.reach(self._layout)
         self._streams = streams
         self._device = device
         self._minimum_bytes = minimum_bytes
@@ -109,7 +111,7 @@ class Evictor:
         self._kept = kept
         self._claims = Claims()
         self._known: dict[Key, Activations] = {}
-        self._announcement: Pending | None = None
+        self._announcements: list[tuple[Action, Pending]] = []
         self._measured_kinds: dict[int, Counter[str]] = {}
         self.sizes: dict[int, tuple[int, ...]] = {}
 
@@ -141,16 +143,15 @@ class Evictor:
         return stage in self._stages and stage not in self.sizes
 
     def measure(self, forward: Action) -> None:
-        """Learn from a remembered forward how long its stage's storages are; tell the partner once all stages that leave are known.
+        """Learn from a remembered forward how long its stage's storages are, and tell the partner.
 
-        The partner listens no earlier than at its first HOST, so this does not wait for it. Where there are none, both ends know that
+        The partner listens no earlier than at a HOST, so this does not wait for it. Where there are none, both ends know that
         nothing of this stage travels, and its transfers are empty.
         """
         movable = self._movable(self._own(self._known[_key(forward)]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
-        self.sizes[forward.stage] = tuple(found.nbytes for found in movable)
-        if self._stages <= self.sizes.keys():
-            self._announcement = self._transport.announce(self.sizes, BufferLayout.of(self._stages_in_buffers, self.sizes))
+        lengths = self.sizes[forward.stage] = tuple(found.nbytes for found in movable)
+        self._announcements.append((forward, self._transport.announce({forward.stage: lengths})))
 
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
@@ -173,6 +174,7 @@ class Evictor:
             self._kept.saw(action.stage, own, hiding(activations.roots))
         activations.storages = [found.storage for found in movable]
         activations.roots, activations.inputs = (), ()
+        self._layout.make_room(host_buffer, action.stage, self.sizes)
         with self._streams.outbound():  # [1]
             activations.pending = (
                 self._transport.put(host_buffer, _bytes_of(activations.storages)) if activations.storages else Done()
@@ -243,13 +245,25 @@ class Evictor:
         self._wait(activations.pending, activations.action, activations.state.value)
         activations.pending = None
         activations.move(state, activations.action)
-        if self._announcement is not None:
-            # The partner answered a put, so it has heard the sizes long ago: this only lets go of the message.
-            self._wait(self._announcement, activations.action, "announcing its sizes")
-            self._announcement = None
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the partner's host buffers are in several pieces of memory."""
+        return len(self._layout.pieces) > 1
+
+    def end(self) -> None:
+        """The iteration is over: whatever the partner was told it has heard, at the latest with its last HOST."""
+        for forward, announcement in self._announcements:
+            self._wait(announcement, forward, "telling its sizes")
+        self._announcements.clear()
+
+    def let_go(self) -> None:
+        """The partner gives its host buffers back; it remembers the sizes."""
+        self._layout.clear()
 
     def release(self) -> None:
-        """Forget the sizes: the partner gives its host buffers back and has to be told again."""
+        """Forget the sizes too: the partner does and has to be told again."""
+        self.let_go()
         self.sizes = {}
 
     def abandon(self) -> None:

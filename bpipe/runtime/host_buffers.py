@@ -1,7 +1,6 @@
-"""Hold the acceptor's preallocated buffers, each a small state machine.
+"""Hold the acceptor's buffers, each a small state machine, in memory that is allocated as their layout asks for it.
 
-In: the sizes of a micro-batch's storages, by stage, and which stages each buffer will host. Out: buffers to receive into and to send
-from. Knows no transport.
+In: a layout, and how long a micro-batch's storages are. Out: buffers to receive into and to send from. Knows no transport.
 
     FREE --HOST posted--> FILLING --received--> FULL --RETURN posted--> EMPTYING --sent--> FREE
 """
@@ -9,7 +8,7 @@ from. Knows no transport.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -34,17 +33,12 @@ _NEXT = {
 
 
 class HostBuffer:
-    """One preallocated place for one hosted micro-batch of any of some stages."""
+    """One place for one hosted micro-batch of any of some stages."""
 
-    def __init__(self, index: int, tensors: Mapping[int, list[torch.Tensor]]) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
         self.state = HostBufferState.FREE
         self.holds: Action | None = None
-        self._tensors = tensors
-
-    def tensors(self, stage: int) -> list[torch.Tensor]:
-        """uint8 tensors over the buffer's memory, the i-th as long as the stage's i-th storage."""
-        return self._tensors[stage]
 
     def move(self, state: HostBufferState, action: Action) -> None:
         """Go to `state` because of `action`; refuses every other step than the next one of the diagram."""
@@ -53,20 +47,32 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """All host buffers of a rank, allocated together, once."""
+    """All host buffers of a rank. What is outgrown is kept: only the first iteration grows, and its end lets everything go."""
 
-    def __init__(self, stages_in_buffers: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]], device: torch.device) -> None:
-        layout = BufferLayout.of(stages_in_buffers, sizes)
-        self.memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        self.buffers = tuple(
-            HostBuffer(index, {stage: self._cut(layout.offsets(index, sizes[stage]), sizes[stage]) for stage in stages})
-            for index, stages in enumerate(stages_in_buffers)
-        )
+    def __init__(self, layout: BufferLayout, count: int, device: torch.device) -> None:
+        self._layout = layout
+        self._device = device
+        self._pieces: list[torch.Tensor] = []
+        # By buffer and stage, where the buffer lies now.
+        self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.buffers = tuple(HostBuffer(index) for index in range(count))
 
-    def _cut(self, offsets: Iterable[int], lengths: Iterable[int]) -> list[torch.Tensor]:
-        return [self.memory.narrow(0, offset, nbytes) for offset, nbytes in zip(offsets, lengths, strict=True)]
+    def make_room(self, host_buffer: int, stage: int, sizes: Mapping[int, Sequence[int]]) -> None:
+        """A micro-batch of `stage` is about to come into the buffer."""
+        nbytes = self._layout.make_room(host_buffer, stage, sizes)
+        if nbytes:
+            self._pieces.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            self._tensors.clear()
+
+    def tensors(self, host_buffer: int, stage: int, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """uint8 tensors over the buffer's memory, as long as the stage's storages."""
+        key = host_buffer, stage
+        if key not in self._tensors:
+            piece, offsets = self._layout.place(host_buffer, lengths) if lengths else (0, [])
+            self._tensors[key] = [self._pieces[piece].narrow(0, *each) for each in zip(offsets, lengths, strict=True)]
+        return self._tensors[key]
 
     @property
     def nbytes(self) -> int:
         """Bytes really allocated, used or not."""
-        return self.memory.untyped_storage().nbytes()
+        return sum(piece.untyped_storage().nbytes() for piece in self._pieces)

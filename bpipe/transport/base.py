@@ -7,7 +7,7 @@ itself; a partner that lends their memory does so once, and its program's HOST a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -41,8 +41,8 @@ class Evicting(Protocol):
     Neither end asks for a transfer of a stage whose list of sizes is empty.
     """
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        """Once before the first put: how long the tensors of a micro-batch of each stage are, and what host buffers follow from that."""
+    def announce(self, sizes: Sizes) -> Pending:
+        """Once for each stage, before its first put: how long the tensors of a micro-batch of each of these stages are."""
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
         """Copy the tensors into the host buffer. They must not change or be freed before the wait."""
@@ -68,7 +68,7 @@ class TwoSided(Evicting, Protocol):
     one_sided: Literal[False]
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        """Acceptor, once before its host buffers are allocated: the evictor's sizes. Blocks until they are there."""
+        """Acceptor: the evictor's next announcement. Blocks until it is there."""
 
     def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
         """Acceptor: take what the partner puts into this host buffer, whose memory is `tensors`."""
@@ -82,11 +82,18 @@ class OneSided(Evicting, Protocol):
 
     one_sided: Literal[True]
 
-    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
-        """Acceptor, once: make the memory the partner will reach into, as large as its sizes ask; returns bytes, 0 if none is needed.
+    @property
+    def lends(self) -> bool:
+        """Whether the host buffers are the acceptor's memory. Where they are not, it does nothing."""
 
-        Blocks until the partner has announced its sizes.
-        """
+    def reach(self, layout: BufferLayout) -> None:
+        """Evictor, once before all: where the host buffers lie. It grows before the put that needs it to."""
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        """Acceptor that lends: the evictor's next announcement. Blocks until it is there."""
+
+    def lend(self, nbytes: int) -> None:
+        """Acceptor that lends: make the next piece of the layout, of so many bytes. Does not wait for the partner, unless it fails."""
 
 
 Transport = TwoSided | OneSided

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from bpipe.transport.base import Sizes
 from bpipe.transport.control import About, Control, Sent
-from bpipe.transport.layout import BufferLayout
 
 # NCCL opens at most this many point-to-point operations in one group call; more must be split, on both ends alike.
 MAX_BATCHED_OPERATIONS = 512
@@ -143,7 +142,7 @@ class Distributed:
         self._control = control
         self._groups = groups
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Sent:
+    def announce(self, sizes: Sizes) -> Sent:
         return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
     def learn(self) -> dict[int, tuple[int, ...]]:

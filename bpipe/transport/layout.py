@@ -1,13 +1,17 @@
-"""Lay host buffers out in one piece of memory. In: which stages each buffer hosts, and the sizes of what they move. Out: offsets, in bytes.
+"""Lay host buffers out in memory. In: which stages each buffer hosts, and how large their micro-batches are, as far as known. Out: offsets.
 
-Both ends of a pair compute the same layout from the same schedule and sizes, so none is ever sent. Integers only.
+Both ends of a pair make room at the same transfers, from the same schedule and sizes, so no layout is ever sent. Bytes, integers only.
+
+A stage's size is known from its first forward on, and what leaves may leave before another stage has run at all. So room is made when a
+micro-batch comes for which there is none, in a further piece of memory, and then for every buffer that lacks some by what is known by then.
+Mostly all is known by the first one, and one piece holds all.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Storages start on the boundary copy engines and vector loads like best; the remainder of one's last block is never moved.
 ALIGNMENT_BYTES = 512
@@ -18,19 +22,71 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class BufferLayout:
-    """Where each host buffer starts, and `nbytes` of all of them. Each is as large as the largest of the stages it hosts."""
+class _Room(NamedTuple):
+    """A host buffer's place: the how many-th piece of memory, from which byte of it, and how much."""
 
-    starts: tuple[int, ...]
+    piece: int
+    start: int
     nbytes: int
+
+
+class BufferLayout:
+    """Where each host buffer lies. `pieces` are the bytes of every piece of memory, in the order in which they were needed."""
+
+    def __init__(self, stages_in_buffers: Sequence[Iterable[int]]) -> None:
+        self._stages_in_buffers = [tuple(stages) for stages in stages_in_buffers]
+        self._rooms: dict[int, _Room] = {}
+        self.pieces: list[int] = []
 
     @staticmethod
     def of(stages_in_buffers: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]]) -> BufferLayout:
-        lengths = [max(sum(map(aligned, sizes[stage])) for stage in stages) for stages in stages_in_buffers]
-        *starts, nbytes = itertools.accumulate(lengths, initial=0)
-        return BufferLayout(tuple(starts), nbytes)
+        """Of sizes that are all known: one piece, in which each buffer is as large as the largest of the stages it hosts."""
+        layout = BufferLayout(stages_in_buffers)
+        layout._add_piece(sizes)
+        return layout
 
-    def offsets(self, host_buffer: int, lengths: Iterable[int]) -> list[int]:
-        """Where each of a micro-batch's storages, of these lengths, lies in the host buffer."""
-        return list(itertools.accumulate(map(aligned, lengths), initial=self.starts[host_buffer]))[:-1]
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return sum(self.pieces)
+
+    @property
+    def num_buffers(self) -> int:
+        """Host buffers that there is room for, so far."""
+        return len(self._rooms)
+
+    def make_room(self, host_buffer: int, stage: int, sizes: Mapping[int, Sequence[int]]) -> int:
+        """A micro-batch of `stage` is about to come into the buffer. The bytes of the piece that it takes, or 0 where there is room."""
+        if _taken(sizes[stage]) <= self._room_bytes(host_buffer):
+            return 0
+        return self._add_piece(sizes)
+
+    def _add_piece(self, sizes: Mapping[int, Sequence[int]]) -> int:
+        """A piece for all that lack room."""
+        nbytes = 0
+        for number, stages in enumerate(self._stages_in_buffers):
+            most = max((_taken(sizes[stage]) for stage in stages if stage in sizes), default=0)
+            if most > self._room_bytes(number):
+                self._rooms[number] = _Room(len(self.pieces), nbytes, most)
+                nbytes += most
+        if nbytes:
+            self.pieces.append(nbytes)
+        return nbytes
+
+    def _room_bytes(self, host_buffer: int) -> int:
+        return self._rooms[host_buffer].nbytes if host_buffer in self._rooms else 0
+
+    def place(self, host_buffer: int, lengths: Iterable[int]) -> tuple[int, list[int]]:
+        """The piece in which the buffer lies, and the offset in it of each of a micro-batch's storages, of these lengths."""
+        room = self._rooms[host_buffer]
+        return room.piece, list(itertools.accumulate(map(aligned, lengths), initial=room.start))[:-1]
+
+    def clear(self) -> None:
+        """Forget all rooms: whoever has the memory lets it go."""
+        self._rooms.clear()
+        self.pieces.clear()
+
+
+def _taken(lengths: Iterable[int]) -> int:
+    """What a micro-batch's storages of these lengths take in a host buffer."""
+    return sum(map(aligned, lengths))

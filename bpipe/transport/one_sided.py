@@ -28,80 +28,89 @@ Copy = Callable[[Iterable[Piece]], None]
 
 
 class Access(Protocol):
-    """How the evictor comes to the host buffers' memory."""
+    """How the evictor comes to the host buffers' memory, a piece after the other."""
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        """Evictor: the host buffers are about to be used."""
+    lends: bool
 
-    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
-        """Acceptor: make the memory, if it is the acceptor's."""
+    def announce(self, sizes: Sizes) -> Pending:
+        """Evictor: how large what comes is."""
 
-    def region(self) -> Region:
-        """Evictor: the host buffers' memory; blocks, the first time, until it is there."""
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        """Acceptor, if the memory is its own: what the evictor announced."""
+
+    def lend(self, nbytes: int) -> None:
+        """Acceptor, if the memory is its own: make the next piece."""
+
+    def grow(self, nbytes: int) -> None:
+        """Evictor: a next piece is about to be used."""
+
+    def region(self, piece: int) -> Region:
+        """Evictor: that piece; blocks, the first time, until it is there."""
 
     def release(self) -> None:
-        """Let go of it, in agreement with the partner."""
+        """Let go of all pieces, in agreement with the partner."""
 
     def withdraw(self) -> None:
-        """Let go of it without a message: both ends know, and the evictor goes first."""
+        """Let go of them without a message: both ends know, and the evictor goes first."""
 
     def abandon(self) -> None:
-        """Forget it, after an error."""
+        """Forget them, after an error."""
 
 
 class Peer:
-    """The host buffers are the partner's memory: made by it once, reached by this rank from then on."""
+    """The host buffers are the partner's memory: made by it, reached by this rank from then on."""
+
+    lends = True
 
     def __init__(self, control: Control, lender: Lender) -> None:
         self._control = control
         self._lender = lender
-        self._lent: Region | None = None
-        self._opened: Region | None = None
-        self._announced = False
-        self._told: Sent | None = None
+        self._lent: list[Region] = []
+        self._opened: list[Region] = []
+        self._num_pieces = 0
+        self._told: list[Sent] = []
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        # Where nothing travels no memory is made, and none is waited for.
-        self._announced = layout.nbytes > 0
+    def announce(self, sizes: Sizes) -> Pending:
         return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
-    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
-        sizes = {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
-        layout = layout_of(sizes)
-        if not layout.nbytes:
-            return 0
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        return {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
+
+    def lend(self, nbytes: int) -> None:
         try:
-            handle, self._lent = self._lender.make(layout.nbytes)
+            handle, region = self._lender.make(nbytes)
         except Exception as error:
             # Or the partner would wait for its time-out to learn less.
             self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()
             raise
-        # The partner hears it with its first put, before which it may have to lend to this rank: not waited for here.
-        self._told = self._control.send(About.MEMORY, handle)
-        return layout.nbytes
+        self._lent.append(region)
+        # The partner hears it with the put that needs it, before which it may have to lend to this rank: not waited for here.
+        self._told.append(self._control.send(About.MEMORY, handle))
 
-    def region(self) -> Region:
-        if self._opened is None:
+    def grow(self, nbytes: int) -> None:
+        self._num_pieces += 1
+
+    def region(self, piece: int) -> Region:
+        while len(self._opened) <= piece:
             handle = self._control.receive(About.MEMORY)
             if "error" in handle:
                 raise RuntimeError(f"the partner could not make the host buffers it lends: {handle['error']}")
-            self._opened = self._lender.open(handle)
-        return self._opened
+            self._opened.append(self._lender.open(handle))
+        return self._opened[piece]
 
     def release(self) -> None:
-        sent = [self._told] if self._told is not None else []
-        if self._announced:
-            self.region().close()
-            self._opened = None
-            self._announced = False
+        sent, self._told = self._told, []
+        if self._num_pieces:
+            for piece in range(self._num_pieces):
+                self.region(piece).close()
+            self._opened.clear()
             # Whoever lends to each other says it at once, and hears it only after that.
             sent.append(self._control.send(About.MEMORY, "closed"))
-        if self._lent is not None:
+        if self._lent:
             # CUDA leaves open what happens to memory that is freed while another process has it open.
             self._control.receive(About.MEMORY)
         for message in sent:
             message.wait()
-        self._told = None
         self.withdraw()
 
     def withdraw(self) -> None:
@@ -113,49 +122,58 @@ class Peer:
             region.abandon()
 
     def _forget(self) -> list[Region]:
-        known = [region for region in (self._opened, self._lent) if region is not None]
-        self._opened = self._lent = None
+        known = [*self._opened, *self._lent]
+        self._opened, self._lent, self._num_pieces = [], [], 0
         return known
 
 
 class Host:
     """The host buffers are this rank's own memory on the host, pinned on a machine with a GPU."""
 
+    lends = False
+
     def __init__(self, device: Device, budget: Budget | None = None) -> None:
         """`budget` says whether there is room for this rank's buffers and its neighbours'."""
         self._device = device
         self._budget = budget
-        self._region: Region | None = None
+        self._regions: list[Region] = []
+        self._nbytes = 0
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        lacking = self._budget.of(layout.nbytes) if self._budget is not None else None
+    def announce(self, sizes: Sizes) -> Pending:
+        return Done()
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def lend(self, nbytes: int) -> None:
+        raise AssertionError("the host buffers are the evictor's own memory")
+
+    def grow(self, nbytes: int) -> None:
+        lacking = self._budget.of(self._nbytes + nbytes) if self._budget is not None else None
         if lacking is not None:
             raise RuntimeError(
                 f"--bpipe-transport host: {lacking}. Use another (auto finds it), move less (a smaller --micro-batch-size, recomputation), "
                 f"or give the job more of the host's memory"
             )
-        if layout.nbytes:
-            self._region = own_memory(layout.nbytes, self._device)
-        return Done()
+        self._regions.append(own_memory(nbytes, self._device))
+        self._nbytes += nbytes
 
-    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
-        return 0
-
-    def region(self) -> Region:
-        assert self._region is not None, "announce comes before the first put"
-        return self._region
+    def region(self, piece: int) -> Region:
+        return self._regions[piece]
 
     def release(self) -> None:
-        if self._region is not None:
-            self._region.close()
-            self._region = None
+        for region in self._forget():
+            region.close()
 
     withdraw = release
 
     def abandon(self) -> None:
-        if self._region is not None:
-            self._region.abandon()
-            self._region = None
+        for region in self._forget():
+            region.abandon()
+
+    def _forget(self) -> list[Region]:
+        known, self._regions, self._nbytes = self._regions, [], 0
+        return known
 
 
 class _BufferState(enum.Enum):
@@ -174,18 +192,31 @@ class Reaching:
         self._access = access
         self._outbound = outbound
         self._inbound = inbound
-        self._layout = BufferLayout((), 0)
+        self._layout = BufferLayout(())
+        self._num_pieces = 0
         self._states: dict[int, _BufferState] = {}
         self._last: dict[int, Pending] = {}
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        self._layout = layout
-        return self._access.announce(sizes, layout)
+    @property
+    def lends(self) -> bool:
+        return self._access.lends
 
-    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
-        return self._access.lend(layout_of)
+    def reach(self, layout: BufferLayout) -> None:
+        self._layout = layout
+
+    def announce(self, sizes: Sizes) -> Pending:
+        return self._access.announce(sizes)
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        return self._access.learn()
+
+    def lend(self, nbytes: int) -> None:
+        self._access.lend(nbytes)
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        for nbytes in self._layout.pieces[self._num_pieces :]:
+            self._access.grow(nbytes)
+            self._num_pieces += 1
         return self._move(self._outbound, host_buffer, tensors, lambda region: region.write_all, _BufferState.FREE, _BufferState.HOLDING)
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
@@ -206,6 +237,7 @@ class Reaching:
         self._access.abandon()
 
     def _forget(self) -> None:
+        self._num_pieces = 0
         self._last.clear()
         self._states.clear()
 
@@ -218,15 +250,17 @@ class Reaching:
         before: _BufferState,
         afterwards: _BufferState,
     ) -> Pending:
-        def copy() -> None:
-            offsets = self._layout.offsets(host_buffer, (tensor.numel() for tensor in tensors))
-            copy_of(self._access.region())(zip(offsets, tensors, strict=True))
-
         now = self._states.get(host_buffer, _BufferState.FREE)
         if now is not before:
             raise RuntimeError(
                 f"host buffer {host_buffer} is {now.value}, but must be {before.value} for this transfer: the program uses it twice"
             )
+        # The layout may grow before the copy is made.
+        piece, offsets = self._layout.place(host_buffer, (tensor.numel() for tensor in tensors))
+
+        def copy() -> None:
+            copy_of(self._access.region(piece))(zip(offsets, tensors, strict=True))
+
         self._states[host_buffer] = afterwards
         last = self._last.get(host_buffer)
         self._last[host_buffer] = lane.run(copy, after=[last] if last is not None else [])  # [8]

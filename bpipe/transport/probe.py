@@ -62,11 +62,13 @@ def _open(transport: Transport, evictor: bool) -> None:
     """One host buffer for one tensor."""
     layout = BufferLayout.of([(0,)], {0: (PROBE_BYTES,)})
     if evictor:
-        transport.announce({0: (PROBE_BYTES,)}, layout).wait()
-    elif transport.one_sided:
-        transport.lend(lambda sizes: layout)
+        if transport.one_sided:
+            transport.reach(layout)
+        transport.announce({0: (PROBE_BYTES,)}).wait()
     else:
         transport.learn()
+        if transport.one_sided and transport.lends:
+            transport.lend(layout.nbytes)
 
 
 def _round(transport: Transport, buffer: torch.Tensor, back: torch.Tensor, evictor: bool) -> None:

@@ -42,7 +42,7 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import Stage, Tensors, TorchStages
 from bpipe.runtime.streams import Streams, copying_on
-from bpipe.transport.base import Transport
+from bpipe.transport.base import Pending, Transport
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.layout import BufferLayout
@@ -129,17 +129,9 @@ def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
 def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
     """One size over all transports, in an order that turns from round to round."""
     lengths = tuple(nbytes // storages for _ in range(storages))
-    layout = BufferLayout.of(BUFFER, {0: lengths})
     ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
-    acceptors: dict[str, Acceptor] = {}
-    announced = []
-    for name, end in ends.items():
-        if rank == 0:
-            announced.append(end.announce({0: lengths}, layout))
-        elif end.one_sided:
-            acceptors[name] = LendingAcceptor(BUFFER, end)
-        else:
-            acceptors[name] = ReceivingAcceptor(BUFFER, end, Streams(CPU), CPU, lambda pending, action, state: pending.wait())
+    acceptors = {name: acceptor_of(end) for name, end in ends.items()} if rank else {}
+    announced = [] if rank else [announce(end, lengths) for end in ends.values()]
     sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
     between, back = ([torch.zeros_like(buffer) for buffer in sent] for _ in range(2))
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (*TRANSPORTS, MEMCPY)}
@@ -166,6 +158,19 @@ def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, stor
     return {"nbytes": sum(lengths), "storages": storages, "samples": samples}
 
 
+def announce(end: Transport, lengths: tuple[int, ...]) -> Pending:
+    """The evictor's beginning."""
+    if end.one_sided:
+        end.reach(BufferLayout.of(BUFFER, {0: lengths}))
+    return end.announce({0: lengths})
+
+
+def acceptor_of(end: Transport) -> Acceptor:
+    if end.one_sided:
+        return LendingAcceptor(BUFFER, end)
+    return ReceivingAcceptor(BUFFER, end, Streams(CPU), CPU, lambda pending, action, state: pending.wait())
+
+
 def evicted(end: Transport, sent: list[torch.Tensor], back: list[torch.Tensor]) -> tuple[float, float]:
     begin = time.perf_counter()
     end.put(0, sent).wait()
@@ -190,6 +195,7 @@ def hosted(acceptor: Acceptor | None) -> dict[str, float]:
     worked = time.process_time()
     begin = time.perf_counter()
     if acceptor is not None:
+        acceptor.hear(1)
         acceptor.host(HOSTED[Kind.HOST], 0)
         acceptor.give_back(HOSTED[Kind.RETURN], 0)
         acceptor.end()

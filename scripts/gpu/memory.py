@@ -8,7 +8,7 @@ torch's allocator; they are read off the device's free memory and added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -123,27 +123,32 @@ class Lent:
     """The acceptor's half of `peer` with nobody on the other side: it lends its host buffers' memory and nothing comes."""
 
     one_sided: Literal[True] = True
+    lends = True
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self._device = device
         self._sizes = sizes
-        self._region: Region | None = None
+        self._regions: list[Region] = []
         self._lender = lender_on(device)
         # Whatever the driver sets up with the first call should not count as ours.
         self._lender.make(BLOCK_BYTES)[1].close()
         self.taken_bytes = 0
 
-    def lend(self, layout_of: Callable[[Sizes], BufferLayout]) -> int:
-        layout = layout_of(self._sizes)
+    def reach(self, layout: BufferLayout) -> None:
+        """An acceptor has nothing to reach."""
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        return {stage: tuple(lengths) for stage, lengths in self._sizes.items()}
+
+    def lend(self, nbytes: int) -> None:
         before = self._free()
-        _, self._region = self._lender.make(layout.nbytes)
-        self.taken_bytes = before - self._free() if on_cuda(self._device) else layout.nbytes
-        return layout.nbytes
+        self._regions.append(self._lender.make(nbytes)[1])
+        self.taken_bytes += before - self._free() if on_cuda(self._device) else nbytes
 
     def _free(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if on_cuda(self._device) else 0
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
+    def announce(self, sizes: Sizes) -> Pending:
         raise AssertionError("an acceptor has nothing to announce")
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
@@ -152,9 +157,9 @@ class Lent:
     get = put
 
     def release(self) -> None:
-        if self._region is not None:
-            self._region.close()
-            self._region = None
+        for region in self._regions:
+            region.close()
+        self._regions.clear()
 
     abandon = withdraw = release
 

@@ -112,7 +112,8 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
     found: Found = {}
     if member.rank == EVICTOR:
-        transport.announce(lengths, layout).wait()
+        transport.reach(layout)
+        transport.announce(lengths).wait()
         ring = _Ring(device, transport, sizes, delays)
         for _ in repeats(sizes.rounds, until, least=2 * sizes.num_buffers):
             ring.turn()
@@ -120,14 +121,16 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
         synchronize(device)
         dist.barrier()
     else:
-        transport.lend(lambda sizes: layout)
+        transport.learn()
+        transport.lend(layout.nbytes)
         dist.barrier()
         wrong = 0
         for number in range(sizes.num_buffers):
             expected = _content(_last_number(number), sizes.kinds[0], device)
             seen = [torch.zeros_like(tensor) for tensor in expected]
-            for offset, tensor in zip(layout.offsets(number, sizes.kinds[0]), seen, strict=True):
-                lender.regions[0].read(offset, tensor)
+            piece, offsets = layout.place(number, sizes.kinds[0])
+            for offset, tensor in zip(offsets, seen, strict=True):
+                lender.regions[piece].read(offset, tensor)
             wrong += not all(map(torch.equal, seen, expected))
         found["wrong"] = wrong
     dist.barrier()

@@ -1,7 +1,7 @@
 """Four ranks that run programs with the executor over gloo, one case after another in the same processes.
 
 In: a folder. Out: `<folder>/rank<r>.json`: by case, whether every gradient of this rank's stages has the bits of the model in one piece,
-and how many bytes of a micro-batch left this rank.
+how many bytes of a micro-batch left this rank, and how many came with the partner's.
 """
 
 from __future__ import annotations
@@ -9,31 +9,55 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from bpipe.check.rules import check
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import balance
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import connect
 from bpipe.transport.edges import Edges, connect_edges
+from tests.unit.hand_made import v_flat, v_half, v_shaped
 from tests.unit.runtime.pipeline import Model, in_one_piece
 
 CPU = torch.device("cpu")
 RANKS, ITERATIONS, TIMEOUT_S = 4, 2, 60.0
-CASES = {
-    "1f1b": (ScheduleConfig("1f1b", RANKS, 8), None),
-    "interleaved": (ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2), None),
-    "1f1b, balanced over gloo": (ScheduleConfig("1f1b", RANKS, 8, balance=BalanceConfig()), "gloo"),
-    "1f1b, balanced over peer": (ScheduleConfig("1f1b", RANKS, 8, balance=BalanceConfig()), "peer"),
-    "interleaved, balanced over gloo": (ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2, balance=BalanceConfig()), "gloo"),
-    "interleaved, balanced over peer": (ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2, balance=BalanceConfig()), "peer"),
+
+
+def v_uneven() -> Schedule:
+    """In V shape and in halves; ranks 0 and 1 evict to each other's neighbours of the V, some of a first chunk before any of a second."""
+    return balance(v_flat(RANKS, 4), (3, 16, 16, 4), (2, 3, 0, 1))
+
+
+def v_half_uneven() -> Schedule:
+    return balance(v_shaped("v-half", v_half, RANKS, 8), (4, 3, 12, 12), (2, 3, 0, 1))
+
+
+INTERLEAVED = ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2)
+CASES: dict[str, tuple[Callable[[], Schedule], str | None]] = {
+    "1f1b": (partial(build, ScheduleConfig("1f1b", RANKS, 8)), None),
+    "interleaved": (partial(build, INTERLEAVED), None),
+    **{
+        f"{name}, balanced over {transport}": (made, transport)
+        for transport in ("gloo", "peer")
+        for name, made in {
+            "1f1b": partial(build, ScheduleConfig("1f1b", RANKS, 8, balance=BalanceConfig())),
+            "interleaved": partial(build, replace(INTERLEAVED, balance=BalanceConfig())),
+            "v-flat": v_uneven,
+            "v-half": v_half_uneven,
+        }.items()
+    },
 }
 
 
@@ -49,10 +73,11 @@ def one_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     # A ring, of which the schedules without chunks use the chain.
-    groups = connect_edges(neighbours(build(CASES["interleaved"][0])), "gloo", TIMEOUT_S, CPU)
+    groups = connect_edges(neighbours(build(INTERLEAVED)), "gloo", TIMEOUT_S, CPU)
     found = {}
-    for name, (config, transport) in CASES.items():
-        schedule = build(config)
+    for name, (made, transport) in CASES.items():
+        schedule = made()
+        check(schedule)
         model = Model(schedule.num_stages)
         engine = engine_of(schedule, rank, transport) if transport else None
         executor = Executor(schedule, rank, model.parts(schedule, rank), Edges(rank, groups, CPU))
@@ -61,7 +86,11 @@ def one_rank(rank: int, folder: str) -> None:
         expected = in_one_piece(schedule.num_stages, schedule.num_microbatches, ITERATIONS)
         own = schedule.layout.stages_of(rank)
         same = all(torch.equal(model.weights[stage].grad, expected[stage]) for stage in own)  # type: ignore[arg-type]
-        found[name] = {"same": same, "moved": sum(engine.moved_bytes.values()) if engine else 0}
+        found[name] = {
+            "same": same,
+            "moved": sum(engine.moved_bytes.values()) if engine else 0,
+            "hosts": engine.host_bytes if engine else 0,
+        }
         if engine:
             engine.release()
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))

@@ -52,6 +52,17 @@ def v_shaped(name: str, starts: Starts, p: int, m: int) -> Schedule:
     return place(name, m, one_pipe((*range(p), *reversed(range(p)))), orders)
 
 
+def v_flat(p: int, m: int) -> Schedule:
+    """Every forward before any backward, in V shape: no rank holds less at any time, and a first chunk is long alone. In halves."""
+    orders = []
+    for rank in range(p):
+        stages = rank, 2 * p - 1 - rank
+        forwards = [Action(stage, F, k) for stage in stages for k in range(m)]
+        halves = [Action(stage, kind, k) for stage in reversed(stages) for k in range(m) for kind in (I, W)]
+        orders.append([*forwards, *halves])
+    return place("v-flat", m, one_pipe((*range(p), *reversed(range(p)))), orders)
+
+
 def chimera(p: int) -> Schedule:
     """The unit of two pipes, N = p: slots by a closed formula, a backward twice as long as a forward. Li and Hoefler, 2021."""
     layout = Layout((tuple(range(p)), tuple(reversed(range(p)))))

@@ -61,6 +61,17 @@ class World:
         self.halves: dict[int, tuple[tuple[int, int], int]] = {}
         self.unfinished: list[dict[int, Transfer]] = [{} for _ in schedule.ranks]
         self.away: set[tuple[int, int]] = set()
+        # By stay, as many of a micro-batch as there are: what its evictor has run before it tells how large it is.
+        self.measured_by: dict[tuple[int, int], list[set[Action]]] = {}
+        for row in schedule.ranks:
+            first: dict[int, Action] = {}
+            for cell in row:
+                for one in cell.transfers:
+                    if one.kind is Kind.EVICT:
+                        self.measured_by.setdefault((one.stage, one.microbatch), []).append(set(first.values()))
+                for one in cell.computations:
+                    if one.kind is Kind.FORWARD:
+                        first.setdefault(one.stage, one)
         self.hosted: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
         self.arrived: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
 
@@ -74,6 +85,9 @@ class World:
             assert isinstance(what, Transfer)
             way, nth = self.halves[id(what)]
             return all(len(self.moves[way].get(end, ())) > nth for end in set(way))
+        if do is Do.START and isinstance(what, Transfer) and what.action.kind is Kind.HOST:
+            # It has heard of all stages that came before, of those too that never leave: that is stricter than need be.
+            return self.measured_by[what.action.stage, what.action.microbatch][0] <= self.ran[what.sender]
         return True
 
     def do(self, rank: int, instruction: Instruction) -> None:
@@ -124,6 +138,8 @@ class World:
 
     def start(self, rank: int, half: Transfer) -> None:
         way, key, kind = (half.sender, half.receiver), (half.action.stage, half.action.microbatch), half.action.kind
+        if kind is Kind.HOST:
+            self.measured_by[key].pop(0)
         if kind is Kind.EVICT and (key in self.away or Action(key[0], Kind.FORWARD, key[1]) not in self.ran[rank]):
             raise Wrong(f"{half} has nothing to send")
         if kind is Kind.RETURN and key not in self.arrived[rank]:

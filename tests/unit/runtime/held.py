@@ -18,7 +18,6 @@ import torch
 from bpipe.transport.base import Pending, Sizes
 from bpipe.transport.device import Device
 from bpipe.transport.lanes import Job, ThreadLane
-from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Region, SharedMemory, TensorRegion
 
 # Generous: machines that run tests are busy. Only what is broken waits so long.
@@ -121,9 +120,10 @@ def held_host_memory(nbytes: int, device: Device) -> Region:
 class Exchange:
     """One message: read from the sender's buffers and written into the receiver's, each early or as late as may be."""
 
-    def __init__(self, late_send: bool, late_receive: bool) -> None:
+    def __init__(self, late_send: bool, late_receive: bool, timeout_s: float) -> None:
         self._late_send = late_send
         self._late_receive = late_receive
+        self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._met = threading.Event()
         self._ends: dict[str, Sequence[torch.Tensor]] = {}
@@ -141,8 +141,8 @@ class Exchange:
 
     def finish(self, end: str) -> None:
         """Rendezvous, as gloo does even for small messages: neither end is done before both have come."""
-        if not self._met.wait(TIMEOUT_S):
-            raise TimeoutError(f"the other end of this transfer never came, within {TIMEOUT_S:g} s")
+        if not self._met.wait(self._timeout_s):
+            raise TimeoutError(f"the other end of this transfer never came, within {self._timeout_s:g} s")
         with self._lock:
             self._read_now()
             if end == "receiver":
@@ -176,8 +176,8 @@ class Half:
 class Channel:
     """One direction of a pair: the n-th send and the n-th receive are one exchange."""
 
-    def __init__(self, late_send: bool, late_receive: bool) -> None:
-        self._late = late_send, late_receive
+    def __init__(self, late_send: bool, late_receive: bool, timeout_s: float) -> None:
+        self._late = late_send, late_receive, timeout_s
         self._exchanges: defaultdict[int, Exchange] = defaultdict(lambda: Exchange(*self._late))
         self._counts = {"sender": 0, "receiver": 0}
         self._lock = threading.Lock()
@@ -194,23 +194,29 @@ class HeldTwoSided:
 
     one_sided: Literal[False] = False
 
-    def __init__(self, sending: Channel, receiving: Channel, sizes: queue.SimpleQueue[Sizes]) -> None:
-        self._sending = sending
-        self._receiving = receiving
-        self._sizes = sizes
+    def __init__(
+        self, channels: tuple[Channel, Channel], telling: queue.SimpleQueue[Sizes], hearing: queue.SimpleQueue[Sizes], timeout_s: float
+    ) -> None:
+        self._sending, self._receiving = channels
+        self._telling, self._hearing = telling, hearing
+        self._timeout_s = timeout_s
 
     @staticmethod
-    def pair(late_send: bool, late_receive: bool) -> tuple[HeldTwoSided, HeldTwoSided]:
-        up, down = (Channel(late_send, late_receive) for _ in range(2))
-        sizes: queue.SimpleQueue[Sizes] = queue.SimpleQueue()
-        return HeldTwoSided(up, down, sizes), HeldTwoSided(down, up, sizes)
+    def pair(late_send: bool, late_receive: bool, timeout_s: float = TIMEOUT_S) -> tuple[HeldTwoSided, HeldTwoSided]:
+        up, down = (Channel(late_send, late_receive, timeout_s) for _ in range(2))
+        here: queue.SimpleQueue[Sizes] = queue.SimpleQueue()
+        there: queue.SimpleQueue[Sizes] = queue.SimpleQueue()
+        return HeldTwoSided((up, down), here, there, timeout_s), HeldTwoSided((down, up), there, here, timeout_s)
 
-    def announce(self, sizes: Sizes, layout: BufferLayout) -> Pending:
-        self._sizes.put(dict(sizes))
+    def announce(self, sizes: Sizes) -> Pending:
+        self._telling.put(dict(sizes))
         return HeldTicket(_Nothing(), threading.Event())
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        return {stage: tuple(lengths) for stage, lengths in self._sizes.get(timeout=TIMEOUT_S).items()}
+        try:
+            return {stage: tuple(lengths) for stage, lengths in self._hearing.get(timeout=self._timeout_s).items()}
+        except queue.Empty:
+            raise TimeoutError(f"no sizes within {self._timeout_s:g} s") from None
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Half:
         return self._sending.post("sender", tensors)

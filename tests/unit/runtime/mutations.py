@@ -96,7 +96,7 @@ TABLE = (
     mutate("evictor", "self._finish(activations, ActivationsState.HERE)  # [7]", "pass", FAKE),
     mutate("evictor", "self._finish(activations, ActivationsState.HERE)  # [7]", "pass", DELAYED),
     mutate("evictor", "self._wait(activations.pending, activations.action, activations.state.value)", "pass", DELAYED),
-    mutate("evictor", 'self._wait(self._announcement, activations.action, "announcing its sizes")', "pass", ENGINE),
+    mutate("evictor", 'self._wait(announcement, forward, "telling its sizes")', "pass", ENGINE),
     # Synchronous transfers.
     mutate("evictor", "self.finish_evictions()", "pass", ENGINE),
     mutate("evictor", "self._finish(activations, ActivationsState.HERE)", "pass", ENGINE),

@@ -32,7 +32,6 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
-from bpipe.transport.layout import BufferLayout
 from tests.unit.runtime.loop import WIDTH, Small, drawn, gradient, inputs_of, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")
@@ -57,8 +56,8 @@ class LateTransport:
         self.taken: dict[int, list[torch.Tensor]] = {}
         self.sizes: dict[int, Sequence[int]] = {}
 
-    def announce(self, sizes: Mapping[int, Sequence[int]], layout: BufferLayout) -> Late:
-        self.sizes = dict(sizes)
+    def announce(self, sizes: Mapping[int, Sequence[int]]) -> Late:
+        self.sizes |= sizes
         return Late(lambda: None)
 
     def learn(self) -> dict[int, tuple[int, ...]]:
@@ -364,8 +363,8 @@ def test_the_announcement_of_the_sizes_is_waited_for_once() -> None:
     waited: list[int] = []
 
     class Announcing(LateTransport):
-        def announce(self, sizes: Mapping[int, Sequence[int]], layout: BufferLayout) -> Late:
-            super().announce(sizes, layout)
+        def announce(self, sizes: Mapping[int, Sequence[int]]) -> Late:
+            super().announce(sizes)
             return Late(lambda: waited.append(1))
 
     plan = schedule()

@@ -55,16 +55,22 @@ ITERATIONS = 3
 
 
 class Way:
-    """Host buffers on another device, there from the start."""
+    """Host buffers on another device, there when they are asked for."""
+
+    lends = False
 
     def __init__(self, machine: Machine) -> None:
-        self._region = FakeMemory(machine.device("acceptor"), 1 << 20)
+        self._device = machine.device("acceptor")
+        self._regions: list[FakeMemory] = []
 
-    def announce(self, sizes: object, layout: object) -> Done:
+    def announce(self, sizes: object) -> Done:
         return Done()
 
-    def region(self) -> FakeMemory:
-        return self._region
+    def grow(self, nbytes: int) -> None:
+        self._regions.append(FakeMemory(self._device, nbytes))
+
+    def region(self, piece: int) -> FakeMemory:
+        return self._regions[piece]
 
 
 def transports(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Transport], Callable[[], list[str]]]:

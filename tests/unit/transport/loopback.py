@@ -89,11 +89,16 @@ def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[Loopback
 
 
 def peers(
-    outbound: CopyLane, inbound: CopyLane, lender: Callable[[], Lender] = SharedMemory, timeout_s: float = 5.0
+    outbound: CopyLane,
+    inbound: CopyLane,
+    lender: Callable[[], Lender] = SharedMemory,
+    timeout_s: float = 5.0,
+    others: tuple[CopyLane, CopyLane] | None = None,
 ) -> tuple[Reaching, Reaching]:
-    """An evictor's transport, its copies on these lanes, and its acceptor's, which has no copies to make."""
-    here, there = controls(timeout_s)
-    return Reaching(Peer(here, lender()), outbound, inbound), Reaching(Peer(there, lender()), NoLane(), NoLane())  # type: ignore[arg-type]
+    """An evictor's transport, its copies on these lanes, and its acceptor's, which has no copies to make unless it has lanes too."""
+    here, there = controls(timeout_s, rendezvous=others is not None)
+    lanes = others or (NoLane(), NoLane())
+    return Reaching(Peer(here, lender()), outbound, inbound), Reaching(Peer(there, lender()), *lanes)  # type: ignore[arg-type]
 
 
 def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[Reaching, Reaching]:

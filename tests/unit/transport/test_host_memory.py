@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
-from bpipe.transport.layout import BufferLayout
 from bpipe.transport.one_sided import Host
 from tests.unit.transport.loopback import CPU
 
@@ -150,6 +149,10 @@ def test_buffers_that_do_not_fit_are_refused_with_both_numbers_and_the_way_out()
         RuntimeError,
         match=r"--bpipe-transport host: the host buffers of 2 ranks would take 60 GiB, and .* 40 GiB are available.*Use another",
     ):
-        host.announce({0: (30 * GIB,)}, BufferLayout.of([(0,)], {0: (30 * GIB,)}))
-    host.announce({0: (100,)}, BufferLayout.of([(0,)], {0: (100,)})).wait()
+        host.grow(30 * GIB)
+    for _ in range(2):
+        host.grow(512)
+    assert host.region(0) is not host.region(1)
+    with pytest.raises(RuntimeError, match="host buffers of 2 ranks would take 60 GiB"):
+        host.grow(30 * GIB - 1024)
     host.release()

@@ -7,8 +7,6 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout, aligned
 
 SIZES = st.dictionaries(st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4), min_size=1, max_size=3)
@@ -31,7 +29,9 @@ def test_no_two_storages_of_different_buffers_share_a_byte(drawn: tuple[list[fro
     for number, stages in enumerate(buffers):
         for stage in stages:
             mine: set[int] = set()
-            for offset, nbytes in zip(layout.offsets(number, sizes[stage]), sizes[stage], strict=True):
+            piece, offsets = layout.place(number, sizes[stage])
+            assert piece == 0
+            for offset, nbytes in zip(offsets, sizes[stage], strict=True):
                 assert offset % ALIGNMENT_BYTES == 0
                 place = range(offset, offset + nbytes)
                 assert {owner[byte] for byte in place} <= {NOBODY, number}
@@ -47,25 +47,55 @@ def test_buffers_take_no_more_than_their_largest_stage(drawn: tuple[list[frozens
     assert BufferLayout.of(buffers, sizes).nbytes == sum(largest)
 
 
-@given(
-    p=st.integers(4, 8),
-    rounds=st.integers(1, 3),
-    lengths=st.lists(st.integers(1, 10**6), min_size=1, max_size=17),
-)
-def test_both_ends_of_a_pair_lay_out_the_same(p: int, rounds: int, lengths: list[int]) -> None:
-    """The evictor from what it knows, the acceptor from the sizes that came as a message."""
-    plan = build(ScheduleConfig(schedule="1f1b", num_ranks=p, num_microbatches=p * rounds, balance=BalanceConfig()))
-    assert plan.partners is not None
-    for evictor, acceptor in enumerate(plan.partners):
-        buffers = stages_in_buffers(host_buffers(plan, acceptor))
-        sizes = {stage: [nbytes + stage for nbytes in lengths] for stage in sorted(frozenset().union(*buffers), reverse=True)}
-        told = {stage: tuple(each) for stage, each in json.loads(json.dumps(list(sizes.items())))}
-        here, there = BufferLayout.of(stages_in_buffers(host_buffers(plan, plan.partners[evictor])), sizes), BufferLayout.of(buffers, told)
-        assert here == there
-        for number, stages in enumerate(buffers):
-            for stage in stages:
-                assert here.offsets(number, sizes[stage]) == there.offsets(number, told[stage])
+@given(buffers_and_sizes(), st.data())
+def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
+    drawn: tuple[list[frozenset[int]], dict[int, list[int]]], data: st.DataObject
+) -> None:
+    """Stages become known one after the other, and buffers are used in between: the acceptor's sizes came as messages."""
+    buffers, sizes = drawn
+    here, there = BufferLayout(buffers), BufferLayout(buffers)
+    known: dict[int, list[int]] = {}
+    order = data.draw(st.permutations(sorted(sizes)))
+    for stage in order:
+        known[stage] = sizes[stage]
+        told = {each: tuple(lengths) for each, lengths in json.loads(json.dumps(list(known.items())))}
+        used = [(number, each) for number, stages in enumerate(buffers) for each in sorted(stages & known.keys())]
+        for number, each in data.draw(st.lists(st.sampled_from(used), max_size=3)) if used else ():
+            before = here.pieces[:]
+            nbytes = here.make_room(number, each, known)
+            assert there.make_room(number, each, told) == nbytes
+            assert here.pieces == there.pieces == [*before, *([nbytes] if nbytes else [])]
+            piece, offsets = here.place(number, sizes[each])
+            assert (piece, offsets) == there.place(number, told[each])
+            assert offsets[-1] + sizes[each][-1] <= here.pieces[piece]
+            assert here.make_room(number, each, known) == 0
+    assert len(here.pieces) <= len(sizes)
+
+
+def test_one_piece_holds_all_where_all_is_known_before_the_first_use() -> None:
+    layout = BufferLayout([{0, 3}, {3}])
+    sizes = {0: [100], 3: [600]}
+    assert layout.make_room(1, 3, sizes) == 2048
+    assert layout.make_room(0, 0, sizes) == 0
+    assert (layout.place(0, [100]), layout.place(1, [600]), layout.num_buffers) == ((0, [0]), (0, [1024]), 2)
+
+
+def test_a_buffer_grows_into_a_further_piece_and_only_where_it_lacks_room() -> None:
+    layout = BufferLayout([{0, 3}, {0}, {3}])
+    assert layout.make_room(0, 0, {0: [600]}) == 2048
+    assert layout.make_room(0, 3, {0: [600], 3: [2000]}) == 2 * 2048
+    assert [layout.place(number, [1])[0] for number in range(3)] == [1, 0, 1]
+    assert layout.pieces == [2048, 4096]
+    layout.clear()
+    assert (layout.pieces, layout.num_buffers, layout.nbytes) == ([], 0, 0)
 
 
 def test_a_rank_that_hosts_nothing_needs_nothing() -> None:
-    assert BufferLayout.of([], {}) == BufferLayout((), 0)
+    layout = BufferLayout.of([], {})
+    assert (layout.nbytes, layout.num_buffers) == (0, 0)
+
+
+def test_a_stage_of_which_nothing_moves_needs_no_room() -> None:
+    layout = BufferLayout([{0}])
+    assert layout.make_room(0, 0, {0: []}) == 0
+    assert layout.pieces == []

@@ -24,12 +24,24 @@ STAGES = (frozenset({0}), frozenset({0}))
 LAYOUT = BufferLayout.of(STAGES, SIZES)
 
 
+def announce(evictor: Reaching, sizes: Sizes = SIZES, layout: BufferLayout = LAYOUT) -> Pending:
+    """An evictor knows where its host buffers lie, and tells how large what comes is."""
+    evictor.reach(layout)
+    return evictor.announce(sizes)
+
+
+def lend(acceptor: Reaching) -> None:
+    """An acceptor lends what it was told to be needed."""
+    if acceptor.lends:
+        acceptor.lend(BufferLayout.of(STAGES, acceptor.learn()).nbytes)
+
+
 @pytest.fixture(params=[peers, alone], ids=["peer", "host"])
 def pair(request: pytest.FixtureRequest, lanes: tuple[ThreadLane, ThreadLane]) -> Iterator[tuple[Reaching, Reaching]]:
     """An evictor and an acceptor that know each other's memory."""
     evictor, acceptor = request.param(*lanes)
-    evictor.announce(SIZES, LAYOUT).wait()
-    acceptor.lend(lambda sizes: BufferLayout.of(STAGES, sizes))
+    announce(evictor).wait()
+    lend(acceptor)
     yield evictor, acceptor
     evictor.abandon()
     acceptor.abandon()
@@ -99,7 +111,7 @@ def test_what_touches_a_host_buffer_waits_for_what_touched_it_last() -> None:
     """[8]. And for nothing else: two host buffers have nothing to do with each other."""
     lane = Written()
     evictor, _ = alone(lane, lane)
-    evictor.announce(SIZES, LAYOUT).wait()
+    announce(evictor).wait()
     first, other = evictor.put(0, tensors(0)), evictor.put(1, tensors(1))
     home, again = evictor.get(0, tensors()), evictor.put(0, tensors(2))
     assert lane.asked == [(first, ()), (other, ()), (home, (first,)), (again, (home,))]
@@ -109,7 +121,7 @@ def test_what_touches_a_host_buffer_waits_for_what_touched_it_last() -> None:
 
 def test_a_put_that_is_held_up_holds_up_its_get(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, _ = alone(*lanes)
-    evictor.announce(SIZES, LAYOUT).wait()
+    announce(evictor).wait()
     gate = threading.Event()
     lanes[0].run(lambda: None if gate.wait(5.0) else pytest.fail("never opened"))
     evictor.put(0, tensors(3))
@@ -121,27 +133,47 @@ def test_a_put_that_is_held_up_holds_up_its_get(lanes: tuple[ThreadLane, ThreadL
     assert same(back, tensors(3))
 
 
-def test_both_ends_use_the_same_layout(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    """The evictor computed its own; the acceptor's comes from the sizes in the message."""
-    sizes: Sizes = {3: (1000, 24), 0: (4096,)}
-    stages = (frozenset({0, 3}), frozenset({3}))
-    here = BufferLayout.of(stages, sizes)
-    seen: list[BufferLayout] = []
-
-    def layout_of(told: Sizes) -> BufferLayout:
-        seen.append(BufferLayout.of(stages, told))
-        return seen[0]
-
+def test_a_layout_that_grows_is_lent_piece_by_piece(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    """A stage that was measured later is larger than the buffer: it moves into a further piece, and what was in the first is not harmed."""
     evictor, acceptor = peers(*lanes)
-    evictor.announce(sizes, here).wait()
-    assert acceptor.lend(layout_of) == here.nbytes
-    assert seen == [here]
-    for end in (evictor, acceptor):
-        end.abandon()
+    stages = (frozenset({0, 3}), frozenset({0}))
+    here, there = BufferLayout(stages), BufferLayout(stages)
+    evictor.reach(here)
+    known: dict[int, tuple[int, ...]] = {}
+    heard: dict[int, tuple[int, ...]] = {}
+    told = []
+    for stage, lengths, buffers in ((0, (1000, 24), (0, 1)), (3, (9000,), (0,))):
+        known[stage] = lengths
+        told.append(evictor.announce({stage: lengths}))
+        heard |= acceptor.learn()
+        for number in buffers:
+            put, back = [torch.full((length,), 10 * stage + number, dtype=torch.uint8) for length in lengths], []
+            here.make_room(number, stage, known)
+            nbytes = there.make_room(number, stage, heard)
+            if nbytes:
+                acceptor.lend(nbytes)
+            evictor.put(number, put).wait()
+            if (stage, number) != (0, 1):
+                back = [torch.zeros_like(tensor) for tensor in put]
+                evictor.get(number, back).wait()
+                assert same(put, back)
+    kept = [torch.zeros(length, dtype=torch.uint8) for length in (1000, 24)]
+    evictor.get(1, kept).wait()
+    assert [tensor.unique().tolist() for tensor in kept] == [[1], [1]]
+    assert heard == known
+    assert here.pieces == there.pieces == [2 * (1024 + 512), 9216]
+    parting = threading.Thread(target=acceptor.release)
+    parting.start()
+    evictor.release()
+    parting.join(5.0)
+    assert not parting.is_alive()
+    for message in told:
+        message.wait()
 
 
 def test_host_needs_no_memory_of_the_acceptors(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    assert alone(*lanes)[1].lend(lambda sizes: LAYOUT) == 0
+    assert not alone(*lanes)[1].lends
+    assert peers(*lanes)[1].lends
 
 
 class Watched(SharedMemory):
@@ -173,8 +205,8 @@ class Watched(SharedMemory):
 def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     closed: list[str] = []
     evictor, acceptor = peers(*lanes, lender=lambda: Watched(closed))
-    evictor.announce(SIZES, LAYOUT).wait()
-    acceptor.lend(lambda sizes: LAYOUT)
+    announce(evictor).wait()
+    lend(acceptor)
     evictor.put(0, tensors(1)).wait()
     parting = threading.Thread(target=acceptor.release)
     parting.start()
@@ -187,7 +219,7 @@ def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLa
 
 def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, _ = alone(*lanes)
-    evictor.announce(SIZES, LAYOUT).wait()
+    announce(evictor).wait()
     gate, begun = threading.Event(), threading.Event()
 
     def held() -> None:
@@ -210,8 +242,8 @@ def test_after_parting_the_host_buffers_are_free_and_nothing_is_open(lanes: tupl
     opened = len(os.listdir("/proc/self/fd"))
     evictor, acceptor = peers(*lanes)
     for seed in range(3):
-        evictor.announce(SIZES, LAYOUT).wait()
-        acceptor.lend(lambda sizes: LAYOUT)
+        announce(evictor).wait()
+        lend(acceptor)
         evictor.put(0, tensors(seed)).wait()
         for end in (evictor, acceptor):
             getattr(end, part)()
@@ -225,16 +257,16 @@ class Failing(SharedMemory):
 
 def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, acceptor = peers(*lanes, lender=Failing)
-    evictor.announce(SIZES, LAYOUT).wait()
+    announce(evictor).wait()
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        acceptor.lend(lambda sizes: LAYOUT)
+        lend(acceptor)
     with pytest.raises(RuntimeError, match=r"the partner could not make the host buffers it lends: OSError: .* Cannot allocate memory"):
         evictor.put(0, tensors(1)).wait()
 
 
 def test_a_partner_that_lends_nothing_is_a_time_out(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     evictor, _ = peers(*lanes, timeout_s=0.05)
-    evictor.announce(SIZES, LAYOUT).wait()
+    announce(evictor).wait()
     with pytest.raises(TimeoutError, match=r"no message about MEMORY within 0\.05 s"):
         evictor.put(0, tensors(1)).wait()
 
@@ -242,11 +274,11 @@ def test_a_partner_that_lends_nothing_is_a_time_out(lanes: tuple[ThreadLane, Thr
 def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     """The partner's memory is asked for in the lane's thread: the loop goes on, also in the very first iteration."""
     evictor, acceptor = peers(*lanes)
-    evictor.announce(SIZES, LAYOUT).wait()
+    announce(evictor).wait()
     put = evictor.put(0, tensors(7))
     back = tensors()
     got = evictor.get(0, back)
-    acceptor.lend(lambda sizes: LAYOUT)
+    lend(acceptor)
     for pending in (put, got):
         pending.wait()
     assert same(back, tensors(7))
@@ -269,8 +301,8 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
     runtime = cuda.runtime()
     monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
     evictor, acceptor = on_a_device(cuda, kind)
-    evictor.announce(SIZES, LAYOUT).wait()
-    acceptor.lend(lambda sizes: LAYOUT)
+    announce(evictor).wait()
+    lend(acceptor)
     evictor.put(0, tensors(1))
     cuda.calls.clear()
     for end in (acceptor, evictor):
@@ -286,8 +318,8 @@ def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeyp
     runtime = cuda.runtime()
     monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
     evictor, acceptor = on_a_device(cuda, kind)
-    evictor.announce(SIZES, LAYOUT).wait()
-    acceptor.lend(lambda sizes: LAYOUT)
+    announce(evictor).wait()
+    lend(acceptor)
     evictor.put(0, tensors(1))
     for end in (evictor, acceptor):
         end.release()
@@ -302,8 +334,8 @@ def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
 
     def both_roles(end: Reaching, seed: int) -> None:
         try:
-            announced = end.announce(SIZES, LAYOUT)
-            end.lend(lambda sizes: LAYOUT)
+            announced = announce(end)
+            lend(end)
             back = tensors()
             end.put(0, tensors(seed)).wait()
             end.get(0, back).wait()

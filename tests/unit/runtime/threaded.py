@@ -1,0 +1,119 @@
+"""All ranks of a schedule, each in a thread of its own with an engine around its computations, over real lanes and shared memory.
+
+In: a schedule, and how the two ranks of a pair move activations. Out: gradients of all stages' weights. Messages between stages are queues.
+Whatever waits for ever ends with a time-out, which the first rank to notice raises.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bpipe.ir.memory import num_transfers
+from bpipe.ir.program import Message
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.stage import Tensors
+from bpipe.transport.base import Transport
+from tests.unit.runtime.held import HeldLane, HeldMemory, HeldTwoSided
+from tests.unit.runtime.pipeline import Model
+from tests.unit.transport.loopback import peers
+
+CPU = torch.device("cpu")
+Edges = defaultdict[tuple[int, ...], "queue.SimpleQueue[tuple[Message, Tensors]]"]
+KINDS = ("peer", "two-sided")
+
+
+class Mail:
+    """One rank's messages: a queue an edge. What is sent is on its way at once, and need not be waited for."""
+
+    def __init__(self, rank: int, edges: Edges, timeout_s: float) -> None:
+        self._rank, self._edges, self._timeout_s = rank, edges, timeout_s
+
+    def post(self, message: Message) -> None:
+        """A queue needs no receiver."""
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        self._edges[message.parties].put((message, tuple(tensor.clone() for tensor in tensors)))
+
+    def wait(self, message: Message) -> Tensors:
+        if message.parties[0] == self._rank:
+            return ()
+        try:
+            sent, tensors = self._edges[message.parties].get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"rank {self._rank}: {message} did not come within {self._timeout_s:g} s") from None
+        assert sent == message
+        return tensors
+
+
+class Pipeline:
+    """Engines and executors of all ranks, iteration after iteration. `meters` are by rank."""
+
+    def __init__(self, schedule: Schedule, kind: str, timeout_s: float, model: Model | None = None) -> None:
+        self.schedule, self.model = schedule, model or Model(schedule.num_stages)
+        self.meters = [Meter() for _ in schedule.ranks]
+        self._lanes: list[HeldLane] = []
+        transports = self._transports(kind, timeout_s)
+        edges: Edges = defaultdict(queue.SimpleQueue)
+        self.engines, self._executors = [], []
+        for rank, meter in enumerate(self.meters):
+            config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=1, timeout_s=timeout_s, poison=True)
+            self.engines.append(Engine(schedule, rank, transports.get(rank), config, meter))
+            mail = Mail(rank, edges, timeout_s)
+            self._executors.append(Executor(schedule, rank, self.model.parts(schedule, rank), mail))
+
+    def _transports(self, kind: str, timeout_s: float) -> dict[int, Transport]:
+        """By rank, for all pairs that move anything."""
+        made: dict[int, Transport] = {}
+        for rank, partner in enumerate(self.schedule.partners or ()):
+            if rank < partner and any(num_transfers(self.schedule, each).evictions for each in (rank, partner)):
+                if kind == "two-sided":
+                    made[rank], made[partner] = HeldTwoSided.pair(late_send=True, late_receive=True, timeout_s=timeout_s)
+                else:
+                    lanes = [HeldLane(name, "free") for name in ("outbound", "inbound", "outbound", "inbound")]
+                    self._lanes += lanes
+                    others = lanes[2], lanes[3]
+                    made[rank], made[partner] = peers(*lanes[:2], lender=HeldMemory, timeout_s=timeout_s, others=others)
+        return made
+
+    def run(self, iterations: int = 1) -> list[torch.Tensor]:
+        """All stages' gradients after so many iterations. Raises what the first rank to fail raised."""
+
+        def one_rank(rank: int) -> None:
+            for _ in range(iterations):
+                self._executors[rank].run(self.engines[rank])
+
+        try:
+            together(range(len(self.engines)), one_rank)
+            together(range(len(self.engines)), lambda rank: self.engines[rank].release())
+        finally:
+            for lane in self._lanes:
+                lane.close()
+        return self.model.gradients()
+
+
+def together(ranks: Sequence[int], does: Callable[[int], None]) -> None:
+    """Each rank in a thread; raises the first error."""
+    errors: list[Exception] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            does(rank)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive(), "a rank did not end"
+    if errors:
+        raise errors[0]
