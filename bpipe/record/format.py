@@ -251,6 +251,7 @@ class RankHeader:
 class Iteration:
     """One rank's part of one iteration. `saved_bytes`, `moved_bytes` and `kept_bytes` are of one micro-batch, by stage.
 
+    `after_input_bytes` too: what is held between the halves of a backward, of stages whose backwards have any.
     `kept_bytes`: all that a forward keeps for its backward, of stages that leave, as the run counted it in its first iteration.
     """
 
@@ -260,6 +261,7 @@ class Iteration:
     elapsed_s: Seconds
     saved_bytes: BytesByStage
     moved_bytes: BytesByStage = field(default_factory=dict)
+    after_input_bytes: BytesByStage = field(default_factory=dict)
     kept_bytes: BytesByStage = field(default_factory=dict)
     kept_counted_by: Text | None = None
     received_bytes: Bytes = 0
@@ -358,6 +360,7 @@ class MemoryMark:
     microbatches: Annotated[tuple[tuple[int, int, int], ...], each(Rule(_microbatch))]
     saved_bytes: BytesByStage
     moved_bytes: BytesByStage = field(default_factory=dict)
+    after_input_bytes: BytesByStage = field(default_factory=dict)
     received_bytes: Bytes = 0
     host_bytes: Bytes = 0
     logits_bytes: Bytes = 0

@@ -42,6 +42,9 @@ def _keys(value: Any) -> dict[str, Any]:
     kind = type(value)
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
+    # Only of backwards with halves: elsewhere there is nothing to say.
+    if not keys.get("after_input_bytes", True):
+        del keys["after_input_bytes"]
     if isinstance(value, Iteration):
         keys["columns"] = [column.name for column in COLUMNS]
         keys["actions"] = [

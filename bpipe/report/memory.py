@@ -7,7 +7,7 @@ loop keeps the last backward's input until the next forward has returned. Knows 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bpipe.generate.families import exchange_of
 from bpipe.ir.action import Kind
@@ -19,12 +19,16 @@ from bpipe.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """What one rank measured: of one micro-batch by stage, what it receives for one, and what its host buffers occupy."""
+    """What one rank measured: of one micro-batch by stage, what it receives for one, and what its host buffers occupy.
+
+    `after_input_bytes`: of stages whose backward is split, what is held between its halves.
+    """
 
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
     received_bytes: int
     host_bytes: int
+    after_input_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,12 @@ class RankPeaks:
     bound_bytes: int | None
 
 
-def own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Mapping[int, int], received: int) -> int:
+def own_peak(
+    schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Mapping[int, int], received: int, after_input: Mapping[int, int]
+) -> int:
     """The most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer moves `moved[stage]` of it.
+
+    `after_input[stage]` is held between the halves of its backward; as much as was saved where nothing says so.
 
     Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until the
     next forward has returned: a forward right after a backward finds it still there. Its interleaved loop does so at times that depend on
@@ -46,7 +54,9 @@ def own_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Map
     """
     stages = range(schedule.num_stages)
     keeps_input = exchange_of(schedule.name) is Exchange.MEGATRON_1F1B
-    curve = live_bytes(schedule, rank, memory_of([saved.get(stage, 0) for stage in stages], [moved.get(stage, 0) for stage in stages]))
+    whole = [saved.get(stage, 0) for stage in stages]
+    between = [after_input.get(stage, size) for stage, size in enumerate(whole)]
+    curve = live_bytes(schedule, rank, memory_of(whole, [moved.get(stage, 0) for stage in stages], between))
     peak = 0
     after_backward = False
     for slot, held in zip(schedule.ranks[rank], curve, strict=True):
@@ -68,11 +78,11 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
     buffers = 0 if sizes is not None and not sizes.host_bytes else num_host_buffers(schedule, rank)
     # What moves nothing of itself does not leave.
     leave = {stage: int(sizes is None or sizes.moved_bytes.get(stage) != 0) for stage in ones}
-    count = own_peak(schedule, rank, ones, leave, 0) + buffers
+    count = own_peak(schedule, rank, ones, leave, 0, {}) + buffers
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
         return RankPeaks(count, None, bound, None)
-    peak = own_peak(schedule, rank, sizes.saved_bytes, sizes.moved_bytes, sizes.received_bytes) + sizes.host_bytes
+    peak = own_peak(schedule, rank, sizes.saved_bytes, sizes.moved_bytes, sizes.received_bytes, sizes.after_input_bytes) + sizes.host_bytes
     largest = max(sizes.saved_bytes.values(), default=0)
     return RankPeaks(count, peak, bound, None if bound is None else peak + (bound - count) * largest)
 
@@ -83,8 +93,9 @@ def without_transfers(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=ranks, hosts=None, bounds=None)
 
 
-def whole_peaks(schedule: Schedule, saved_bytes: Mapping[int, int]) -> tuple[int, ...] | None:
+def whole_peaks(schedule: Schedule, saved_bytes: Mapping[int, int], after_input_bytes: Mapping[int, int]) -> tuple[int, ...] | None:
     """Peaks of a run that has not been made, every transfer moving all that is saved; None unless every stage's size is known."""
     if not all(stage in saved_bytes for stage in range(schedule.num_stages)):
         return None
-    return peak_bytes(schedule, memory_of([saved_bytes[stage] for stage in range(schedule.num_stages)]))
+    saved = [saved_bytes[stage] for stage in range(schedule.num_stages)]
+    return peak_bytes(schedule, memory_of(saved, None, [after_input_bytes.get(stage, size) for stage, size in enumerate(saved)]))

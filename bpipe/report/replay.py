@@ -102,6 +102,7 @@ def replay(measured: Measured) -> Prediction:
                 transfer_s=moved / speeds[stage] if stage in speeds else 0,
                 moved_bytes=moved,
                 saved_bytes=saved,
+                after_input_bytes=size.after_input_bytes.get(stage) if size else None,
             )
         )
     costs = Costs(
@@ -129,7 +130,7 @@ def _one_sided(measured: Measured) -> frozenset[int]:
 
 
 def _without_buffers(size: RankSizes | None) -> RankSizes | None:
-    return None if size is None else RankSizes(size.saved_bytes, {}, size.received_bytes, 0)
+    return None if size is None else RankSizes(size.saved_bytes, {}, size.received_bytes, 0, size.after_input_bytes)
 
 
 def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
@@ -138,7 +139,8 @@ def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tup
     if not any(slot.transfers for row in schedule.ranks for slot in row):
         return ()
     saved = {stage: size for one in sizes if one is not None for stage, size in one.saved_bytes.items()}
-    return whole_peaks(schedule, saved)
+    between = {stage: size for one in sizes if one is not None for stage, size in one.after_input_bytes.items()}
+    return whole_peaks(schedule, saved, between)
 
 
 def _sizes(measured: Measured, place: int) -> RankSizes | None:
@@ -147,7 +149,8 @@ def _sizes(measured: Measured, place: int) -> RankSizes | None:
     if not found:
         return None
     one = max(found, key=lambda iteration: sum(iteration.saved_bytes.values()))
-    return RankSizes(one.saved_bytes, one.moved_bytes, one.received_bytes, max(iteration.host_bytes for iteration in found))
+    host_bytes = max(iteration.host_bytes for iteration in found)
+    return RankSizes(one.saved_bytes, one.moved_bytes, one.received_bytes, host_bytes, one.after_input_bytes)
 
 
 def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:

@@ -111,8 +111,11 @@ def _other_bytes(rank: RankHeld) -> int | None:
     return max(0, *found) if found else None
 
 
-def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the partner's micro-batch that goes there."""
+def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int], parts: int = 1) -> tuple[int, int]:
+    """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the partner's micro-batch that goes there.
+
+    The micro-batches that ran are in `parts`.
+    """
     owner = schedule.layout.only_placement
     own = {stage: size for stage, size in sizes.items() if owner[stage] == rank.place}
     ones = dict.fromkeys(own, 1)
@@ -120,8 +123,10 @@ def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -
     theirs = max(size for stage, size in sizes.items() if owner[stage] == partner)
     buffers = num_host_buffers(schedule, rank.place)
     received = max(mark.received_bytes for mark in rank.marks)
-    num_bytes = own_peak(schedule, rank.place, own, own, received) + buffers * theirs
-    return own_peak(schedule, rank.place, ones, ones, 0) + buffers, num_bytes
+    ran = [mark.after_input_bytes for mark in rank.marks]
+    between = {stage: max(one.get(stage, 0) for one in ran) // parts for stage in set().union(*ran)}
+    num_bytes = own_peak(schedule, rank.place, own, own, received, between) + buffers * theirs
+    return own_peak(schedule, rank.place, ones, ones, 0, {}) + buffers, num_bytes
 
 
 def _need(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> StageNeed:
@@ -180,7 +185,7 @@ def _way(name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], size
     smaller = {stage: size // parts for stage, size in sizes.items()}
     needs = []
     for rank in ranks.values():
-        need = rank.besides_bytes + _activations(rank, schedule, smaller)[1] + (_other_bytes(rank) or 0) // parts
+        need = rank.besides_bytes + _activations(rank, schedule, smaller, parts)[1] + (_other_bytes(rank) or 0) // parts
         needs.append((need - (rank.limit_bytes or 0), need, rank))
     _, need, rank = max(needs, key=lambda one: one[:2])
     return Way(name, rank.place, need, None if rank.limit_bytes is None else need <= rank.limit_bytes)

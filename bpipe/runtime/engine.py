@@ -40,7 +40,8 @@ class EngineConfig:
     """Where an engine stands and how it moves. `name` says in errors which process this is, such as "rank 3".
 
     `synchronous`: wait for every transfer where it is issued, to see what it would cost. `allocated()`: how many bytes of the device its
-    allocator has given out, None where nobody counts. `timed(name)` is entered around whatever this
+    allocator has given out, None where nobody counts. `waiting(backward)`: what whoever computes keeps, besides the graph, from the first
+    half of a split backward to the second. `timed(name)` is entered around whatever this
     rank does for balancing: issuing a transfer, and waiting for one.
     """
 
@@ -51,6 +52,7 @@ class EngineConfig:
     poison: bool = False
     synchronous: bool = False
     allocated: Callable[[], int] | None = None
+    waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 
 
@@ -185,6 +187,8 @@ class Engine:
                 self._kept.ran(op.stage, op.microbatch, outputs, inputs)
             self._saved(op, outputs, inputs)
         elif self._meter:
+            if op.kind is Kind.BACKWARD_INPUT:
+                self._meter.waiting(op, self._config.waiting(op))
             self._meter.touched(op)
         held = self._sample()
         if self.recorder:

@@ -1,6 +1,7 @@
 """Measure what a rank's saved activations really occupy, from the storages themselves.
 
-In: the storages each forward saved. Out: bytes and micro-batches held now, and their peaks. Knows no schedule and no prediction.
+In: the storages each forward saved, and those that wait between the halves of its backward. Out: bytes and micro-batches held now, and
+their peaks. Knows no schedule and no prediction.
 
 It keeps weak references only: a storage that autograd freed is gone, one that was emptied in place counts as the bytes it still has.
 Storages that somebody besides one micro-batch's graph holds (parameters, masks, tables, the data iterator's own batch) are not a
@@ -57,7 +58,8 @@ class _Storage:
 
 
 class Meter:
-    """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished.
+    """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished, and
+    `after_input_bytes[stage]` what it holds between the halves of its backward, counted once the first has run.
 
     `received_bytes` is the part of it that the stage received, where the pipeline loop may hold that longer than the backward needs it:
     one that `keeps_inputs`. Of any other it is 0.
@@ -72,12 +74,13 @@ class Meter:
         self.peak_microbatches = 0
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
+        self.after_input_bytes: dict[int, int] = {}
         self.received_bytes = 0
 
     def begin(self) -> None:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
         self.peak_microbatches = self.peak_bytes = 0
-        self.saved_bytes = {}
+        self.saved_bytes, self.after_input_bytes = {}, {}
         # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's activation.
         self._common |= {key: storage.reference for key, storage in self._storages.items()}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
@@ -89,23 +92,31 @@ class Meter:
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
         owner = (forward.stage, forward.microbatch)
         held = self._held[owner] = _Held()
-        for item in found:
-            key = item.storage._cdata
-            if not item.alone or key in self._common:
-                continue
-            known = self._storages.pop(key, None)
-            if known is not None:
-                self._common[key] = known.reference
-                other = self._held[known.owner]
-                other.addresses.remove(key)
-                other.saved_bytes -= known.nbytes
-                other.looks += 1
-                continue
-            self._storages[key] = _Storage(StorageWeakRef(item.storage), owner, item.nbytes)
-            held.addresses.add(key)
-            held.saved_bytes += item.nbytes
+        held.saved_bytes = sum(item.nbytes for item in found if item.alone and self._belongs(item.storage, item.nbytes, owner))
         held.bytes_now = held.saved_bytes
         self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), held.saved_bytes)
+
+    def waiting(self, backward: Action, storages: Sequence[torch.UntypedStorage]) -> None:
+        """The first half of a backward has run, and these storages wait for the second; some of them were saved, others are new."""
+        for storage in storages:
+            self._belongs(storage, storage.nbytes(), (backward.stage, backward.microbatch))
+
+    def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key) -> bool:
+        """Whether this storage is the micro-batch's and was not known to be: not where another one, or everybody, holds it too."""
+        key = storage._cdata
+        known = self._storages.get(key)
+        if key in self._common or (known is not None and known.owner == owner):
+            return False
+        if known is not None:
+            self._common[key] = self._storages.pop(key).reference
+            other = self._held[known.owner]
+            other.addresses.remove(key)
+            other.saved_bytes -= known.nbytes
+            other.looks += 1
+            return False
+        self._storages[key] = _Storage(StorageWeakRef(storage), owner, nbytes)
+        self._held[owner].addresses.add(key)
+        return True
 
     def touched(self, action: Action) -> None:
         """An eviction or a load of this rank has been issued, or a backward has run."""
@@ -131,6 +142,8 @@ class Meter:
         for owner, held in tuple(self._held.items()):
             if held.looks or held.over:
                 self._look(held)
+                if held.halved and not held.over:
+                    self.after_input_bytes[owner[0]] = max(self.after_input_bytes.get(owner[0], 0), held.bytes_now)
                 if held.over and not held.addresses:
                     del self._held[owner]
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. And whoever holds bytes

@@ -54,7 +54,7 @@ class Driver:
         self._connection: Connection | None = None
         self._connected = False
         self._meter = Meter(keeps_inputs=not config.executor) if config.report is not None else None
-        self._peaks: list[tuple[int, int, dict[int, int]]] = []
+        self._peaks: list[tuple[int, int]] = []
         self._first_iterations = FirstIterations(config.minimum_bytes)
         self._own_time = OwnTime()
         self._num_iterations = 0
@@ -104,7 +104,7 @@ class Driver:
         finally:
             self._active = None
         if self._meter is not None:
-            self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes, self._meter.saved_bytes))
+            self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes))
         self._first_iterations.ended(engine, self.rank, self._connection.link if self._connection is not None else None)
         self._print_timers(config.timers)
         if recorder is not None:
@@ -222,6 +222,7 @@ class Driver:
             rows=rows,
             saved_bytes=self._meter.saved_bytes,
             moved_bytes=engine.moved_bytes,
+            after_input_bytes=self._meter.after_input_bytes,
             received_bytes=self._meter.received_bytes,
             host_bytes=engine.host_bytes,
             peak_bytes=self._meter.peak_bytes,
@@ -248,8 +249,9 @@ class Driver:
             self.rank,
             peak_microbatches=max(peak[0] for peak in peaks),
             peak_bytes=max(peak[1] for peak in peaks),
-            saved_bytes=peaks[-1][2],
+            saved_bytes=self._meter.saved_bytes,
             moved_bytes=engine.moved_bytes,
+            after_input_bytes=self._meter.after_input_bytes,
             received_bytes=self._meter.received_bytes,
             num_host_buffers=engine.num_host_buffers,
             host_bytes=engine.host_bytes,

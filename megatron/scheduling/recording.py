@@ -57,6 +57,7 @@ class Recorded:
     rows: tuple[Row, ...]
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
+    after_input_bytes: Mapping[int, int]
     received_bytes: int
     host_bytes: int
     peak_bytes: int
@@ -100,6 +101,7 @@ class RunRecord:
             elapsed_s=round(recorded.elapsed_s, 9),
             saved_bytes=recorded.saved_bytes,
             moved_bytes=recorded.moved_bytes,
+            after_input_bytes=recorded.after_input_bytes,
             kept_bytes={stage: share.kept_bytes for stage, share in recorded.shares.items()},
             kept_counted_by=next((share.counted_by for share in recorded.shares.values()), None),
             received_bytes=recorded.received_bytes,

@@ -135,6 +135,7 @@ class Watermark:
             program=program,
             microbatches=tuple((stage, microbatch, num_bytes) for (stage, microbatch), num_bytes in sorted(meter.held().items())),
             saved_bytes=meter.saved_bytes,
+            after_input_bytes=meter.after_input_bytes,
             moved_bytes={} if engine is None else engine.moved_bytes,
             received_bytes=meter.received_bytes,
             host_bytes=0 if engine is None else engine.host_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_what_is_read_is_written_again_to_the_byte(tmp_path: Path) -> None:
     assert len(written) == 1 + 4 + 4 + 1
     for path in written:
         assert path.read_bytes() == (BEFORE / path.name).read_bytes(), path.name
+
+
+def test_what_is_held_between_halves_is_written_and_read(tmp_path: Path) -> None:
+    (rank, *_) = read_run(BEFORE).ranks
+    (one, *_) = rank.iterations.values()
+    split = replace(one, after_input_bytes={0: 1_100_000})
+    header = form.RankHeader(**{key.name: getattr(rank, key.name) for key in keys_of(form.RankHeader)})
+    write_whole(tmp_path / form.RUN, read_run(BEFORE).info)
+    append(form.RECORD.path(tmp_path, 0), header, split)
+    assert read_run(tmp_path).ranks[0].iterations[one.iteration] == split
 
 
 def test_what_was_held_is_written_again(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
     host_bytes = num_host_buffers(schedule, place) * truth.moved_bytes
     saved = {stage: _saved(stage) for stage in stages}
     moved = dict.fromkeys(sorted(moves), truth.moved_bytes)
-    peak = own_peak(schedule, place, saved, moved, truth.received_bytes) + host_bytes + truth.extra_bytes.get(place, 0)
+    peak = own_peak(schedule, place, saved, moved, truth.received_bytes, {}) + host_bytes + truth.extra_bytes.get(place, 0)
     return {
         "iteration": number,
         "program": {

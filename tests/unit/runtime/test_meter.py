@@ -113,6 +113,32 @@ def test_between_the_halves_of_its_backward_a_micro_batch_is_here_with_what_is_l
     assert meter.peak_microbatches == 2, "one that is over makes room"
 
 
+def test_what_waits_for_the_second_half_counts_whether_it_was_saved_or_is_new() -> None:
+    """A linear layer's input was saved, unless it was recomputed; the gradient of its output is new. What all share is nobody's."""
+    meter = Meter()
+    common = torch.zeros(1000)
+    for iteration in range(2):
+        meter.begin()
+        for microbatch in range(2):
+            saved = [torch.zeros(30), torch.zeros(10)]
+            storages = [tensor.untyped_storage() for tensor in saved]
+            meter.saved(Action(0, Kind.FORWARD, microbatch), [SavedStorage(storage, storage.nbytes(), True) for storage in storages])
+            del storages
+            waiting = [saved[0], torch.zeros(25), common]
+            del saved
+            meter.waiting(Action(0, Kind.BACKWARD_INPUT, microbatch), [tensor.untyped_storage() for tensor in waiting])
+            meter.touched(Action(0, Kind.BACKWARD_INPUT, microbatch))
+            shared = 4000 if (iteration, microbatch) == (0, 0) else 0
+            assert meter.sample(0, 0) == 220 + shared
+            assert meter.held() == {(0, microbatch): 220 + shared}
+            del waiting
+            meter.touched(Action(0, Kind.BACKWARD_WEIGHT, microbatch))
+            assert meter.sample(0, 0) == 0 + shared
+    assert meter.saved_bytes == {0: 160}
+    assert meter.after_input_bytes == {0: 220}
+    assert meter.peak_bytes == 220
+
+
 def test_a_row_has_bytes_where_its_action_saves_or_moves_them() -> None:
     recorder = Recorder(Clock(torch.device("cpu")))
     recorder.begin()
