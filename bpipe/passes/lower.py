@@ -32,6 +32,9 @@ _RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Do)
 _ALL = -2
 _NOBODY = -1
 
+# One has come, be ready for the next.
+_TAKEN = bytes([_WAIT, _POST])
+
 # With one neighbour in both directions, to one, and from one.
 _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT]), bytes([_POST, _WAIT])
 
@@ -283,17 +286,18 @@ class _Lowering:
         if value in early:
             early.remove(value)
             return
-        place = taken[channel]
-        while True:
-            next_value = messages[place]
+        dos, whats = self.dos, self.whats
+        first = place = taken[channel]
+        while messages[place] != value:
             place += 1
-            self._add(_WAIT, next_value)
-            if place < len(messages):
-                self._add(_POST, messages[place])
-            if next_value == value:
-                break
-            early.add(next_value)
-        taken[channel] = place
+        taken[channel] = place + 1
+        early.update(messages[first:place])
+        for passed, posted in zip(messages[first : place + 1], messages[first + 1 : place + 2], strict=False):
+            dos += _TAKEN
+            whats += (passed, posted)
+        if place + 1 == len(messages):
+            dos.append(_WAIT)
+            whats.append(value)
 
     def _add(self, do: int, what: Action | int | Transfer) -> None:
         self.dos.append(do)

@@ -208,13 +208,14 @@ class _Run:
     def _rank(self, program: Program) -> _Process:
         """One rank's iteration."""
         rank = program.rank
-        timed, durations = self.compute[rank], _durations(self.costs, self.schedule.num_ranks)
+        done, durations = self.compute[rank].append, _durations(self.costs, self.schedule.num_ranks)
         clock: Number = 0
         # By half, told apart as values: what leaves a second time is the same to read.
         started: dict[int, _Transfer] = {}
         # Where transfers are synchronous: what an evictor has started and not waited for.
         issued: list[int] = []
-        rendezvous, first_shared, over = self.rendezvous, self.needs.first_shared, self.over
+        rendezvous, first_shared = self.rendezvous, self.needs.first_shared
+        over: list[Any] = self.over
         # What a rank has sent is waited for so that it may let it go, which takes it no time.
         sent: set[int] = set()
         what: Any
@@ -224,13 +225,14 @@ class _Run:
                 issued.clear()
             if do == _RUN:
                 end = clock + durations[what.kind][what.stage]
-                timed.append(Timed(what, clock, end))
+                done(Timed(what, clock, end))
                 clock = end
             elif do == _WAIT:
                 if rendezvous or what not in sent or what >= first_shared:  # [1], [5]
                     if over[what] is None:
                         yield what
-                    clock = max(clock, self._end(what))
+                    end = over[what]
+                    clock = end if end > clock else clock
             elif do == _SEND:
                 sent.add(what)
                 self._come(what, clock)
