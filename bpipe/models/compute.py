@@ -13,7 +13,7 @@ from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import mirrored
 from bpipe.models.layout import Setup
 from bpipe.models.memory import rank_parameters
-from bpipe.models.saved import element_bytes, num_tokens, sent_bytes, stage_bytes
+from bpipe.models.saved import after_input_bytes, element_bytes, num_tokens, sent_bytes, stage_bytes
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 
 # What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
@@ -28,6 +28,8 @@ LINK_EFFICIENCY = 0.77
 LINK_LATENCY_S = 20e-6
 KERNEL_S = 4e-6
 FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35
+# Of these the products for weights, in a layer of four matrices.
+WEIGHT_KERNELS = 4
 
 # Bytes read and written for every attention score: by the fused kernel, and by separate ones in 32 bit (convert, scale, mask, softmax,
 # convert back). Megatron fuses only where micro-batch * heads / t is a multiple of 4 and the sequence is at most 4096
@@ -96,11 +98,9 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
     inside = element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
     # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
     forward = products + (10.5 * between + inside) / rates.memory + FORWARD_KERNELS * KERNEL_S
-    # Every weight's gradient is read and written once a micro-batch.
-    accumulated = 2 * (2 if setup.precision == "fp16" else 4) * model.sharded_layer_parameters / setup.tensor
-    backward = 2 * products + (14 * between + 1.5 * inside + accumulated) / rates.memory + BACKWARD_KERNELS * KERNEL_S
+    backward = 2 * products + (14 * between + 1.5 * inside + _accumulated(setup)) / rates.memory + BACKWARD_KERNELS * KERNEL_S
     # With sequence parallelism two gathers and two scatters each way, without it two reductions of twice the bytes.
-    collectives = 4 * (element * tokens * h * (setup.tensor - 1) / setup.tensor / rates.link + LINK_LATENCY_S) if setup.tensor > 1 else 0.0
+    collectives = 4 * _gather_s(setup, rates)
     core_forward, core_backward = core_seconds(setup, rates)
     forward += core_forward + collectives
     backward += core_backward + collectives
@@ -109,6 +109,35 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
     elif setup.recompute == "selective":
         backward += core_forward
     return forward, backward
+
+
+def _accumulated(setup: Setup) -> float:
+    """Bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
+    return 2 * (2 if setup.precision == "fp16" else 4) * setup.model.sharded_layer_parameters / setup.tensor
+
+
+def _gather_s(setup: Setup, rates: _Rates) -> float:
+    """To gather over the tensor-parallel ranks what each has a part of."""
+    if setup.tensor == 1:
+        return 0.0
+    moved = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size * (setup.tensor - 1) / setup.tensor
+    return moved / rates.link + LINK_LATENCY_S
+
+
+def halves_seconds(setup: Setup) -> tuple[float, float]:
+    """One layer and micro-batch: the halves of its backward, for its input and for its weights. Attention's core has no weights.
+
+    Together they take as long as the whole, and longer under sequence parallelism: the inputs of the matrices behind the norms are
+    gathered again, which the whole one does beside its other product.
+    """
+    rates = _Rates.of(setup)
+    _, backward = layer_seconds(setup)
+    if not setup.keep_halves:
+        return backward, 0.0
+    products = 2 * num_tokens(setup) * setup.model.sharded_layer_parameters / setup.tensor / rates.products
+    weight = products + _accumulated(setup) / rates.memory + WEIGHT_KERNELS * KERNEL_S
+    gathers = 2 * _gather_s(setup, rates) if setup.sequence_shards > 1 else 0.0
+    return backward - weight, weight + gathers
 
 
 def output_seconds(setup: Setup) -> tuple[float, float]:
@@ -146,8 +175,10 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
 def predict_costs(setup: Setup) -> Costs:
     """Costs of all stages. A rank's reduction and update stand at its first stage."""
     forward, backward = layer_seconds(setup)
+    input_half, weight_half = halves_seconds(setup)
     output = output_seconds(setup)
     saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
+    after_input = after_input_bytes(setup)
     rates, tokens = _Rates.of(setup), num_tokens(setup)
     embedding = 3 * element_bytes(setup) * tokens * setup.model.hidden_size / rates.memory
     stages = []
@@ -158,6 +189,8 @@ def predict_costs(setup: Setup) -> Costs:
             StageCost(
                 forward_s=num_layers * forward,
                 backward_s=num_layers * backward,
+                weight_s=num_layers * weight_half,
+                input_s=num_layers * input_half,
                 output_forward_s=output[0] if last else 0.0,
                 output_backward_s=output[1] if last else 0.0,
                 embedding_forward_s=embedding if first else 0.0,
@@ -167,6 +200,7 @@ def predict_costs(setup: Setup) -> Costs:
                 sent_bytes=sent,
                 moved_bytes=saved[stage],
                 saved_bytes=saved[stage],
+                after_input_bytes=after_input[stage],
             )
         )
     joined = links(setup)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bpipe.generate.families import default
+from bpipe.generate.families import FAMILIES, default
+from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
 from bpipe.placement import Topology, pair_adjacent
@@ -22,10 +23,11 @@ KERNELS = ("gpu", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One configuration. `layers[stage]` for every stage, chunks included; stage s is on rank s % p.
+    """One configuration. `layers[stage]` for every stage, chunks included; `placement` says which rank computes it.
 
     `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1. `kernels` decides
-    what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU.
+    what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `keep_halves`: of a schedule that
+    splits its backwards, the weights' halves run where they stand, and what they need is held until then; else at once.
     """
 
     model: Model
@@ -45,6 +47,7 @@ class Setup:
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
     kernels: str = "gpu"
+    keep_halves: bool = True
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -79,7 +82,9 @@ class Setup:
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
                 f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
             )
-        if self.chunks > 1 and self.num_microbatches % p:
+        # Raises for a schedule that does not exist, or not with so many chunks.
+        ScheduleConfig(self.schedule, p, 1, self.chunks)
+        if FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED and self.num_microbatches % p:
             raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
 
     @property
@@ -101,6 +106,15 @@ class Setup:
         return self.pipeline * self.chunks
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        return _placement(self.schedule, self.pipeline, self.chunks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Those that a rank computes, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @property
     def sequence_shards(self) -> int:
         """Over how many devices the parts of a layer between its matrices are divided."""
         return self.tensor if self.sequence_parallel else 1
@@ -111,12 +125,19 @@ class Setup:
         return ScheduleConfig(self.schedule, self.pipeline, count, self.chunks, balancing(self.balance))
 
     def nodes(self) -> tuple[int, ...]:
-        """The node of every pipeline rank of the first replica."""
-        return _places(self.tensor, self.pipeline, self.data, self.cluster.devices_per_node, self.balance != "none")[0]
+        """The node of every rank of the first replica. Where the last stage is not on the last rank, Megatron's ranks are these reversed:
+        the loss stays on its last one."""
+        nodes = _places(self.tensor, self.pipeline, self.data, self.cluster.devices_per_node, self.balance != "none")[0]
+        return nodes if self.placement[-1] == self.pipeline - 1 else tuple(reversed(nodes))
 
     def replicas_share_nodes(self) -> bool:
         """Whether gradients are reduced without leaving a node."""
         return _places(self.tensor, self.pipeline, self.data, self.cluster.devices_per_node, self.balance != "none")[1]
+
+
+@lru_cache(maxsize=1024)
+def _placement(schedule: str, pipeline: int, chunks: int) -> tuple[int, ...]:
+    return FAMILIES[schedule].layout(pipeline, chunks).only_placement
 
 
 @lru_cache(maxsize=1024)

@@ -6,15 +6,18 @@ and hosted, from the very schedule that runs. Knows no tensors and no clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import le, mul, sub
 
 from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
-from bpipe.models.saved import core_bytes, element_bytes, layer_bytes, num_tokens, sent_bytes, shared, stage_bytes
+from bpipe.models.saved import after_input_bytes, core_bytes, element_bytes, layer_bytes, num_tokens, sent_bytes, shared, stage_bytes
 from bpipe.program import ScheduleConfig, built
 
 MIB = 2**20
@@ -76,12 +79,13 @@ def rank_parameters(setup: Setup) -> tuple[int, ...]:
     layer = shared(model.sharded_layer_parameters + model.sharded_layer_biases, t) + model.replicated_layer_parameters
     counts = [0] * setup.pipeline
     for stage, num_layers in enumerate(setup.layers):
-        counts[stage % setup.pipeline] += num_layers * layer
-    counts[0] += embedding + setup.sequence * model.hidden_size * model.learned_positions
-    # A tied output layer on another rank than the embedding is a copy of it.
+        counts[setup.placement[stage]] += num_layers * layer
+    first, last = setup.placement[0], setup.placement[-1]
+    counts[first] += embedding + setup.sequence * model.hidden_size * model.learned_positions
+    # A tied output layer in another stage's chunk than the embedding is a copy of it.
     if not model.tied_embedding or setup.pipeline > 1:
-        counts[-1] += embedding
-    counts[-1] += model.norm_parameters
+        counts[last] += embedding
+    counts[last] += model.norm_parameters
     return tuple(counts)
 
 
@@ -98,7 +102,7 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
     layer += core_bytes(setup) if setup.recompute == "selective" else 0
     loss = shared(LOSS_WORKING_BYTES * tokens * setup.vocabulary, setup.tensor)
     buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
-    return (*(layer + buffers,) * (setup.pipeline - 1), max(layer, loss) + buffers)
+    return tuple((max(layer, loss) if rank == setup.placement[-1] else layer) + buffers for rank in range(setup.pipeline))
 
 
 def overhead_bytes(setup: Setup) -> int:
@@ -114,21 +118,66 @@ def overhead_bytes(setup: Setup) -> int:
     return CONTEXT_BYTES + sum(sizes)
 
 
-def held_bytes(schedule: Schedule, saved: tuple[int, ...], rank: int) -> tuple[int, int]:
-    """The most a rank's own micro-batches occupy, and its host buffers, which are allocated throughout."""
-    owner = schedule.layout.only_placement
-    own = [size if of == rank else 0 for size, of in zip(saved, owner, strict=True)]
-    partner = schedule.partners[rank] if schedule.partners else rank
-    largest = max(size for size, of in zip(saved, owner, strict=True) if of == partner)
-    return max(live_bytes(schedule, rank, memory_of(own))), num_host_buffers(schedule, rank) * largest
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank of a schedule holds at its fullest, whatever the sizes of its stages.
+
+    `moments` are all that no other exceeds: for every one of `stages`, which are its own, how many micro-batches are held as saved and how
+    many between the halves of their backward. Besides there are `num_buffers` host buffers for any of `hosted`, its partner's stages.
+    """
+
+    stages: tuple[int, ...]
+    moments: tuple[tuple[int, ...], ...]
+    num_buffers: int
+    hosted: tuple[int, ...]
+
+    def num_bytes(self, saved: Sequence[int], after_input: Sequence[int]) -> tuple[int, int]:
+        """Of own micro-batches at their most, and of host buffers, which are allocated throughout. Sizes are those of every stage."""
+        sizes = [*(saved[stage] for stage in self.stages), *(after_input[stage] for stage in self.stages)]
+        own = max(sum(map(mul, moment, sizes)) for moment in self.moments)
+        return own, self.num_buffers * max(saved[stage] for stage in self.hosted)
+
+
+def held_by(schedule: Schedule) -> tuple[Held, ...]:
+    """One a rank."""
+    partners = schedule.partners or range(schedule.num_ranks)
+    stages = [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
+    return tuple(
+        Held(stages[rank], _moments(schedule, rank, stages[rank]), num_host_buffers(schedule, rank), stages[partner])
+        for rank, partner in enumerate(partners)
+    )
+
+
+def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The memory rule asked with sizes that are powers of one base, so that the digits of what is held count micro-batches by stage.
+
+    While an I runs, its micro-batch is held as the larger of both sizes: it is counted once as saved, once as between the halves.
+    """
+    base = schedule.num_microbatches + 1
+    zeros, ones = [0] * schedule.num_stages, [0] * schedule.num_stages
+    for place, stage in enumerate(stages):
+        ones[stage] = base**place
+    both = live_bytes(schedule, rank, memory_of(ones))
+    found = {(held, 0) for held in both}
+    if any(cell.compute is not None and cell.compute.kind is Kind.BACKWARD_WEIGHT for cell in schedule.ranks[rank]):
+        saved = live_bytes(schedule, rank, memory_of(ones, None, zeros))
+        between = live_bytes(schedule, rank, memory_of(zeros, None, ones))
+        found = {*zip(saved, map(sub, both, saved), strict=True), *zip(map(sub, both, between), between, strict=True)}
+    kept: list[tuple[int, ...]] = []
+    counted = ((*_digits(one, base, len(stages)), *_digits(other, base, len(stages))) for one, other in found)
+    for moment in sorted(counted, key=sum, reverse=True):
+        if not any(all(map(le, moment, other)) for other in kept):
+            kept.append(moment)
+    return tuple(kept)
+
+
+def _digits(number: int, base: int, count: int) -> tuple[int, ...]:
+    return tuple(number // base**place % base for place in range(count))
 
 
 @lru_cache(maxsize=1024)
-def held_counts(config: ScheduleConfig) -> tuple[tuple[int, int, int], ...]:
-    """For every rank its own micro-batches at most, its host buffers, and for whom they are, with one stage a rank."""
-    schedule = built(config)
-    ones, partners = (1,) * schedule.num_ranks, schedule.partners or range(schedule.num_ranks)
-    return tuple((*held_bytes(schedule, ones, rank), partners[rank]) for rank in range(schedule.num_ranks))
+def _held(config: ScheduleConfig) -> tuple[Held, ...]:
+    return held_by(built(config))
 
 
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
@@ -137,16 +186,12 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other numbers of
     micro-batches, one host buffer fewer.
     """
-    saved, p, m = stage_bytes(setup), setup.pipeline, setup.num_microbatches
+    saved, after_input, m = stage_bytes(setup), after_input_bytes(setup), setup.num_microbatches
     fill = FAMILIES[setup.schedule].fill
     if fill is None:
-        return tuple((m * sum(saved[rank::p]), 0) for rank in range(p))
-    if setup.chunks == 1:
-        # Equal stages hold equal bytes: thousands of setups share a few counts.
-        counts = held_counts(setup.program(min(m, fill * p)))
-        return tuple((own * saved[rank], buffers * saved[partner]) for rank, (own, buffers, partner) in enumerate(counts))
-    schedule = built(setup.program(min(m, fill * p)))
-    return tuple(held_bytes(schedule, saved, rank) for rank in range(p))
+        return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
+    held = _held(setup.program(min(m, fill * setup.pipeline)))
+    return tuple(one.num_bytes(saved, after_input) for one in held)
 
 
 def state_bytes(setup: Setup) -> int:

@@ -5,7 +5,7 @@
 `bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it.
 One entry for all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds several
 sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number. Anything left out comes
-from the cost model. Knows no device.
+from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the predicted shares of `backward_s`. Knows no device.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Entry:
 
     forward_s: float | None = None
     backward_s: float | None = None
+    input_s: float | None = None
+    weight_s: float | None = None
     transfer_s: float | None = None
     output_s: float | None = None
     embedding_s: float | None = None
@@ -74,15 +76,31 @@ class Profile:
         return replace(
             costs,
             stages=tuple(
-                _with_entry(cost, entry, num_layers, stage == 0, stage == last)
+                _with_entry(_with_halves(cost, entry, num_layers, setup.keep_halves), entry, num_layers, stage == 0, stage == last)
                 for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
             ),
         )
 
 
+def _scale(entry: Entry, num_layers: int) -> float:
+    """What was measured of so many layers, for a stage's own number."""
+    return 1 if entry.layers is None else num_layers / entry.layers
+
+
+def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bool) -> StageCost:
+    """Measured halves of a backward, or the predicted ones as shares of a measured whole."""
+    if entry.input_s is not None and entry.weight_s is not None and keep_halves:
+        scale = _scale(entry, num_layers)
+        return replace(cost, input_s=entry.input_s * scale, weight_s=entry.weight_s * scale)
+    if entry.backward_s is None or cost.input_s is None or cost.weight_s is None or not cost.backward_s:
+        return cost
+    share = entry.backward_s * _scale(entry, num_layers) / cost.backward_s
+    return replace(cost, input_s=cost.input_s * share, weight_s=cost.weight_s * share)
+
+
 def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, last: bool) -> StageCost:
     changes: dict[str, Any] = {}
-    scale = 1 if entry.layers is None else num_layers / entry.layers
+    scale = _scale(entry, num_layers)
     for name in ("forward_s", "backward_s", "transfer_s"):
         value = getattr(entry, name)
         if value is not None:
@@ -135,4 +153,6 @@ def _entry(path: str, index: int, stage: object) -> Entry:
             a_whole(value, f"{path}: stage {index}: {key}", int(key != "saved_bytes"), LARGEST_BYTES)
         else:
             a_number(value, f"{path}: stage {index}: {key}")
+    if ("input_s" in stage) != ("weight_s" in stage):
+        raise ValueError(f"{path}: stage {index} has one half of a backward alone: give both input_s and weight_s, or neither")
     return Entry(**stage)

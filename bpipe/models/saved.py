@@ -1,4 +1,6 @@
-"""List what a forward saves for its backward, storage by storage. In: a Setup. Out: `Saved` rows and their sums, bytes of one device.
+"""List what a forward saves for its backward, storage by storage, and what of a split backward its second half needs.
+
+In: a Setup. Out: `Saved` rows and their sums, bytes of one device.
 
 With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", table 2),
 taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism come out too. With kernels `cpu` it is what Megatron's
@@ -81,6 +83,26 @@ def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
     return tuple(rows)
 
 
+def layer_after_input(setup: Setup) -> tuple[Saved, ...]:
+    """What one layer holds between the halves of a split backward: of every matrix its input and the gradient of its output.
+
+    The inputs are among what its forward saved, unless that is recomputed; the gradients are new. Sequence parallelism divides what lies
+    between layers, yet the gradients that enter there are whole: they were gathered.
+    """
+    model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
+    inside = (
+        ("input of the output projection", model.query_size),
+        ("input of the second MLP matrix", model.ffn_hidden_size),
+        ("gradient of Q, K, V", model.query_size + model.key_value_size),
+        ("gradient of the activation function's input", model.first_mlp_size),
+    )
+    return (
+        Saved("inputs of the matrices behind the norms", sent_bytes(setup), 2),
+        *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in inside),
+        Saved("gradients behind the output projection and the second MLP matrix", per_width * model.hidden_size, 2),
+    )
+
+
 def core_bytes(setup: Setup) -> int:
     """What the attention core of a layer saves where it is not recomputed."""
     return total(_core(setup))
@@ -97,6 +119,15 @@ def stage_bytes(setup: Setup) -> tuple[int, ...]:
     saved[0] += total(_embedding(setup))
     saved[-1] += total((*_output(setup), *_loss(setup)))
     return tuple(saved)
+
+
+def after_input_bytes(setup: Setup) -> tuple[int, ...]:
+    """For every stage what is held of a micro-batch between the halves of its backward: nothing where no weights' half is put off.
+
+    That of the output layer is never put off, for the gradients of its logits would be held: there and of the embedding nothing remains.
+    """
+    layer = total(layer_after_input(setup)) if setup.keep_halves else 0
+    return tuple(num_layers * layer for num_layers in setup.layers)
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:

@@ -22,7 +22,8 @@ class StageCost:
     """One stage, one micro-batch: seconds of each kind, bytes it sends, moves and saves.
 
     `forward_s` and `backward_s` are its layers alone; the output layer with its loss and the embedding come on top where the stage has
-    them. `weight_s` is the part of `backward_s` that computes weight gradients: only schedules with split backwards need it.
+    them. Only schedules with split backwards need `weight_s`, the half that computes weight gradients, and `input_s`, the other one
+    (None: the rest of `backward_s`), to which all of the output layer's and the embedding's backward belongs.
     `sent_bytes` is what the stage hands to the next one (and the size of the gradient that comes back), `moved_bytes` what a balancing
     transfer moves, `saved_bytes` what a forward saves, `after_input_bytes` what of a split backward is held between its halves (None: all
     that was saved). `transfer_s`, where given, is how long such a transfer takes, whatever the link.
@@ -32,6 +33,7 @@ class StageCost:
     forward_s: Number
     backward_s: Number
     weight_s: Number | None = None
+    input_s: Number | None = None
     output_forward_s: Number = 0
     output_backward_s: Number = 0
     embedding_forward_s: Number = 0
@@ -49,7 +51,7 @@ class StageCost:
             value = getattr(self, field.name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{field.name} is {value}, but no cost is negative or endless")
-        if self.weight_s is not None and self.weight_s > self.backward_s:
+        if self.weight_s is not None and self.input_s is None and self.weight_s > self.backward_s:
             raise ValueError(f"weight_s {self.weight_s} is a part of backward_s {self.backward_s}, so it cannot be more")
         if self.moved_bytes > self.saved_bytes:
             raise ValueError(f"moved_bytes {self.moved_bytes} must lie between 0 and saved_bytes {self.saved_bytes}")
@@ -61,6 +63,12 @@ class StageCost:
     @property
     def whole_backward_s(self) -> Number:
         return self.backward_s + self.output_backward_s + self.embedding_backward_s
+
+    @property
+    def whole_input_s(self) -> Number:
+        """The first half of a split backward."""
+        mine = self.backward_s - (self.weight_s or 0) if self.input_s is None else self.input_s
+        return mine + self.output_backward_s + self.embedding_backward_s
 
 
 @dataclass(frozen=True, slots=True)

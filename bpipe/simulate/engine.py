@@ -345,12 +345,12 @@ class _Run:
 
 
 def _durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
-    """Seconds of every kind on every stage, or rank. The output layer's and the embedding's backward belong to the input's half."""
+    """Seconds of every kind on every stage, or rank."""
     stages, shard = costs.stages, costs.shard or ShardCost()
     return {
         _FORWARD: [cost.whole_forward_s for cost in stages],
         _BACKWARD: [cost.whole_backward_s for cost in stages],
-        _INPUT: [cost.whole_backward_s - (cost.weight_s or 0) for cost in stages],
+        _INPUT: [cost.whole_input_s for cost in stages],
         _WEIGHT: [cost.weight_s or 0 for cost in stages],
         Kind.SHARD_FORWARD: [shard.forward_s] * num_ranks,
         Kind.SHARD_BACKWARD: [shard.backward_s] * num_ranks,

@@ -8,7 +8,7 @@ import pytest
 
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
-from bpipe.models.memory import held_bytes, predict_memory, state_bytes
+from bpipe.models.memory import held_by, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.plan.explain import describe, only_balanced, verdict
 from bpipe.plan.megatron_flags import megatron_flags
@@ -127,8 +127,8 @@ def test_few_micro_batches_hold_as_much_as_many(schedule: str, chunks: int, bala
     for p in (4, 6):
         few, many = (build(ScheduleConfig(schedule, p, m, chunks, balancing(balance))) for m in ((2 if chunks == 1 else 3) * p, 7 * p))
         ones = (1,) * few.num_stages
-        for rank in range(p):
-            assert all(less >= more for less, more in zip(held_bytes(few, ones, rank), held_bytes(many, ones, rank), strict=True))
+        for less, more in zip(held_by(few), held_by(many), strict=True):
+            assert all(one >= other for one, other in zip(less.num_bytes(ones, ones), more.num_bytes(ones, ones), strict=True))
 
 
 def test_nothing_fits_is_said_with_the_least() -> None:

@@ -1,0 +1,130 @@
+"""Split backwards: seconds of their halves, measured ones, and what a rank holds between them, from orders of any shape."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from bpipe.generate import one_f_one_b
+from bpipe.generate.place import place
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import one_pipe
+from bpipe.ir.memory import live_bytes, memory_of, num_transfers
+from bpipe.ir.schedule import Schedule
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.compute import halves_seconds, layer_seconds, predict_costs
+from bpipe.models.layout import Setup
+from bpipe.models.memory import held_by
+from bpipe.models.model import PRESETS
+from bpipe.models.profile import read_profile
+from bpipe.passes.balance import balance
+from bpipe.simulate.cost import StageCost
+from tests.unit.hand_made import v_half, v_min, v_shaped
+
+LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
+ALONE = replace(LLAMA, tensor=1, cluster=parse_cluster("h100-80g:8x1"))
+
+
+def test_the_halves_are_the_whole() -> None:
+    forward, backward = layer_seconds(ALONE)
+    first, second = halves_seconds(ALONE)
+    assert first + second == pytest.approx(backward)
+    # Of a forward, W has the products alone; I has the attention's backward, two and a half times its forward, too.
+    assert second < forward < first
+
+
+def test_a_longer_sequence_is_the_first_halfs() -> None:
+    longer = replace(ALONE, sequence=2 * ALONE.sequence)
+    (first, second), (first_longer, second_longer) = halves_seconds(ALONE), halves_seconds(longer)
+    assert second_longer < 2 * second
+    assert first_longer > 2 * first
+
+
+def test_under_sequence_parallelism_the_second_half_gathers_again() -> None:
+    plain, gathered = (halves_seconds(replace(LLAMA, sequence_parallel=on)) for on in (False, True))
+    assert gathered[1] > plain[1]
+    assert sum(plain) == pytest.approx(layer_seconds(replace(LLAMA, sequence_parallel=False))[1])
+
+
+def test_at_once_there_is_one_half() -> None:
+    at_once = predict_costs(replace(LLAMA, keep_halves=False)).stages[1]
+    assert at_once.whole_input_s == at_once.whole_backward_s
+    assert at_once.weight_s == at_once.after_input_bytes == 0
+
+
+def test_the_output_layer_belongs_to_the_first_half() -> None:
+    inner, last = predict_costs(LLAMA).stages[-2:]
+    assert last.weight_s == inner.weight_s
+    assert last.whole_input_s - inner.whole_input_s == pytest.approx(last.output_backward_s)
+
+
+def test_measured_seconds(tmp_path: Path) -> None:
+    """Of a whole backward the halves keep their predicted shares; measured halves stand, scaled to a stage's layers."""
+    predicted = predict_costs(LLAMA)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"stages": [{"backward_s": 0.02, "layers": 1}]}))
+    stage = read_profile(str(path)).apply(LLAMA, predicted).stages[3]
+    before = predicted.stages[3]
+    assert before.weight_s
+    assert before.input_s
+    assert stage.backward_s == pytest.approx(0.2)
+    assert stage.weight_s == pytest.approx(before.weight_s * 0.2 / float(before.backward_s))
+    assert stage.input_s == pytest.approx(before.input_s * 0.2 / float(before.backward_s))
+    path.write_text(json.dumps({"stages": [{"input_s": 0.012, "weight_s": 0.009, "layers": 1}]}))
+    stage = read_profile(str(path)).apply(LLAMA, predicted).stages[3]
+    assert (stage.input_s, stage.weight_s, stage.backward_s) == (pytest.approx(0.12), pytest.approx(0.09), before.backward_s)
+    at_once = replace(LLAMA, keep_halves=False)
+    assert read_profile(str(path)).apply(at_once, predict_costs(at_once)).stages[3].weight_s == 0
+    path.write_text(json.dumps({"stages": [{"weight_s": 0.009}]}))
+    with pytest.raises(ValueError, match="stage 0 has one half of a backward alone: give both input_s and weight_s"):
+        read_profile(str(path))
+
+
+def test_halves_of_their_own_need_not_add_up() -> None:
+    assert StageCost(3, 5, weight_s=2, input_s=4, output_backward_s=1).whole_input_s == 5
+    assert StageCost(3, 5, weight_s=2, output_backward_s=1).whole_input_s == 4
+    with pytest.raises(ValueError, match="weight_s 6 is a part of backward_s 5"):
+        StageCost(3, 5, weight_s=6)
+
+
+def split_1f1b(p: int, m: int) -> Schedule:
+    """1F1B whose weights' halves run one backward late."""
+    orders = []
+    for order in one_f_one_b.orders(p, m):
+        row: list[Action] = []
+        late: list[Action] = []
+        for action in order:
+            if action.kind is Kind.BACKWARD:
+                row += [Action(action.stage, Kind.BACKWARD_INPUT, action.microbatch), *late]
+                late = [Action(action.stage, Kind.BACKWARD_WEIGHT, action.microbatch)]
+            else:
+                row.append(action)
+        orders.append(row + late)
+    return place("split", m, one_pipe(range(p)), orders)
+
+
+BALANCED = balance(split_1f1b(6, 12))
+
+
+def test_the_balanced_one_below_moves() -> None:
+    assert num_transfers(BALANCED, 0).evictions > 0
+
+
+@pytest.mark.parametrize("share", [0, Fraction(1, 2), 1, Fraction(9, 5)])
+@pytest.mark.parametrize(
+    "schedule",
+    [v_shaped("v-half", v_half, 4, 9), v_shaped("v-min", v_min, 6, 12), split_1f1b(6, 12), BALANCED],
+    ids=["half", "min", "1f1b", "1f1b balanced"],
+)
+def test_what_is_held_is_what_the_memory_rule_says(schedule: Schedule, share: Fraction) -> None:
+    """Of stages of different sizes, held as much, less or more between the halves."""
+    saved = tuple(100 + 10 * stage for stage in range(schedule.num_stages))
+    between = tuple(int(share * size) for size in saved)
+    for rank, held in enumerate(held_by(schedule)):
+        mine = [stage in schedule.layout.stages_of(rank) for stage in range(schedule.num_stages)]
+        own = [[size * of for size, of in zip(sizes, mine, strict=True)] for sizes in (saved, between)]
+        assert held.num_bytes(saved, between)[0] == max(live_bytes(schedule, rank, memory_of(own[0], None, own[1])))
