@@ -119,7 +119,7 @@ def overhead_bytes(setup: Setup) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldCounts:
     """What one rank of a schedule holds at its fullest, whatever the sizes of its stages.
 
     `moments` are all that no other exceeds: for every one of `stages`, which are its own, how many micro-batches are held as saved and how
@@ -138,12 +138,12 @@ class Held:
         return own, self.num_buffers * max(saved[stage] for stage in self.hosted)
 
 
-def held_by(schedule: Schedule) -> tuple[Held, ...]:
+def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
     """One a rank."""
     partners = schedule.partners or range(schedule.num_ranks)
     stages = [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
     return tuple(
-        Held(stages[rank], _moments(schedule, rank, stages[rank]), num_host_buffers(schedule, rank), stages[partner])
+        HeldCounts(stages[rank], _moments(schedule, rank, stages[rank]), num_host_buffers(schedule, rank), stages[partner])
         for rank, partner in enumerate(partners)
     )
 
@@ -176,7 +176,7 @@ def _digits(number: int, base: int, count: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _held(config: ScheduleConfig) -> tuple[Held, ...]:
+def _held(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
     return held_by(built(config))
 
 
