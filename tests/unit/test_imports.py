@@ -61,7 +61,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "families",
     ),
     "passes": ("align evict forwards lower", "balance", "levels"),
-    "check": ("deadlock", "rules"),
+    "check": ("deadlock", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),
     "models": ("cluster model", "cluster_file flops layout", "profile saved", "memory", "compute"),
     "plan": ("estimate launch_script layer_split predict space", "document megatron_command megatron_flags search", "explain"),

@@ -1,0 +1,44 @@
+"""Judge whether a schedule trains the very bits that Megatron's own do. In: a checked Schedule. Out: nothing, or a `ScheduleError`.
+
+A rule of whoever trains, not of `rules.RULES`: a schedule that breaks it is sound, can be printed, drawn and simulated. Knows no trainer.
+
+Megatron's loops take the micro-batches of every stage in order: forwards, which draw data and random numbers, and backwards, each of which
+adds to the gradients of the stage's weights. Sums in floating point depend on their order. Of a backward in halves the inputs' half adds
+to the weights whose gradients cost nothing to compute at once, the weights' half to all others, so each keeps the order.
+"""
+
+from __future__ import annotations
+
+from bpipe.check.rules import Case
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+
+RULE = "order of micro-batches"
+# What runs once for every micro-batch, and in order: forwards, what passes gradients on, and what completes the weights'.
+_PASSES = (
+    frozenset({Kind.FORWARD}),
+    frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT}),
+    frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT}),
+)
+
+
+def check_microbatch_order(schedule: Schedule) -> None:
+    """Every rank takes the micro-batches of each of its stages in order, in each pass. Raises ScheduleError naming the first that is late.
+
+    With several pipes a rank has a replica's micro-batches only, and takes those in order.
+    """
+    for rank, row in enumerate(schedule.ranks):
+        latest: dict[tuple[int, frozenset[Kind]], Action] = {}
+        for slot, cell in enumerate(row):
+            for action in cell.computations:
+                for kinds in _PASSES:
+                    if action.kind not in kinds:
+                        continue
+                    before = latest.setdefault((action.stage, kinds), action)
+                    if before.microbatch > action.microbatch:
+                        reason = (
+                            f"comes behind {before}, but Megatron's own schedules take a stage's micro-batches in order: sums of gradients "
+                            f"would differ in their last bits. Reorder the file; it can be shown and simulated as it is"
+                        )
+                        raise Case(schedule).error(RULE, rank, slot, action, reason)
+                    latest[action.stage, kinds] = action
