@@ -4,9 +4,10 @@
     I           gives back what W does not need,      W           gives back what is left
                 or takes what W needs beyond it
     LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back
+    S           takes what a shard of the vocabulary holds of a micro-batch, its logits above all;  T gives it back
 
 What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in seconds. Other
-actions hold nothing. Counts of micro-batches are the same rule with ones for bytes.
+actions hold nothing. Counts of micro-batches are the same rule with ones for bytes, and none for shards.
 Knows no tensors and no device.
 """
 
@@ -56,12 +57,13 @@ class Memory:
     """The rule for stages of these sizes. `takes[kind][stage]` at the start of an action, `gives[kind][stage]` at its end.
 
     A kind that never takes, or gives, anything has no entry there; `changes[kind][stage]` has both numbers for every kind.
-    Sizes are whole numbers of 1/`parts` of a `unit`.
+    Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's shard of the vocabulary holds from S to T.
     """
 
     stages: tuple[StageMemory, ...]
     unit: str = "bytes"
     parts: int = 1
+    shard_bytes: int = 0
     takes: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     gives: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
@@ -73,6 +75,9 @@ class Memory:
         if after != saved:
             takes[Kind.BACKWARD_INPUT] = [max(0, stage.after_input_bytes - stage.saved_bytes) for stage in self.stages]
             gives[Kind.BACKWARD_INPUT] = [max(0, stage.saved_bytes - stage.after_input_bytes) for stage in self.stages]
+        if self.shard_bytes:
+            # There are no more ranks than stages.
+            takes[Kind.SHARD_FORWARD] = gives[Kind.SHARD_BACKWARD] = [self.shard_bytes] * len(self.stages)
         zeros = [0] * len(self.stages)
         changes = {kind: list(zip(takes.get(kind, zeros), gives.get(kind, zeros), strict=True)) for kind in {**takes, **gives}}
         nothing = list(zip(zeros, zeros, strict=True))
@@ -101,12 +106,17 @@ class Memory:
                 raise ValueError(f"stage {stage}: moved_bytes {size.moved_bytes} must lie between 0 and saved_bytes {size.saved_bytes}")
             if size.after_input_bytes < 0:
                 raise ValueError(f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but nothing holds less than nothing")
+        if self.shard_bytes < 0:
+            raise ValueError(f"shard_bytes is {self.shard_bytes}, but nothing holds less than nothing")
 
 
 def memory_of(
-    saved_bytes: Sequence[int], moved_bytes: Sequence[int] | None = None, after_input_bytes: Sequence[int] | None = None
+    saved_bytes: Sequence[int],
+    moved_bytes: Sequence[int] | None = None,
+    after_input_bytes: Sequence[int] | None = None,
+    shard_bytes: int = 0,
 ) -> Memory:
-    """The rule for sizes by stage. By default a transfer moves all that is saved, and W needs all of it.
+    """The rule for sizes by stage. By default a transfer moves all that is saved, W needs all of it, and shards hold nothing.
 
     What is not moved stays on its own rank while the micro-batch is away; the acceptor holds the moved part only.
     """
@@ -115,7 +125,7 @@ def memory_of(
     for name, sizes in (("moved_bytes", moved), ("after_input_bytes", after)):
         if len(sizes) != len(saved_bytes):
             raise ValueError(f"{name} has {len(sizes)} entries, saved_bytes {len(saved_bytes)}: give one for each stage")
-    return Memory(tuple(map(StageMemory, saved_bytes, moved, after)))
+    return Memory(tuple(map(StageMemory, saved_bytes, moved, after)), shard_bytes=shard_bytes)
 
 
 @lru_cache(maxsize=16)

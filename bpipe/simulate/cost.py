@@ -73,12 +73,32 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class ShardCost:
-    """One rank's shard of the vocabulary, one micro-batch: seconds of S and T, and of an input shard's two passes."""
+    """One rank's shard of the vocabulary, one micro-batch: seconds of S and T, and of an input shard's two passes.
+
+    `held_bytes`: what it holds from S to T, the logits of its rows above all.
+    """
 
     forward_s: Number = 0
     backward_s: Number = 0
     input_forward_s: Number = 0
     input_backward_s: Number = 0
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """Seconds of what passes between all shards for a micro-batch, beside the latency of their links.
+
+    `broadcast_s`: the last stage's output to all. `gather_s`: the statistics of the loss of each to all. `reduce_s`: the parts of the last
+    stage's gradient to it; with algorithm 2 behind the statistics, in one. `input_reduce_s`: the parts of the embeddings to the first.
+    `input_broadcast_s`: its gradient to all. Those of a sort come one after the other, beside everything else.
+    """
+
+    broadcast_s: Number = 0
+    gather_s: Number = 0
+    reduce_s: Number = 0
+    input_reduce_s: Number = 0
+    input_broadcast_s: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +149,8 @@ class Links:
 class Costs:
     """Costs of all stages (with chunks p*v of them) and of the links between their ranks.
 
-    `exchange`: when ranks send, receive and wait for what passes between stages. `shard` is what a shard of the vocabulary takes.
+    `exchange`: when ranks send, receive and wait for what passes between stages. `shards`: what each rank's shard of the vocabulary takes,
+    or one for all alike; `collectives`: what passes between them.
     `one_sided`: ranks that move their activations by themselves, whatever their partner is doing; others meet it for every transfer.
     `synchronous`: an evictor waits for every transfer where it starts it, as with `--bpipe-sync-transfers`.
     """
@@ -139,13 +160,15 @@ class Costs:
     exchange: Exchange = Exchange.POSTED
     one_sided: frozenset[int] = frozenset()
     synchronous: bool = False
-    shard: ShardCost | None = None
+    shards: tuple[ShardCost, ...] = ()
+    collectives: CollectiveCost = CollectiveCost()
 
     @property
     def memory(self) -> Memory:
         """What every stage holds."""
         after = [cost.saved_bytes if cost.after_input_bytes is None else cost.after_input_bytes for cost in self.stages]
-        return memory_of([cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after)
+        held = max((shard.held_bytes for shard in self.shards), default=0)
+        return memory_of([cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after, held)
 
 
 def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:
@@ -159,6 +182,10 @@ def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Se
         raise ValueError(f"costs of {len(costs.stages)} stages for a schedule of {num_stages}: give one for each stage")
     if costs.links.nodes and len(costs.links.nodes) != num_ranks:
         raise ValueError(f"links name the nodes of {len(costs.links.nodes)} ranks, the schedule has {num_ranks}: give one for each rank")
+    if len(costs.shards) not in (0, 1, num_ranks):
+        raise ValueError(
+            f"costs of {len(costs.shards)} shards, the schedule has {num_ranks} ranks: give one for each, or one for all alike"
+        )
     for stage in split_backward:
         if costs.stages[stage].weight_s is None:
             raise ValueError(f"stage {stage} computes its backward in halves: give weight_s, the seconds of the weights' half")

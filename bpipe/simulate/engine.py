@@ -9,7 +9,8 @@ Every rank follows its program (`passes.lower`) and waits as the runtime does; t
       there, and the transfer before it in its direction is over. What an acceptor waits for holds up its transfers, not its computations
   [4] a backward waits for the load of its activations; where transfers are synchronous an evictor waits for each where it is posted
   [5] a message leaves when it is sent, beside computation; by the exchanges of Megatron's loops it starts when both sides are there, and
-      the rank goes on when it has passed. One that several ranks make passes when the last has sent its part
+      the rank goes on when it has passed
+  [6] a collective starts when all who have a part in it are there, and the one before it of its sort is over
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
 ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
 Knows no tensors and no device; refuses nothing that `check` lets pass.
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
@@ -46,8 +48,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     kinds = {action.kind: action for row in schedule.ranks for cell in row for action in cell.computations}
     split = sorted({one.stage for row in schedule.ranks for cell in row for one in cell.computations if one.kind is _WEIGHT})
     check_fits(costs, schedule.num_stages, schedule.num_ranks, split)
-    if costs.shard is None and not SHARDS.isdisjoint(kinds):
-        raise ValueError(f"schedule {schedule.name} splits the vocabulary: give the costs of a shard")
+    if not costs.shards and not SHARDS.isdisjoint(kinds):
+        raise ValueError(f"schedule {schedule.name} splits the vocabulary: give the costs of its shards")
     run = _Run(schedule, costs)
     run.execute()
     return run.report()
@@ -78,14 +80,19 @@ class _Transfer:
 
 
 class _Path(NamedTuple):
-    """How a message passes: the ports it takes, none for a collective, and for how long."""
+    """How a message passes: the ports it takes, and for how long. A collective takes no ports, but turns with others of its sort."""
 
     port_out: int
     port_in: int
     seconds: Number
 
+    @property
+    def is_collective(self) -> bool:
+        return self.port_out < 0
 
-_NO_PORT = -1
+
+def _collective(sort: int, seconds: Number) -> _Path:
+    return _Path(~sort, ~sort, seconds)
 
 
 class _Run:
@@ -111,20 +118,26 @@ class _Run:
         self.clocks: list[Number] = [0] * schedule.num_ranks
         pipes = range(min(schedule.layout.num_pipes, self.width))
         self.num_pipes, self.paths = len(pipes), [self._paths(pipe) for pipe in pipes]
-        # Messages that pass when both sides are there, or all who make them: how many are still missing, and when the last so far came.
+        # By group of values.
+        self.collective = [path is not None and path.is_collective for path in self.paths[0]]
+        # When the last of each sort of collectives is over.
+        self.turns: dict[int, Number] = {}
+        # Messages that pass when both sides are there, or all: how many are still missing, and when the last so far came.
         self.rendezvous = costs.exchange is not Exchange.POSTED
         self.missing: dict[int, tuple[int, Number]] = {}
 
     def _paths(self, pipe: int) -> list[_Path | None]:
         """By group of values: how they pass, on this pipe. None: between no ranks."""
-        links, num_stages = self.costs.links, self.needs.num_stages
+        links, num_stages, seconds = self.costs.links, self.needs.num_stages, _collective_seconds(self.costs, self.needs)
         paths: list[_Path | None] = []
         for group in range(self.needs.num_values // self.width):
-            parties = self.needs.route(group * self.width + pipe).parties
-            if len(parties) < 2:
+            route = self.needs.route(group * self.width + pipe)
+            parties = route.parties
+            if len(parties) < 2 or not route.takers:
                 paths.append(None)
-            elif len(parties) > 2 or group >= 2 * num_stages:
-                paths.append(_Path(_NO_PORT, _NO_PORT, max(links.link(parties[0], other).latency_s for other in parties[1:])))
+            elif len(parties) > 2 or len(route.makers) > 1:
+                latency = max(links.link(parties[0], other).latency_s for other in parties[1:])
+                paths.append(_collective(group, latency + seconds[self.needs.sort(group * self.width)]))
             else:
                 # A gradient is as large as the output of the stage before.
                 sent_bytes = self.costs.stages[group if group < num_stages else group - num_stages - 1].sent_bytes
@@ -166,8 +179,8 @@ class _Run:
     def _pass(self, at: Number, event: int, port_out: int, port_in: int, seconds: Number) -> None:
         """A message takes its ports for as long as it lasts."""
         port_free = self.port_free
-        if port_out == _NO_PORT:
-            self.over[event] = at + seconds
+        if port_out < 0:
+            self.over[event] = self.turns[port_out] = max(at, self.turns.get(port_out, at)) + seconds  # [6]
             return
         start = max(at, port_free[port_out], port_free[port_in])
         end = start + seconds
@@ -237,7 +250,7 @@ class _Run:
                 sent.add(what)
                 self._come(what, clock)
             elif do == _POST:
-                if rendezvous:
+                if rendezvous or self.collective[what // self.width]:
                     self._come(what, clock)
             elif do == _START:
                 transfer = started[id(what)] = self._meet(rank, what)
@@ -254,14 +267,14 @@ class _Run:
         return end
 
     def _come(self, value: int, clock: Number) -> None:
-        """A rank is there with its part of a message, or, where both sides must be, for it: the last lets it go. [5]"""
-        if self.rendezvous or value >= self.needs.first_shared:
-            missing, latest = self.missing.pop(value, (2 if self.rendezvous else len(self.needs.route(value).makers), clock))
+        """A rank is there with its part of a message, or, where all sides must be, for it: the last lets it go. [5], [6]"""
+        group, microbatch = divmod(value, self.width)
+        if self.rendezvous or self.collective[group]:
+            missing, latest = self.missing.pop(value, (len(self.needs.route(value).parties), clock))
             clock = max(latest, clock)
             if missing > 1:
                 self.missing[value] = missing - 1, clock
                 return
-        group, microbatch = divmod(value, self.width)
         path = self.paths[microbatch % self.num_pipes][group]
         assert path is not None, "what is sent has another rank to go to"
         heapq.heappush(self.ready, (clock, value, *path))
@@ -346,14 +359,29 @@ class _Run:
 
 def _durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
     """Seconds of every kind on every stage, or rank."""
-    stages, shard = costs.stages, costs.shard or ShardCost()
+    stages = costs.stages
+    shards = costs.shards if len(costs.shards) > 1 else (costs.shards or (ShardCost(),)) * num_ranks
     return {
         _FORWARD: [cost.whole_forward_s for cost in stages],
         _BACKWARD: [cost.whole_backward_s for cost in stages],
         _INPUT: [cost.whole_input_s for cost in stages],
         _WEIGHT: [cost.weight_s or 0 for cost in stages],
-        Kind.SHARD_FORWARD: [shard.forward_s] * num_ranks,
-        Kind.SHARD_BACKWARD: [shard.backward_s] * num_ranks,
-        Kind.INPUT_FORWARD: [shard.input_forward_s] * num_ranks,
-        Kind.INPUT_BACKWARD: [shard.input_backward_s] * num_ranks,
+        Kind.SHARD_FORWARD: [shard.forward_s for shard in shards],
+        Kind.SHARD_BACKWARD: [shard.backward_s for shard in shards],
+        Kind.INPUT_FORWARD: [shard.input_forward_s for shard in shards],
+        Kind.INPUT_BACKWARD: [shard.input_backward_s for shard in shards],
+    }
+
+
+def _collective_seconds(costs: Costs, needs: Needs) -> dict[str, Number]:
+    """By the sort of the values that pass."""
+    seconds = costs.collectives
+    # Where nothing is reduced behind T, it is behind the statistics.
+    also = seconds.reduce_s if needs.layout.vocabulary is Vocabulary.TWO else 0
+    return {
+        "output": seconds.broadcast_s,
+        "gradient": seconds.input_broadcast_s,
+        "statistics": seconds.gather_s + also,
+        "last gradient": seconds.reduce_s,
+        "embeddings": seconds.input_reduce_s,
     }

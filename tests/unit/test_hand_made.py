@@ -62,7 +62,7 @@ def test_every_computation_is_in_a_program_and_every_message_has_its_ends(schedu
 def test_it_is_simulated_on_its_own_grid_and_drawn(schedule: Schedule) -> None:
     is_split = any(cell.compute and cell.compute.kind is Kind.BACKWARD_INPUT for cell in schedule.ranks[0])
     unit = StageCost(1, 2, weight_s=1) if is_split else StageCost(1, 1)
-    simulation = simulate(schedule, Costs((unit,) * schedule.num_stages, shard=ShardCost(1, 1)))
+    simulation = simulate(schedule, Costs((unit,) * schedule.num_stages, shards=(ShardCost(1, 1),)))
     for timed, row in zip(simulation.computations, schedule.ranks, strict=True):
         assert [(one.action, one.start_s) for one in timed] == [(cell.compute, slot) for slot, cell in enumerate(row) if cell.compute]
     assert write_svg(schedule).startswith("<svg")

@@ -103,7 +103,7 @@ def test_balancing_finds_the_smallest_bound(p: int, input_shards: bool) -> None:
 def overhead(schedule: Schedule, shard: ShardCost, latency: Fraction, backward: int = 2) -> Fraction:
     """What an iteration takes beyond m times a rank's own work, in units of a forward."""
     links = Links(Link(latency_s=latency))
-    costs = Costs((StageCost(1, backward),) * schedule.num_stages, links, Exchange.POSTED, shard=shard)
+    costs = Costs((StageCost(1, backward),) * schedule.num_stages, links, Exchange.POSTED, shards=(shard,))
     interval = 1 + backward + sum((shard.forward_s, shard.backward_s, shard.input_forward_s, shard.input_backward_s))
     return Fraction(simulate(schedule, costs).pipeline_s) - schedule.num_microbatches * Fraction(interval)
 
