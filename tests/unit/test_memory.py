@@ -366,7 +366,7 @@ def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: 
 
 
 REFUSED = {
-    "generated": (["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"], "none that is generated splits its backwards"),
+    "generated": (["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"], "no backward of it has halves"),
     "negative": (["--input", "FILE", "--after-input=-1"], "share: '-1' is no share such as 0.5, at least 0, with at most 4 decimals"),
     "endless": (["--input", "FILE", "--after-input", "1/3"], "'1/3' is no share"),
     "too fine": (["--input", "FILE", "--after-input", "0.00001"], "'0.00001' is no share"),
