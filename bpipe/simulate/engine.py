@@ -229,6 +229,7 @@ class _Run:
         issued: list[int] = []
         rendezvous, first_shared = self.rendezvous, self.needs.first_shared
         over: list[Any] = self.over
+        collectives = any(self.collective)
         # What a rank has sent is waited for so that it may let it go, which takes it no time.
         sent: set[int] = set()
         what: Any
@@ -250,7 +251,7 @@ class _Run:
                 sent.add(what)
                 self._come(what, clock)
             elif do == _POST:
-                if rendezvous or self.collective[what // self.width]:
+                if rendezvous or (collectives and self.collective[what // self.width]):
                     self._come(what, clock)
             elif do == _START:
                 transfer = started[id(what)] = self._meet(rank, what)
