@@ -24,7 +24,7 @@ from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
 
-_RUN, _WAIT, _FINISH = int(Do.RUN), int(Do.WAIT), int(Do.FINISH)
+_RUN, _SEND, _WAIT, _FINISH = int(Do.RUN), int(Do.SEND), int(Do.WAIT), int(Do.FINISH)
 _OVER = -1
 _SENDING, _ANOTHER_WAIT = bytes([Do.SEND]), bytes([_WAIT])
 
@@ -35,8 +35,8 @@ class Waits(enum.IntEnum):
     ASYNCHRONOUS = 0
     AFTER_EXCHANGES = 1  # the device is synchronised after every exchange with a neighbouring stage, Megatron's batch_p2p_sync
     IN_EVERY_OPERATION = 2  # and inside every computation, as some communication libraries and allocators do
-    # And before a transfer starts, for the one before it in its direction: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a device share
-    # one queue, and an operation at its head that its own stream does not let begin holds up whatever was issued after it.
+    # And before a transfer or a message starts, for the one before it in its direction: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a
+    # device share one queue, and an operation at its head that its own stream does not let begin holds up whatever was issued after it.
     ONE_QUEUE = 3
     AT_ISSUE = 4  # and for every transfer where it is posted: --bpipe-sync-transfers, or a timer around it that synchronises the device
 
@@ -144,6 +144,7 @@ class _RankWalk:
         self.last: dict[tuple[int, bool], int] = {}
         # By half, told apart as values (what leaves a second time is the same to read): its number.
         self.started: dict[int, int] = {}
+        self.last_sent: dict[tuple[int, ...], int] = {}
         self.telling = board.telling(program)
         self.stays: dict[tuple[int, int], int] = {}
         self.room: set[tuple[int, int, int]] = set()
@@ -164,6 +165,7 @@ class _RankWalk:
         board, outstanding, dos = self.board, self.outstanding, self.program.dos
         missing, waiting, runnable = board.missing, board.waiting, board.runnable
         after_exchanges, in_operations = self.waits >= Waits.AFTER_EXCHANGES, self.waits >= Waits.IN_EVERY_OPERATION
+        one_queue = self.waits >= Waits.ONE_QUEUE
         what: Any
         for index, what in enumerate(islice(self.program.whats, begin, end), begin):
             do = dos[index]
@@ -177,12 +179,23 @@ class _RankWalk:
                 if outstanding and in_operations:
                     yield from self._outstanding(index)
             elif do < _WAIT:
+                if one_queue and do == _SEND:
+                    self.index = index
+                    yield from self._sent_before(what)
                 missing[what] -= 1
                 if not missing[what] and what in waiting:
                     runnable += waiting.pop(what)
             else:
                 self.index = index
                 yield from self._transfer(do, what)
+
+    def _sent_before(self, value: int) -> Iterator[int]:
+        """What was sent to the same ranks last: with one queue the next stands at its head until that has been received."""
+        parties = self.board.needs.route(value).parties
+        before = self.last_sent.get(parties)
+        if before is not None:
+            yield from self._until(before)
+        self.last_sent[parties] = value
 
     def _transfer(self, do: int, transfer: Transfer) -> Iterator[int]:
         if do == _FINISH:

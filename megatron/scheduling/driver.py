@@ -166,7 +166,8 @@ class Driver:
             schedule = build(program)
             if self._config.balance:
                 say(describe(schedule))
-            transport = self._transport(schedule, program.passing, self.device, config)
+            transport = self._transport(schedule, self.device, config)
+            refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
             engine = Engine(schedule, self.rank, transport, self._engine_config(), self._meter)
             self._engines[program] = engine
         return engine
@@ -183,7 +184,7 @@ class Driver:
             timed=self._own_time.of,
         )
 
-    def _transport(self, schedule: Schedule, exchange: Exchange, device: torch.device, config: Any) -> Transport | None:
+    def _transport(self, schedule: Schedule, device: torch.device, config: Any) -> Transport | None:
         if not links.moves_anything(schedule):
             return None
         if not self._connected:
@@ -193,7 +194,6 @@ class Driver:
             self._connected = True
             say(table)
             say(without_p2p_sync(config))
-        refuse_standstill(schedule, exchange, self._config, device, self.links)
         return self._connection.transport() if self._connection is not None else None
 
     def close(self) -> None:

@@ -63,6 +63,24 @@ def v_flat(p: int, m: int) -> Schedule:
     return place("v-flat", m, one_pipe((*range(p), *reversed(range(p)))), orders)
 
 
+def far_ahead() -> Schedule:
+    """Six stages on three ranks; rank 1 takes the second output of the first stage only when the first has come around twice.
+
+    Meanwhile rank 0 has made four.
+    """
+    m, layout = 4, one_pipe((0, 1, 2, 0, 2, 1))
+
+    def all_of(*passes: tuple[int, Kind]) -> list[Action]:
+        return [Action(stage, kind, k) for k in range(m) for stage, kind in passes]
+
+    orders = [
+        [*all_of((0, F)), *all_of((3, F)), *all_of((3, B), (0, B))],
+        [*all_of((1, F), (5, F)), *all_of((5, B), (1, B))],
+        [*all_of((2, F), (4, F)), *all_of((4, B), (2, B))],
+    ]
+    return place("far-ahead", m, layout, orders)
+
+
 def chimera(p: int) -> Schedule:
     """The unit of two pipes, N = p: slots by a closed formula, a backward twice as long as a forward. Li and Hoefler, 2021."""
     layout = Layout((tuple(range(p)), tuple(reversed(range(p)))))

@@ -10,12 +10,14 @@ from bpipe.check.deadlock import Blocked, Waits
 from bpipe.check.deadlock import blocked_ranks as blocked_in
 from bpipe.generate.families import FAMILIES, exchange_of
 from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.ir.text import read_csv
 from bpipe.passes import lower
 from bpipe.passes.balance import balance
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from tests.unit.hand_made import far_ahead
 
 
 def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
@@ -107,6 +109,29 @@ def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch)
     assert {one.rank: one.message for one in blocked}[1] == "transfer 0 from rank 1 to rank 0"
     monkeypatch.setattr(lower, "host_buffers", slots_for_all)
     assert not blocked_ranks(schedule, Waits.ASYNCHRONOUS)
+
+
+def test_with_one_queue_what_is_sent_far_ahead_of_its_receiver_stands_in_the_way() -> None:
+    """The third output stands at the head of rank 0's queue until rank 1 receives the second, and behind it what rank 1 waits for."""
+    schedule = far_ahead()
+    blocked = {waits: blocked_in(schedule, waits, Exchange.POSTED) for waits in Waits}
+    assert [bool(found) for found in blocked.values()] == [waits >= Waits.ONE_QUEUE for waits in Waits]
+    assert blocked[Waits.ONE_QUEUE][0] == Blocked(0, 3, "the output of 0F2", 1)
+
+
+POSTED = [
+    (name, p, m, v)
+    for name, family in FAMILIES.items()
+    for p, m in ((4, 8), (6, 12), (8, 16))
+    for v in range(family.min_chunks, min(family.max_chunks or 3, 3) + 1)
+]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), POSTED)
+def test_no_family_stands_still_in_our_own_loop_however_strictly_it_waits(name: str, p: int, m: int, v: int) -> None:
+    for balancing in (None, BalanceConfig()):
+        schedule = build(ScheduleConfig(name, p, m, v, balancing, exchange=Exchange.POSTED))
+        assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in Waits)
 
 
 def test_gpipe_does_not_deadlock() -> None:

@@ -11,6 +11,7 @@ from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.waiting import refuse_standstill, waits_of
+from tests.unit.hand_made import far_ahead
 
 INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -57,3 +58,15 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
     refuse_standstill(STILL, INTERLEAVED, PLAIN, CUDA, by_copies)
     refuse_standstill(STILL, INTERLEAVED, PLAIN, CPU, over_nccl)
     refuse_standstill(build(ScheduleConfig("interleaved-1f1b", 10, 20, 2, BalanceConfig())), INTERLEAVED, PLAIN, CUDA, over_nccl)
+
+
+def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our own loop, and with no transfer at all."""
+    posted, small = Exchange.POSTED, SchedulingConfig(balance=False, num_ranks=3, num_chunks=2)
+    refuse_standstill(far_ahead(), posted, small, CUDA, [])
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    refuse_standstill(far_ahead(), posted, small, CPU, [])
+    refuse_standstill(build(ScheduleConfig("1f1b", 3, 8)), posted, small, CUDA, [])
+    message = r"drop it, or choose another schedule\. no deadlock: rank 0, slot 3, 0F3: waits for the output of 0F2"
+    with pytest.raises(ValueError, match=message):
+        refuse_standstill(far_ahead(), posted, small, CUDA, [])
