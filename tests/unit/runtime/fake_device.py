@@ -255,6 +255,49 @@ class FakeBuffer:
         return self.nbytes
 
 
+class _Held:
+    """Memory that goes back to its allocator with whoever holds it last, whatever is still under way in it."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.storage = FakeStorage(device, nbytes)
+
+    def __del__(self) -> None:
+        self.storage.resize_(0)
+
+
+class FakeTensor:
+    """As much of a tensor as passes between stages. `payload`: what a host reads of it, once it is there."""
+
+    dtype = torch.float32
+    shape = (2, 3)
+
+    def __init__(self, device: Device, nbytes: int = 1000, held: _Held | None = None) -> None:
+        self.held = held or _Held(device, nbytes)
+        self.device = device
+        self.grad_fn: Any = None
+        self.payload: list[int] | None = None
+
+    @property
+    def storage(self) -> FakeStorage:
+        return self.held.storage
+
+    def untyped_storage(self) -> FakeStorage:
+        return self.storage
+
+    def place(self) -> Unit:
+        return self.storage.unit()
+
+    def detach(self) -> FakeTensor:
+        return FakeTensor(self.device, held=self.held)
+
+    def contiguous(self) -> FakeTensor:
+        return self
+
+    def let_go(self) -> None:
+        """Something else lies behind it from now on."""
+        self.held = _Held(self.device, 1)
+
+
 class FakeMemory(Region):
     """Memory that is allocated once and cut into pieces: an acceptor's host buffers, a `Region` of a one-sided transport."""
 
@@ -293,7 +336,7 @@ class FakeDist:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._streams: dict[tuple[str, str], FakeStream] = {}
-        self._halves: dict[tuple[str, str], deque[tuple[Node, Node, Unit]]] = defaultdict(deque)
+        self._halves: dict[tuple[str, str], deque[tuple[Node, Node, Unit, Any]]] = defaultdict(deque)
 
     def P2POp(self, operation: str, buffer: FakeBuffer, partner: int, group: str) -> SimpleNamespace:
         return SimpleNamespace(operation=operation, buffer=buffer, group=group)
@@ -311,18 +354,21 @@ class FakeDist:
         machine.nodes.append(ended)
         machine.touch(ended, *(([unit], []) if operation == self.isend else ([], [unit])))
         own.last = ended
-        self._halves[group, operation].append((began, ended, unit))
+        self._halves[group, operation].append((began, ended, unit, buffer))
         self._match(group)
 
         def wait() -> None:
             machine.on.current.waits.append(ended)
 
-        return SimpleNamespace(wait=wait)
+        # A device as far behind its host as may be.
+        return SimpleNamespace(wait=wait, is_completed=lambda: False)
 
     def _match(self, group: str) -> None:
         sends, receives = self._halves[group, self.isend], self._halves[group, self.irecv]
         if sends and receives:
-            (sent, sender, source), (received, receiver, target) = sends.popleft(), receives.popleft()
+            (sent, sender, source, carried), (received, receiver, target, arrived) = sends.popleft(), receives.popleft()
+            if isinstance(arrived, FakeTensor):
+                arrived.payload = carried.payload
             both = Node(f"{sent.label} with {received.label}", [sent, received])
             both.effect = lambda values: values.update({target: values.get(source)})
             self._machine.nodes.append(both)
@@ -332,7 +378,7 @@ class FakeDist:
 
     def alone(self) -> list[str]:
         """Halves whose other half was never posted."""
-        return [began.label for halves in self._halves.values() for began, _, _ in halves]
+        return [began.label for halves in self._halves.values() for began, *_ in halves]
 
 
 class Microbatch:
