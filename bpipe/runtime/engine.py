@@ -41,8 +41,8 @@ class EngineConfig:
 
     `synchronous`: wait for every transfer where it is issued, to see what it would cost. `allocated()`: how many bytes of the device its
     allocator has given out, None where nobody counts. `waiting(backward)`: what whoever computes keeps, besides the graph, from the first
-    half of a split backward to the second. `timed(name)` is entered around whatever this
-    rank does for balancing: issuing a transfer, and waiting for one.
+    half of a split backward to the second. `timed(name)` is entered around whatever this rank does for balancing: issuing a transfer, and
+    waiting for one.
     """
 
     name: str

@@ -30,17 +30,19 @@ from bpipe.transport.connect import Connection, MeasuredLink
 from megatron.scheduling import links, upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import OwnTime
-from megatron.scheduling.log import FirstIterations, describe, say
+from megatron.scheduling.log import FirstIterations, describe, pipeline_begins_with_rank_0, say
 from megatron.scheduling.recording import Recorded
 from megatron.scheduling.refusals import refuse
 from megatron.scheduling.stage_report import summary_of
 from megatron.scheduling.waiting import refuse_standstill
 from megatron.scheduling.watermark import Watermark
+from megatron.scheduling.weighing import Waiting, Weighing
 
 
 class Driver:
     """One rank's iterations, one after the other. What lives on between them: an engine a program, and the pair's groups.
 
+    `waiting`: what whoever computes keeps between the halves of a backward, by its first half; whoever splits backwards sets it.
     `running` is true inside of `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last
     iteration's note. `changed_over`: this iteration is the first of its program since another one's, and every rank's is.
     """
@@ -63,6 +65,8 @@ class Driver:
         self.recording = False
         self.recorded: Recorded | None = None
         self.watermark: Watermark | None = None
+        self.waiting: Waiting = lambda backward: ()
+        self._weighing: Weighing | None = None
 
     # -- an iteration --------------------------------------------------------------------------------------------------------------
 
@@ -92,7 +96,10 @@ class Driver:
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance)
+        first = not self._engines
         engine = self._active = self._engine(program, config)
+        if first and any(action.kind is Kind.BACKWARD_WEIGHT for slot in engine.schedule.ranks[self.rank] for action in slot.computations):
+            self._weighing = Weighing(self.waiting, self.device)
         recorder = engine.recorder = Recorder(Clock(self.device)) if self.recording else None
         begin_s = time.time()
         try:
@@ -106,6 +113,10 @@ class Driver:
         if self._meter is not None:
             self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes))
         self._first_iterations.ended(engine, self.rank, self._connection.link if self._connection is not None else None)
+        if self._weighing is not None and pipeline_begins_with_rank_0():
+            for line in self._weighing.lines():
+                say(line, everywhere=True)
+        self._weighing = None
         self._print_timers(config.timers)
         if recorder is not None:
             self._keep(program, engine, recorder, begin_s)
@@ -126,6 +137,8 @@ class Driver:
     def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
         engine, self._at = self._engine_now, None
         engine.after(op, outputs, inputs)
+        if self._weighing is not None:
+            self._weighing.after(op, outputs, inputs)
         if op.kind is Kind.FORWARD and self.watermark is not None and self._meter is not None and self._program is not None:
             self.watermark.saw(op, self._meter, engine, self._program)
 
@@ -181,6 +194,7 @@ class Driver:
             poison=self._config.poison,
             synchronous=self._config.synchronous,
             allocated=allocated_on(self.device),
+            waiting=lambda backward: self.waiting(backward),
             timed=self._own_time.of,
         )
 

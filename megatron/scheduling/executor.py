@@ -55,6 +55,7 @@ class Loop:
         self._driver = driver
         self._config = config
         self._halves = Halves(Keep(config.keep_weights_halves))
+        driver.waiting = lambda backward: self._halves.storages((backward.stage, backward.microbatch))
         self._prepared: dict[object, _Prepared] = {}
         self._groups: Any = None
 

@@ -1,0 +1,140 @@
+"""Backwards in halves train as stock Megatron's whole ones do, to the last bit, and hold between their halves what was predicted.
+
+Stock runs 1F1B with no patch of ours. Ours runs orders whose W stands apart from its I, with dropout and clipping on, by our own loop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.report.report import report_of
+from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.test_parallelism import EXPERTS, LLAMA, OVERLAPS
+from tests.gloo.test_schedules import Rows
+from tests.gloo.test_training import same
+
+H1 = ("--bpipe-schedule", "zb-h1", "--bpipe-min-bytes", "1024")
+MEASURED = ("--bpipe-report", "{folder}/")
+OURS = {
+    "zb_h1": (*H1, *MEASURED),
+    "zb_h1_balanced": (*H1, *BPIPE, "--bpipe-transport", "peer", *MEASURED),
+    "split": ("--bpipe-schedule", "1f1b-split", *MEASURED),
+    "whole": (*H1, "--bpipe-keep-weights-halves", "none", *MEASURED),
+    "unmeasured": H1,
+}
+BATCH = ("--global-batch-size", "16")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+ROWS: Rows = {
+    "m8": (BATCH, ("zb_h1", "split", "whole")),
+    "balanced": (BATCH, ("zb_h1_balanced",)),
+    "recomputed": ((*BATCH, *FULL), ("unmeasured",)),
+    "selective": ((*BATCH, "--recompute-granularity", "selective"), ("zb_h1",)),
+    "bf16": ((*BATCH, "--bf16"), ("zb_h1",)),
+    "fp16": ((*BATCH, "--fp16", "--initial-loss-scale", "4294967296", "--loss-scale-window", "2"), ("zb_h1",)),
+    "llama": ((*BATCH, *LLAMA), ("zb_h1",)),
+    "experts": ((*EXPERTS, "--global-batch-size", "8"), ("zb_h1",)),
+}
+ALWAYS = ("m8", "recomputed")
+# Two stages, and two ranks in another dimension.
+WIDE_ROWS: Rows = {
+    "data": ((), ("zb_h1",)),
+    "overlaps": (OVERLAPS, ("zb_h1",)),
+    "small_buckets": ((*OVERLAPS, "--ddp-bucket-size", "20000", "--no-align-grad-reduce"), ("zb_h1",)),
+    "tensor": (("--tensor-model-parallel-size", "2"), ("zb_h1",)),
+    "sequence": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), ("zb_h1", "whole")),
+}
+WIDE_ALWAYS = ("overlaps", "sequence")
+FUSED_ROWS: Rows = {"fused": (BATCH, ("zb_h1",)), "fused_recomputed": ((*BATCH, *FULL), ("zb_h1",))}
+
+
+def compared(rows: Rows, always: tuple[str, ...]) -> list[Any]:
+    """Every run of ours by its row."""
+    return [
+        pytest.param(row, ours, marks=() if row in always else pytest.mark.slow, id=f"{row}-{ours}")
+        for row, (_, which) in rows.items()
+        for ours in which
+    ]
+
+
+def cases(rows: Rows, always: tuple[str, ...], request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
+    found = []
+    for name, (flags, which) in rows.items():
+        if name not in always and not request.config.getoption("--slow"):
+            continue
+        found.append(Case(name, [*common, *flags]))
+        for ours in which:
+            given = [f"{{folder}}/{name}_{ours}" if flag == "{folder}/" else flag for flag in OURS[ours]]
+            found.append(Case(f"{name}_{ours}", [*common, *flags, *given]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    return run_cases(4, cases(ROWS, ALWAYS, request), timeout_s=600)
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize(("row", "ours"), compared(ROWS, ALWAYS))
+def test_halves_train_as_the_whole(four: Outcome, row: str, ours: str) -> None:
+    same(four, row, f"{row}_{ours}", 4)
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("case", ["m8_zb_h1", "m8_split", "m8_whole"])
+def test_what_is_held_is_what_was_predicted(four: Outcome, case: str) -> None:
+    for report in four.reports(case):
+        assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"stage {report['stage']}"
+        assert report["peak_microbatches"] == report["predicted_microbatches"]
+    for rank in range(4):
+        path = Path(four.report_folder(case)) / f"record_{rank:05d}.jsonl"
+        line = json.loads(path.read_text().splitlines()[-1])
+        saved, between = line["saved_bytes"][str(rank)], line["after_input_bytes"][str(rank)]
+        if case == "m8_whole":
+            assert between == 0, "the whole backward ran in I"
+        else:
+            assert 0.3 * saved < between < 0.7 * saved
+        rows = [dict(zip(line["columns"], row, strict=True)) for row in line["actions"]]
+        assert {row["action"].strip("0123456789") for row in rows} == {"F", "I", "W"}
+        assert max(row["live_bytes"] for row in rows) == four.reports(case)[rank]["peak_bytes"]
+    peaks = report_of(four.report_folder(case)).comparison
+    assert [stage.measured_bytes for stage in peaks.stages] == [stage.predicted_bytes for stage in peaks.stages]
+
+
+@pytest.mark.timeout(660)
+def test_where_more_is_held_than_was_saved_the_run_says_so(four: Outcome) -> None:
+    """What is recomputed is saved by no forward."""
+    said = "".join(log.split("=== recomputed_unmeasured\n")[1].split("===")[0] for log in four.logs)
+    stages = re.findall(r"^bpipe: stage (\d): between the halves .* costs more memory than it frees", said, re.MULTILINE)
+    assert sorted(stages) == ["0", "1", "2", "3"]
+    assert "between the halves" not in "".join(log.split("=== m8_zb_h1\n")[1].split("===")[0] for log in four.logs)
+
+
+@pytest.fixture(scope="module")
+def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    common = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
+    return run_cases(4, cases(WIDE_ROWS, WIDE_ALWAYS, request, common), timeout_s=600)
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS, WIDE_ALWAYS))
+def test_another_dimension_changes_nothing(wide: Outcome, row: str, ours: str) -> None:
+    same(wide, row, f"{row}_{ours}", 4)
+    for report in wide.reports(f"{row}_{ours}"):
+        assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"rank {report['rank']}"
+
+
+@pytest.fixture(scope="module")
+def fused(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    return run_cases(4, cases(FUSED_ROWS, (), request), timeout_s=300, worker="fused_worker.py")
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(("row", "ours"), compared(FUSED_ROWS, ()))
+def test_gradients_added_up_inside_the_product(fused: Outcome, row: str, ours: str) -> None:
+    same(fused, row, f"{row}_{ours}", 4)
