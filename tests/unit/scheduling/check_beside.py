@@ -25,7 +25,6 @@ from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.generate import one_f_one_b
-from bpipe.ir.program import Exchange
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.connect import MeasuredLink
@@ -188,10 +187,11 @@ def a_run_that_would_stand_still_is_refused() -> None:
     connected = None, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.links.connect_pairs", return_value=connected),
+        mock.patch("megatron.scheduling.driver.build", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(ValueError, match="with --bpipe-sync-transfers the ranks would wait for each other"),
     ):
-        Driver(config)._transport(STILL, Exchange.MEGATRON_INTERLEAVED, torch.device("cpu"), Stage())
+        Driver(config)._engine(ScheduleConfig(STILL.name, STILL.num_ranks, STILL.num_microbatches, 2), Stage())
 
 
 def a_loop_of_ones_own_drives_the_same_iteration() -> None:
