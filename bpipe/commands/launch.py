@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bpipe.generate.families import FAMILIES
+from bpipe.models.layout import KEPT_HALVES
 from bpipe.plan.launch_script import read_launch
 from bpipe.plan.megatron_command import Reading, read_command
 
@@ -21,6 +23,9 @@ DEFAULTS: dict[str, Any] = {
     "recompute": "none",
     "chunks": 1,
     "balance": "none",
+    "group": None,
+    "delay": 0,
+    "keep_weights_halves": KEPT_HALVES[0],
     "attention": "flash",
     "precision": "bf16",
 }
@@ -69,6 +74,10 @@ def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[s
     if missing:
         raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
     said = dict(reading.options) if reading else {}
+    chunks = _only_chunks(given.get("schedule") or said.get("schedule"))
+    if chunks is not None and given.get("chunks") is None and said.get("chunks") != chunks:
+        said.pop("layers", None)
+        said["chunks"] = chunks
     for name in ("pipeline", "chunks"):
         if given.get(name) is not None and given[name] != said.get(name):
             # Layers of other stages say nothing of these.
@@ -81,6 +90,12 @@ def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[s
     if reading and options.model is None and "vocabulary" not in every:
         raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocabulary N")
     return argparse.Namespace(**{**given, **every})
+
+
+def _only_chunks(schedule: object) -> int | None:
+    """How many chunks a schedule has that has several and never another number."""
+    family = FAMILIES.get(schedule) if isinstance(schedule, str) else None
+    return family.max_chunks if family is not None and 1 < family.min_chunks == family.max_chunks else None
 
 
 def lines(reading: Reading) -> list[str]:

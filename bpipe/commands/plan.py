@@ -17,7 +17,7 @@ from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
-from bpipe.plan.explain import describe, only_balanced, verdict
+from bpipe.plan.explain import costly_halves, describe, only_balanced, verdict
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
@@ -103,7 +103,8 @@ def run(asked: argparse.Namespace) -> int:
 def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
     """The launch as it stands, or why it cannot be on this cluster."""
     options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(("recompute", "schedule", "balance", "tensor", "pipeline"))})
-    options = argparse.Namespace(**{**vars(options), **dict.fromkeys(("micro_batch", "chunks", "layers")), "no_sequence_parallel": False})
+    others = ("micro_batch", "chunks", "layers", "group", "delay", "keep_weights_halves")
+    options = argparse.Namespace(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
     try:
         setup = setup_of(filled(options, reading, ()), reading.devices)
     except ValueError as error:
@@ -174,9 +175,7 @@ def _lines(number: int, found: Found) -> list[str]:
             f"     transfers of {bandwidth.transfer_bytes / 1e9:.2f} GB need {bandwidth.required_bytes_per_s / 1e9:.1f} GB/s "
             f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
-    reason = only_balanced(found)
-    if reason:
-        lines.append(f"     {reason}")
+    lines += [f"     {text}" for text in (only_balanced(found), costly_halves(prediction)) if text]
     split = split_flags(prediction.setup.layers, prediction.setup.pipeline)
     return [*lines, f"     {shlex.join(split)}"] if split else lines
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
 from bpipe.commands.parser import positive
-from bpipe.generate.families import DEFAULTS, FAMILIES, default
-from bpipe.models.layout import RECOMPUTE, Setup, split_layers
+from bpipe.generate.families import DEFAULTS, FAMILIES, default, that_take_delays, that_take_groups
+from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup, split_layers
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
-from bpipe.plan.explain import describe
+from bpipe.plan.explain import costly_halves, describe
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.program import BALANCES
 from bpipe.simulate.report import Simulation
@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recompute", choices=RECOMPUTE, help="selective: the attention core; full: whole layers (default none)")
     add("--schedule", choices=tuple(FAMILIES), help=f"default {', with chunks '.join(DEFAULTS)}")
     add("--chunks", type=positive, metavar="V", help="model chunks a rank (default 1)")
+    add("--group", type=positive, metavar="G", help=f"of {that_take_groups()}: micro-batches that go through a chunk before the next")
+    add("--delay", type=positive, metavar="N", help=f"of {that_take_delays()}: micro-batches whose I stands before a W")
+    add("--keep-weights-halves", choices=KEPT_HALVES, help="none: where backwards are split, compute W with I (default linear)")
     add("--balance", choices=BALANCES, help="default none")
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
     add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
@@ -101,11 +104,14 @@ def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None
         distributed_optimizer=not options.no_distributed_optimizer,
         sequence_parallel=not options.no_sequence_parallel,
         kernels=options.kernels,
+        group=options.group,
+        delay=options.delay,
+        keep_weights_halves=options.keep_weights_halves,
     )
 
 
 def _num_computations(setup: Setup) -> int:
-    return 2 * setup.num_stages * setup.num_microbatches
+    return (3 if setup.splits else 2) * setup.num_stages * setup.num_microbatches
 
 
 def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:
@@ -121,13 +127,23 @@ def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:
     return render_png(picture)
 
 
+def _chosen(setup: Setup) -> str:
+    """What only some schedules take, where it is another than usual."""
+    texts = (
+        (setup.group is not None, f"group {setup.group}"),
+        (setup.delay > 0, f"delay {setup.delay}"),
+        (setup.splits and not setup.keeps_halves, "W at once"),
+    )
+    return "".join(f" ({text})" for said, text in texts if said)
+
+
 def table(prediction: SetupPrediction) -> str:
     """For a person: the totals, then a line a rank in GiB of one device."""
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
     lines = [
         f"{setup.model.name}: tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}, "
-        f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, {setup.schedule}, "
-        f"balance {setup.balance}",
+        f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
+        f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}",
         f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
         f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_makespan:.1f} % of the iteration, "
         f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
@@ -141,6 +157,9 @@ def table(prediction: SetupPrediction) -> str:
             f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady phase), "
             f"the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
+    remark = costly_halves(prediction)
+    if remark:
+        lines.append(remark)
     titles = (
         "rank",
         "layers",
@@ -157,7 +176,7 @@ def table(prediction: SetupPrediction) -> str:
     )
     lines.append("  ".join(titles) + f"  GiB, of {gib(prediction.memory[0].limit_bytes)}")
     for row in prediction.memory:
-        layers = sum(setup.layers[row.rank :: setup.pipeline])
+        layers = sum(setup.layers[stage] for stage in setup.stages_of(row.rank))
         sizes = (row.weights_bytes, row.gradients_bytes, row.optimizer_bytes, row.activations_bytes, row.hosted_bytes, row.working_bytes)
         cells = [str(row.rank), str(layers), *map(gib, (*sizes, row.fragmentation_bytes, row.overhead_bytes, row.peak_bytes))]
         cells.append(str(prediction.transfers[row.rank]))

@@ -65,10 +65,10 @@ class Family:
     """One family of schedules, by the name that commands, files and records give it.
 
     `orders` may choose among its rules by costs, and raises ValueError for sizes that it cannot take. A rank has `min_chunks` to
-    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given; `takes_delay`: a delay of W. `splits`: backwards are
-    computed in halves. `exchange` is the rule by which whoever runs it sends and receives between stages. `fill`: with that many
-    micro-batches a rank the pipeline is full, and no rank holds more of them however many follow; None where every rank holds all, and
-    has nothing to share.
+    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given, by default `usual_group` of the number of ranks;
+    `takes_delay`: a delay of W. `splits`: backwards are computed in halves. `exchange` is the rule by which whoever runs it sends and
+    receives between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them however many
+    follow; None where every rank holds all, and has nothing to share.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how.
     """
 
@@ -79,6 +79,7 @@ class Family:
     min_chunks: int = 1
     max_chunks: int | None = 1
     takes_groups: bool = False
+    usual_group: Callable[[int], int] = lambda num_ranks: 1
     takes_delay: bool = False
     splits: bool = False
     fill: int | None = None

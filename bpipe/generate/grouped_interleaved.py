@@ -19,9 +19,14 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Exchange
 
 
+def usual_group(num_ranks: int) -> int:
+    """p / 2, rounded up: no pipeline of fewer runs at its full rate."""
+    return -(-num_ranks // 2)
+
+
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> list[list[Action]]:
-    """Groups of the size that is asked, by default of p / 2 rounded up: no pipeline of fewer runs at its full rate."""
-    group = min(-(-num_ranks // 2) if asked.group_size is None else asked.group_size, num_microbatches)
+    """Groups of the size that is asked."""
+    group = min(usual_group(num_ranks) if asked.group_size is None else asked.group_size, num_microbatches)
     taken, ticks = turns(groups_of(num_microbatches, group), num_chunks), ticks_of(asked.costs, num_chunks)
     caps = tuple((num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks))
     rules = [ChoiceRule(caps, (0,) * num_ranks, discipline) for discipline in Discipline]
@@ -45,4 +50,6 @@ def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
     return orders
 
 
-FAMILY = Family("grouped-interleaved", layout, orders, Exchange.POSTED, max_chunks=None, takes_groups=True, splits=True, fill=3)
+FAMILY = Family(
+    "grouped-interleaved", layout, orders, Exchange.POSTED, max_chunks=None, takes_groups=True, usual_group=usual_group, splits=True, fill=3
+)

@@ -51,4 +51,14 @@ def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, in
     return warm_up + alternate(forwards[ahead:], backwards) + cool_down
 
 
-FAMILY = Family("interleaved-1f1b", layout, orders, Exchange.MEGATRON_INTERLEAVED, min_chunks=2, max_chunks=None, takes_groups=True, fill=3)
+FAMILY = Family(
+    "interleaved-1f1b",
+    layout,
+    orders,
+    Exchange.MEGATRON_INTERLEAVED,
+    min_chunks=2,
+    max_chunks=None,
+    takes_groups=True,
+    usual_group=lambda num_ranks: num_ranks,
+    fill=3,
+)

@@ -132,7 +132,7 @@ def halves_seconds(setup: Setup) -> tuple[float, float]:
     """
     rates = _Rates.of(setup)
     _, backward = layer_seconds(setup)
-    if not setup.keep_halves:
+    if not setup.keeps_halves:
         return backward, 0.0
     products = 2 * num_tokens(setup) * setup.model.sharded_layer_parameters / setup.tensor / rates.products
     weight = products + _accumulated(setup) / rates.memory + WEIGHT_KERNELS * KERNEL_S

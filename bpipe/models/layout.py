@@ -19,6 +19,17 @@ RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
+# What of the weights' halves of split backwards is put off: the trainer's `--bpipe-keep-weights-halves`.
+KEPT_HALVES = ("linear", "none")
+
+
+_CHOICES = {
+    "recompute": RECOMPUTE,
+    "attention": ATTENTION,
+    "precision": PRECISIONS,
+    "kernels": KERNELS,
+    "keep_weights_halves": KEPT_HALVES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +37,8 @@ class Setup:
     """One configuration. `layers[stage]` for every stage, chunks included; `placement` says which rank computes it.
 
     `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1. `kernels` decides
-    what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `keep_halves`: of a schedule that
-    splits its backwards, the weights' halves run where they stand, and what they need is held until then; else at once.
+    what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `group` and `delay` are what some
+    schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     """
 
     model: Model
@@ -47,14 +58,16 @@ class Setup:
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
     kernels: str = "gpu"
-    keep_halves: bool = True
+    group: int | None = None
+    delay: int = 0
+    keep_weights_halves: str = KEPT_HALVES[0]
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_division()
 
     def _check_choices(self) -> None:
-        for name, choices in (("recompute", RECOMPUTE), ("attention", ATTENTION), ("precision", PRECISIONS), ("kernels", KERNELS)):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.kernels == "cpu" and self.attention == "flash":
@@ -82,8 +95,8 @@ class Setup:
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
                 f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
             )
-        # Raises for a schedule that does not exist, or not with so many chunks.
-        ScheduleConfig(self.schedule, p, 1, self.chunks)
+        # Raises for a schedule that does not exist, or not with so many chunks, or takes no group.
+        self.program(1)
         if FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED and self.num_microbatches % p:
             raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
 
@@ -115,6 +128,26 @@ class Setup:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @property
+    def splits(self) -> bool:
+        """Whether backwards are computed in halves."""
+        return FAMILIES[self.schedule].splits
+
+    @property
+    def group_size(self) -> int:
+        """How many micro-batches go through a chunk before the next: 1 where there are no groups."""
+        return self.group or FAMILIES[self.schedule].usual_group(self.pipeline)
+
+    @property
+    def stride(self) -> int:
+        """So many micro-batches are whole groups, and at least as many as ranks: after each so many the steady phase is where it was."""
+        return -(-self.pipeline // self.group_size) * self.group_size
+
+    @property
+    def keeps_halves(self) -> bool:
+        """Whether weights' halves wait for their place, and hold what they need."""
+        return self.keep_weights_halves != "none"
+
+    @property
     def sequence_shards(self) -> int:
         """Over how many devices the parts of a layer between its matrices are divided."""
         return self.tensor if self.sequence_parallel else 1
@@ -122,7 +155,8 @@ class Setup:
     def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
         """What the one door builds for this setup."""
         count = num_microbatches or self.num_microbatches
-        return ScheduleConfig(self.schedule, self.pipeline, count, self.chunks, balancing(self.balance))
+        how = balancing(self.balance)
+        return ScheduleConfig(self.schedule, self.pipeline, count, self.chunks, how, self.group, delay=self.delay)
 
     def nodes(self) -> tuple[int, ...]:
         """The node of every rank of the first replica. Where the last stage is not on the last rank, Megatron's ranks are these reversed:

@@ -190,7 +190,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     fill = FAMILIES[setup.schedule].fill
     if fill is None:
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
-    held = _held(setup.program(min(m, fill * setup.pipeline)))
+    held = _held(setup.program(min(m, fill * setup.stride + setup.delay)))
     return tuple(one.num_bytes(saved, after_input) for one in held)
 
 

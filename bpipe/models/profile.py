@@ -76,7 +76,7 @@ class Profile:
         return replace(
             costs,
             stages=tuple(
-                _with_entry(_with_halves(cost, entry, num_layers, setup.keep_halves), entry, num_layers, stage == 0, stage == last)
+                _with_entry(_with_halves(cost, entry, num_layers, setup.keeps_halves), entry, num_layers, stage == 0, stage == last)
                 for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
             ),
         )

@@ -126,8 +126,13 @@ def after_input_bytes(setup: Setup) -> tuple[int, ...]:
 
     That of the output layer is never put off, for the gradients of its logits would be held: there and of the embedding nothing remains.
     """
-    layer = total(layer_after_input(setup)) if setup.keep_halves else 0
+    layer = total(layer_after_input(setup)) if setup.keeps_halves else 0
     return tuple(num_layers * layer for num_layers in setup.layers)
+
+
+def kept_share(setup: Setup) -> float:
+    """What a layer holds between the halves of its backward, as a share of what its forward saved."""
+    return total(layer_after_input(setup)) / layer_bytes(setup)
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
 from bpipe.plan.predict import SetupPrediction
 
 
 def configuration(setup: Setup) -> dict[str, Any]:
-    """The configuration, named as the command's flags are."""
+    """The configuration, named as the command's flags are; what only some schedules take is there where they do."""
+    family = FAMILIES[setup.schedule]
     return {
         "model": setup.model.name,
         "cluster": f"{setup.cluster.device.name}:{setup.cluster.num_nodes}x{setup.cluster.devices_per_node}",
@@ -32,6 +35,9 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,
+        **({"group": setup.group_size} if setup.group is not None or (family.takes_groups and family.splits) else {}),
+        **({"delay": setup.delay} if family.takes_delay else {}),
+        **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
     }
 
 
@@ -54,6 +60,7 @@ def document(prediction: SetupPrediction) -> dict[str, Any]:
         "fits": prediction.fits,
         "balanced": setup.balance != "none",
         "stages": [_stage(prediction, rank) for rank in prediction.memory],
+        **({"at_once": asdict(prediction.at_once)} if prediction.at_once else {}),
         "configuration": configuration(setup),
     }
 

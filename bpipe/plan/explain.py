@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from bpipe.generate.families import default
 from bpipe.models.layout import Setup
+from bpipe.models.saved import kept_share
 from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.search import Closest, Found, Outcome
 from bpipe.plan.space import CUTS, MIN_BALANCED_RANKS, Space, divisors, num_grids
@@ -24,10 +25,12 @@ class Verdict(NamedTuple):
 def describe(setup: Setup) -> str:
     """One configuration in a few words."""
     chunks = f" v={setup.chunks}" if setup.chunks > 1 else ""
+    group = f" g={setup.group}" if setup.group else ""
+    halves = " W at once" if setup.splits and not setup.keeps_halves else ""
     balance = " balanced" if setup.balance != "none" else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
     grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}"
-    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{layers}{balance}"
+    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{layers}{halves}{balance}"
 
 
 def only_balanced(found: Found) -> str | None:
@@ -36,6 +39,19 @@ def only_balanced(found: Found) -> str | None:
         return None
     limit = found.prediction.memory[0].limit_bytes
     return f"fits only balanced: without, its fullest rank needs {_gib(found.needs_bytes)} of {_gib(limit)} GiB"
+
+
+def costly_halves(prediction: SetupPrediction) -> str | None:
+    """What weights' halves that wait for their place cost, and the way out; None where that is little or nothing."""
+    if prediction.at_once is None:
+        return None
+    setup, other = prediction.setup, prediction.at_once
+    peak = max(rank.peak_bytes for rank in prediction.memory)
+    return (
+        f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with --bpipe-keep-weights-halves none the "
+        f"fullest rank needs {_gib(other.peak_bytes)} instead of {_gib(peak)} GiB, and an iteration takes {other.iteration_s:.3f} "
+        f"instead of {prediction.timing.iteration_s:.3f} s"
+    )
 
 
 def verdict(outcome: Outcome) -> Verdict:

@@ -5,7 +5,7 @@ The schedule is the very one that would run. Knows no command line and compares 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
@@ -20,6 +20,9 @@ from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
+
+# From so many times as many activations on, waiting weights' halves are said to cost memory.
+CLEARLY_MORE = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,17 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class AtOnce:
+    """The same where no weights' half waits for its place: seconds of an iteration, and what the fullest rank then needs."""
+
+    iteration_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetupPrediction:
+    """`at_once` is there where putting weights' halves off clearly costs memory."""
+
     setup: Setup
     formula: str
     mfu: float
@@ -57,6 +70,7 @@ class SetupPrediction:
     memory: tuple[RankMemory, ...]
     transfers: tuple[int, ...]
     bandwidth: Bandwidth | None
+    at_once: AtOnce | None = None
 
     @property
     def fits(self) -> bool:
@@ -87,15 +101,16 @@ def whole_timing(simulation: Simulation) -> Timing:
 def steady_timing(setup: Setup, costs: Costs) -> Timing:
     """The same from the first micro-batches only: in the steady phase every p further ones take as long as the p before them.
 
-    GPipe has no steady phase, but each further micro-batch makes both its halves longer by the slowest stage's pass, too. Exact without
-    transfers; with them the phase repeats only nearly, and the result is within some tenths of a percent.
+    Of schedules with groups it is the whole groups that p are in. GPipe has no steady phase, but each further micro-batch makes both its
+    halves longer by the slowest stage's pass, too. Exact without transfers; with them the phase repeats only nearly, and the result is
+    within some tenths of a percent.
     """
     p, m = setup.pipeline, setup.num_microbatches
-    short = 4 * p + m % p
-    if m <= short + p:
+    short, step = _steady(setup)
+    if m <= short + step:
         return whole_timing(simulate(built(setup.program()), costs))
-    less, more = (simulate(built(setup.program(count)), costs) for count in (short, short + p))
-    times = (m - short) // p
+    less, more = (simulate(built(setup.program(count)), costs) for count in (short, short + step))
+    times = (m - short) // step
 
     def grown(first: Any, second: Any) -> float:
         return float(first) + times * float(second - first)
@@ -104,7 +119,13 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
     busy = sum(grown(less.busy_s(rank), more.busy_s(rank)) for rank in range(p))
     span = sum(grown(less.span_s(rank), more.span_s(rank)) for rank in range(p))
     exposed = tuple(grown(one, other) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
-    return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span, short + p)
+    return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span, short + step)
+
+
+def _steady(setup: Setup) -> tuple[int, int]:
+    """With how many micro-batches the steady phase has begun, as many fewer than all as are whole steps; and how many are a step."""
+    step = setup.stride
+    return 4 * step + setup.num_microbatches % step, step
 
 
 def predict(
@@ -115,32 +136,47 @@ def predict(
     timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.vocabulary)
     device, count = setup.cluster.device, setup.cluster.num_devices
-    moves = _num_evictions(setup)
+    moves, memory = _num_evictions(setup), predict_memory(setup)
     return SetupPrediction(
         setup=setup,
         formula=formula,
         mfu=mfu(flops, timing.iteration_s, count, device.peak_flops_per_s),
         timing=timing,
-        memory=predict_memory(setup),
+        memory=memory,
         transfers=moves,
         bandwidth=_bandwidth(setup, costs, moves),
+        at_once=_at_once(setup, profile, memory),
     )
+
+
+def _at_once(setup: Setup, profile: Profile | None, memory: tuple[RankMemory, ...]) -> AtOnce | None:
+    if not setup.splits or not setup.keeps_halves:
+        return None
+    without = replace(setup, keep_weights_halves="none")
+    other = predict_memory(without)
+    if _fullest(memory) <= CLEARLY_MORE * _fullest(other):
+        return None
+    return AtOnce(steady_timing(without, costs_of(without, profile)).iteration_s, max(rank.peak_bytes for rank in other))
+
+
+def _fullest(memory: tuple[RankMemory, ...]) -> int:
+    return max(rank.activations_bytes + rank.hosted_bytes for rank in memory)
 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
     """Evictions a rank makes per iteration; grown from the steady phase as times are."""
     if setup.balance == "none" or FAMILIES[setup.schedule].fill is None:
         return (0,) * setup.pipeline
-    p, m = setup.pipeline, setup.num_microbatches
-    short = 4 * p + m % p
+    m = setup.num_microbatches
+    short, step = _steady(setup)
 
     def count(microbatches: int) -> list[int]:
         schedule = built(setup.program(microbatches))
-        return [num_transfers(schedule, rank).evictions for rank in range(p)]
+        return [num_transfers(schedule, rank).evictions for rank in range(setup.pipeline)]
 
-    if m <= short + p:
+    if m <= short + step:
         return tuple(count(m))
-    return tuple(less + (m - short) // p * (more - less) for less, more in zip(count(short), count(short + p), strict=True))
+    return tuple(less + (m - short) // step * (more - less) for less, more in zip(count(short), count(short + step), strict=True))
 
 
 def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
@@ -154,7 +190,7 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
         if not evictions:
             continue
         available = costs.links.link(rank, partners[rank]).bytes_per_s
-        for stage in range(rank, setup.num_stages, setup.pipeline):
+        for stage in setup.stages_of(rank):
             cost = costs.stages[stage]
             if cost.whole_forward_s and available is not None:
                 forward_s = float(cost.whole_forward_s)

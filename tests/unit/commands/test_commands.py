@@ -34,6 +34,43 @@ def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None
     assert (plain["fits"], plain["balanced"], plain["available_bytes_per_s"]) == (False, False, None)
 
 
+def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Under sequence parallelism waiting halves hold more than their forwards saved: said, with the way out, which then holds."""
+    split = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--tensor", "8", "--pipeline", "8", "--global-batch", "32"]
+    split += ["--schedule", "zb-h1"]
+    trace, plot = tmp_path / "trace.json", tmp_path / "plot.svg"
+    text = output(capsys, *split, "--trace", str(trace), "--plot", str(plot))
+    assert "from I to W a layer holds 1.83 times what its forward saved: with --bpipe-keep-weights-halves none the fullest rank" in text
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "backward_weight"}
+    assert names
+    assert plot.read_text().startswith("<svg")
+    found = json.loads(output(capsys, *split, "--format", "json"))
+    assert found["configuration"]["keep_weights_halves"] == "linear"
+    at_once = json.loads(output(capsys, *split, "--keep-weights-halves", "none", "--format", "json"))
+    assert at_once["configuration"]["keep_weights_halves"] == "none"
+    assert found["at_once"] == {
+        "iteration_s": pytest.approx(at_once["iteration_time_s"]),
+        "peak_bytes": max(stage["peak_bytes"] for stage in at_once["stages"]),
+    }
+    assert "at_once" not in at_once
+    assert max(stage["peak_bytes"] for stage in found["stages"]) > found["at_once"]["peak_bytes"]
+
+
+def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    grouped = ["simulate", "--model", "gpt3-13b", "--cluster", "h100-80g:8", "--pipeline", "4", "--global-batch", "32"]
+    grouped += ["--schedule", "grouped-interleaved", "--chunks", "5", "--balance", "bpipe"]
+    assert "grouped-interleaved (group 3), balance bpipe" in output(capsys, *grouped, "--group", "3")
+    peaks = []
+    for group in ("2", "4"):
+        found = json.loads(output(capsys, *grouped, "--group", group, "--format", "json"))
+        assert found["configuration"]["group"] == int(group)
+        peaks.append(max(stage["peak_bytes"] for stage in found["stages"]))
+    assert peaks[0] < peaks[1]
+    assert json.loads(output(capsys, *grouped, "--format", "json"))["configuration"]["group"] == 2
+    assert main([*SIMULATE, "--group", "4"]) == 2
+    assert "schedule 1f1b has no groups of micro-batches" in capsys.readouterr().err
+
+
 def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """GPT-3 96B, t=4 p=8 b=2: 50.64 % measured. The times contain the output layer."""
     path = tmp_path / "profile.json"

@@ -51,7 +51,7 @@ def test_under_sequence_parallelism_the_second_half_gathers_again() -> None:
 
 
 def test_at_once_there_is_one_half() -> None:
-    at_once = predict_costs(replace(LLAMA, keep_halves=False)).stages[1]
+    at_once = predict_costs(replace(LLAMA, keep_weights_halves="none")).stages[1]
     assert at_once.whole_input_s == at_once.whole_backward_s
     assert at_once.weight_s == at_once.after_input_bytes == 0
 
@@ -77,7 +77,7 @@ def test_measured_seconds(tmp_path: Path) -> None:
     path.write_text(json.dumps({"stages": [{"input_s": 0.012, "weight_s": 0.009, "layers": 1}]}))
     stage = read_profile(str(path)).apply(LLAMA, predicted).stages[3]
     assert (stage.input_s, stage.weight_s, stage.backward_s) == (pytest.approx(0.12), pytest.approx(0.09), before.backward_s)
-    at_once = replace(LLAMA, keep_halves=False)
+    at_once = replace(LLAMA, keep_weights_halves="none")
     assert read_profile(str(path)).apply(at_once, predict_costs(at_once)).stages[3].weight_s == 0
     path.write_text(json.dumps({"stages": [{"weight_s": 0.009}]}))
     with pytest.raises(ValueError, match="stage 0 has one half of a backward alone: give both input_s and weight_s"):

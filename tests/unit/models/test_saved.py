@@ -118,7 +118,7 @@ def test_between_the_halves_with_grouped_queries_by_hand() -> None:
 
 def test_neither_the_embedding_nor_the_output_layer_puts_off_its_weights() -> None:
     assert after_input_bytes(SMALL) == (total(layer_after_input(SMALL)),) * 8
-    assert after_input_bytes(replace(SMALL, keep_halves=False)) == (0,) * 8
+    assert after_input_bytes(replace(SMALL, keep_weights_halves="none")) == (0,) * 8
 
 
 @pytest.mark.slow
