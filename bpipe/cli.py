@@ -22,18 +22,19 @@ from bpipe.commands.parser import Parser, costs, counted, numbers, positive, sha
 from bpipe.commands.times import splits, times_of, unit_costs
 from bpipe.generate.families import FAMILIES, exchange_of, that_take_delays, that_take_groups, that_take_shards
 from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.document import read_json, write_json
-from bpipe.ir.grid import read_grid, write_grid
+from bpipe.ir.document import write_json
+from bpipe.ir.grid import write_grid
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.listing import write_listing, write_listing_json
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
-from bpipe.ir.messages import has_messages, read_runtime, write_runtime
+from bpipe.ir.messages import write_runtime
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import TextError, read_csv, write_csv
+from bpipe.ir.text import write_csv
 from bpipe.passes.align import align
 from bpipe.passes.lower import lower
 from bpipe.program import BALANCES, ScheduleConfig, adopt, balancing, build
+from bpipe.read import read_file, source_of
 
 SUFFIXES = ("grid", "csv", "json", "svg", "png")
 # The last is CSV, too, so a file's name does not tell.
@@ -240,32 +241,13 @@ def _imported(options: argparse.Namespace) -> Schedule:
     for name in ("schedule", "stages", "microbatches", "group", "delay", "vocabulary", "input_shards"):
         if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
-    source = "standard input" if options.input == "-" else options.input
-    if options.input == "-" and sys.stdin is None:
-        raise ValueError("--input -: standard input is closed")
-    try:
-        data = sys.stdin.buffer.read() if options.input == "-" else Path(options.input).read_bytes()
-        schedule = read(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise TextError(f"{source}: byte {error.start} is no UTF-8 text") from None
-    except ValueError as error:
-        raise TextError(f"{source}: {error}") from None
+    schedule = read_file(options.input)
     try:
         if options.after_input is not None:
             schedule = with_after_input(schedule, options.after_input)
         return adopt(align(schedule) if options.align else schedule, balancing(options.balance, options.bound, options.partners))
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-
-
-def read(text: str) -> Schedule:
-    """A schedule from any of the text formats, told apart by how they begin."""
-    if text.lstrip(" \n\r\t").startswith("{"):
-        return read_json(text)
-    first, _, rest = text.partition("\n")
-    if first.startswith("#") and rest.startswith("slot"):
-        return read_grid(text)
-    return align(read_runtime(text)) if has_messages(text) else read_csv(text)
+        raise ValueError(f"{source_of(options.input)}: {error}") from None
 
 
 def _written(schedule: Schedule, form: str, given: tuple[Fraction, ...] | None, to_terminal: bool) -> bytes:

@@ -6,17 +6,19 @@ The command, the planner and the trainer's hooks all ask here, so they cannot di
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_delays, that_take_groups, that_take_shards
 from bpipe.generate.family import ALIKE, Asked, Family, UnitCosts
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.action import Kind
+from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import header, read_csv, write_rows
 from bpipe.names import unknown
 from bpipe.passes.balance import balance
 
@@ -48,7 +50,8 @@ class ScheduleConfig:
     as there are ranks. `costs` are for families that choose among their rules. `vocabulary`: how the output layer is split over all ranks;
     `input_shards`: and the embedding beside it. `delay`: how many micro-batches' I stand before a W, where the weights' half is put off by
     a number. `after_input`: the share of a micro-batch that is held between I and W, by which it is counted. `exchange`: when whoever runs
-    it sends and receives, by default as the family says.
+    it sends and receives, by default as the family says. `written`: the schedule itself, as CSV with its header, where it is no family's
+    but from elsewhere; then `schedule` is its own name.
     """
 
     schedule: str
@@ -63,8 +66,11 @@ class ScheduleConfig:
     delay: int = 0
     after_input: Fraction = Fraction(1)
     exchange: Exchange | None = None
+    written: str | None = None
 
     def __post_init__(self) -> None:
+        if self.written is not None:
+            return
         if self.schedule not in FAMILIES:
             raise ValueError(unknown("schedule", self.schedule, FAMILIES))
         for name in ("num_ranks", "num_microbatches", "num_chunks"):
@@ -120,8 +126,23 @@ class ScheduleConfig:
     @property
     def passing(self) -> Exchange:
         """When whoever runs it sends and receives."""
-        own = FAMILIES[self.schedule].exchange if self.vocabulary is Vocabulary.WHOLE else Exchange.POSTED
-        return self.exchange or own
+        ours = self.written is not None or self.vocabulary is not Vocabulary.WHOLE
+        return self.exchange or (Exchange.POSTED if ours else FAMILIES[self.schedule].exchange)
+
+    @property
+    def layout(self) -> Layout:
+        """Who computes which stage."""
+        if self.written is not None:
+            return _read(self.written).layout
+        layout = FAMILIES[self.schedule].layout(self.num_ranks, self.num_chunks)
+        return replace(layout, vocabulary=self.vocabulary, input_shards=self.input_shards)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are computed in halves."""
+        if self.written is None:
+            return FAMILIES[self.schedule].splits
+        return any(one.kind is Kind.BACKWARD_WEIGHT for row in _read(self.written).ranks for slot in row for one in slot.computations)
 
     @property
     def balance_name(self) -> str:
@@ -144,6 +165,8 @@ def build(config: ScheduleConfig) -> Schedule:
 
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
+    if config.written is not None:
+        return _adopted(config, config.written)
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     if config.vocabulary is Vocabulary.WHOLE:
         schedule = family.generate(*sizes, config.asked)
@@ -152,6 +175,29 @@ def build(config: ScheduleConfig) -> Schedule:
     if config.after_input != 1:
         schedule = with_after_input(schedule, config.after_input)
     return run(schedule, passes(config.balance), config.passing)
+
+
+def given(schedule: Schedule, balance: BalanceConfig | None = None) -> ScheduleConfig:
+    """What asks for a schedule from elsewhere, balanced if asked; one with transfers is balanced already, and stays as it is.
+
+    Raises ValueError for one that breaks a rule.
+    """
+    check(schedule, Exchange.POSTED)
+    text = f"{header(schedule)}\n{write_rows(schedule)}"
+    return ScheduleConfig(schedule.name, schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks, balance, written=text)
+
+
+@lru_cache(maxsize=16)
+def _read(written: str) -> Schedule:
+    return read_csv(written)
+
+
+def _adopted(config: ScheduleConfig, written: str) -> Schedule:
+    schedule = _read(written)
+    for name in ("num_ranks", "num_microbatches", "num_chunks"):
+        if getattr(config, name) != getattr(schedule, name):
+            raise ValueError(f"schedule {schedule.name} has {name} {getattr(schedule, name)}, and not {getattr(config, name)}")
+    return run(schedule, passes(config.balance) if schedule.hosts is None else (), config.passing)
 
 
 @lru_cache(maxsize=256)

@@ -69,11 +69,14 @@ def write_computation(slot: Slot) -> str:
 
 def write_csv(schedule: Schedule) -> str:
     """One line a rank. Compute-only schedules come out as torch.distributed.pipelining writes its own."""
-    lines = [",".join(_csv_cell(slot) for slot in row) for row in schedule.ranks]
     shown = _shows(schedule.layout) and schedule.after_input == 1
-    if schedule.hosts is not None or schedule.bounds is not None or not shown:
-        lines.insert(0, header(schedule))
-    return "".join(line + "\n" for line in lines)
+    told = schedule.hosts is None and schedule.bounds is None and shown
+    return write_rows(schedule) if told else f"{header(schedule)}\n{write_rows(schedule)}"
+
+
+def write_rows(schedule: Schedule) -> str:
+    """The lines of a CSV, without what a header says."""
+    return "".join(",".join(_csv_cell(slot) for slot in row) + "\n" for row in schedule.ranks)
 
 
 def _shows(layout: Layout) -> bool:

@@ -153,6 +153,8 @@ class _ProgramKeys:
     partners: Counts | None = None
     group_size: Count | None = None
     exchange: ExchangeName | None = None
+    delay: Count | None = None
+    written: Text | None = None
 
 
 def read_program(found: object, name: str = "program") -> ScheduleConfig:
@@ -160,7 +162,15 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
     how = balancing(keys.balance, keys.bounds, keys.partners)
     return ScheduleConfig(
-        keys.schedule, keys.num_stages, keys.num_microbatches, keys.num_chunks, how, keys.group_size, exchange=keys.exchange
+        keys.schedule,
+        keys.num_stages,
+        keys.num_microbatches,
+        keys.num_chunks,
+        how,
+        keys.group_size,
+        delay=keys.delay or 0,
+        exchange=keys.exchange,
+        written=keys.written,
     )
 
 
@@ -177,6 +187,8 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         partners=how.partners,
         group_size=config.group_size,
         exchange=config.exchange,
+        delay=config.delay or None,
+        written=config.written,
     )
     return {name: value for name, value in written(keys).items() if value is not None}
 

@@ -31,7 +31,7 @@ def install(config: SchedulingConfig) -> Installed:
     from megatron.scheduling.patches import install as install_patches
 
     driver = Driver(config)
-    loop = Loop(driver, config) if config.executor else Hooks(driver, config.num_ranks)
+    loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
     installed = install_patches(loop.wraps())
     installed.closing(loop.close)
     installed.closing(driver.close)

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bpipe.generate.families import DEFAULTS, FAMILIES, default
-from bpipe.ir.action import Kind
-from bpipe.ir.layout import Layout
-from bpipe.ir.program import Exchange
+from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
 from bpipe.program import ScheduleConfig
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling import upstream
+from megatron.scheduling.choosing import own_schedule
 from megatron.scheduling.placement import PLACEMENTS
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import end_where, reasons, refuse
@@ -30,21 +28,19 @@ TIMERS_LEVEL = 2
 class SchedulingConfig:
     """What driver and hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
-    `schedule` names the family to run, by default the one that Megatron's own loop runs. With `executor` our own loop runs it, and it
-    `splits` backwards; `keep_weights_halves` says of what W is put off.
+    `own` is what our own loop runs, each iteration with its own number of micro-batches; None where Megatron's loops run. Where it splits
+    backwards, `keep_weights_halves` says of what W is put off.
     `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
     is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
     `timers_interval` our timers are printed as Megatron prints its own.
     `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are
-    those of one rank's part of the vocabulary and of the sequence. `layout`: who computes which stage; None where Megatron's own loops run.
+    those of one rank's part of the vocabulary and of the sequence.
     """
 
     balance: bool
     num_ranks: int
     num_chunks: int
-    schedule: str | None = None
-    executor: bool = False
-    splits: bool = False
+    own: ScheduleConfig | None = None
     keep_weights_halves: str = "linear"
     transport: str = AUTO
     timeout_s: float = 300.0
@@ -60,17 +56,16 @@ class SchedulingConfig:
     flops_per_microbatch: float | None = None
     micro_batch_size: int | None = None
     logits_per_microbatch: int | None = None
-    layout: Layout | None = None
 
     @property
     def active(self) -> bool:
         """Whether anything of Megatron is to be hooked at all."""
-        return self.balance or self.executor or self.report is not None
+        return self.balance or self.own is not None or self.report is not None
 
     @property
     def positions(self) -> Positions:
         """Which process is which rank of the schedule."""
-        return Positions(self.num_ranks, mirrored=(False,) * self.num_chunks) if self.layout is None else Positions.of(self.layout)
+        return Positions(self.num_ranks, mirrored=(False,) * self.num_chunks) if self.own is None else Positions.of(self.own.layout)
 
     def flops(self, num_microbatches: int) -> float | None:
         """The model's FLOPs of one iteration of the whole world."""
@@ -89,9 +84,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--bpipe-schedule",
         default=None,
-        metavar="NAME",
-        help=f"The pipeline schedule: {', '.join(FAMILIES)}. By default what Megatron's own loop runs: {DEFAULTS[0]}, with virtual stages "
-        f"{DEFAULTS[1]}. These two it goes on running; any other is run by a loop of our own. Works with and without --bpipe.",
+        metavar="NAME|FILE",
+        help=f"The pipeline schedule: {', '.join(FAMILIES)}, or a file that `bpipe schedule --input` reads. By default what Megatron's "
+        f"own loop runs: {DEFAULTS[0]}, with virtual stages {DEFAULTS[1]}. These two it goes on running; any other is run by a loop of "
+        "our own. Works with and without --bpipe.",
+    )
+    group.add_argument(
+        "--bpipe-group",
+        type=_group,
+        default=None,
+        metavar="G|auto",
+        help=f"Of {that_take_groups()} but Megatron's own: how many micro-batches go through a chunk before the next. auto: chosen.",
+    )
+    group.add_argument(
+        "--bpipe-delay",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"Of {that_take_delays()}: how many micro-batches' I stand before a W.",
     )
     group.add_argument(
         "--bpipe-executor",
@@ -168,6 +178,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def _group(text: str) -> int | None:
+    """None: chosen."""
+    if text == "auto":
+        return None
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of micro-batches, and not auto")
+    return int(text)
+
+
 def config_from_args(args: Any) -> SchedulingConfig:
     """The configuration, once Megatron has validated its own arguments. Raises ValueError with one line a reason."""
     if not hasattr(args, "bpipe"):
@@ -175,9 +194,13 @@ def config_from_args(args: Any) -> SchedulingConfig:
         refuse(args, balance=True)
     upstream.require(args, "arguments")
     problems = list(_out_of_range(args))
-    executor = args.bpipe_executor or _needs_executor(args)
-    if args.bpipe or executor or args.bpipe_report is not None:
-        problems += reasons(args, args.bpipe, executor)
+    own = None
+    try:
+        own = own_schedule(args)
+    except ValueError as error:
+        problems.append(str(error))
+    if args.bpipe or own is not None or args.bpipe_report is not None:
+        problems += reasons(args, args.bpipe, own is not None)
     end_where(problems)
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
@@ -190,11 +213,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
         report=args.bpipe_report,
         num_ranks=args.pipeline_model_parallel_size,
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
-        schedule=args.bpipe_schedule,
-        executor=executor,
-        splits=executor and _splits(args),
+        own=own,
         keep_weights_halves=args.bpipe_keep_weights_halves,
-        layout=_layout(args) if executor else None,
         report_iterations=_iterations(args),
         last_iteration=_last_iteration(args),
         peak_tflops=args.bpipe_peak_tflops,
@@ -223,41 +243,11 @@ def _out_of_range(args: Any) -> Iterator[str]:
             candidates(args.bpipe_transport, startup.device_type())
         except ValueError as error:
             yield str(error)
-    yield from _wrong_schedule(args)
     chosen, end = _iterations(args), _last_iteration(args)
     if chosen is not None and not 1 <= chosen[0] <= chosen[1]:
         yield f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be a number or two with a hyphen, such as 3-5"
     elif chosen is not None and end is not None and chosen[1] > end:
         yield f"--bpipe-report-iterations {args.bpipe_report_iterations}: the training ends with iteration {end}; choose from 1-{end}"
-
-
-def _wrong_schedule(args: Any) -> Iterator[str]:
-    """Why the schedule asked for is not one over this run's ranks and chunks."""
-    if args.bpipe_schedule is None:
-        return
-    num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    try:
-        ScheduleConfig(args.bpipe_schedule, args.pipeline_model_parallel_size, 1, num_chunks)
-    except ValueError as error:
-        way = "a rank's chunks are its virtual stages: --num-virtual-stages-per-pipeline-rank, --num-layers-per-virtual-pipeline-stage"
-        yield f"--bpipe-schedule {args.bpipe_schedule}: {error} ({way})"
-
-
-def _layout(args: Any) -> Layout:
-    num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    return FAMILIES[args.bpipe_schedule or default(num_chunks)].layout(args.pipeline_model_parallel_size, num_chunks)
-
-
-def _splits(args: Any) -> bool:
-    """Whether backwards come in halves."""
-    num_ranks, num_chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    schedule = FAMILIES[args.bpipe_schedule or default(num_chunks)].generate(num_ranks, 2 * num_ranks, num_chunks)
-    return any(action.kind is Kind.BACKWARD_WEIGHT for slot in schedule.ranks[0] for action in slot.computations)
-
-
-def _needs_executor(args: Any) -> bool:
-    """Whether Megatron's own loops do not run what was asked for."""
-    return args.bpipe_schedule in FAMILIES and FAMILIES[args.bpipe_schedule].exchange is Exchange.POSTED
 
 
 def _iterations(args: Any) -> tuple[int, int] | None:

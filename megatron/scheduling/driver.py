@@ -55,7 +55,7 @@ class Driver:
         self._at: Action | None = None
         self._connection: Connection | None = None
         self._connected = False
-        self._meter = Meter(keeps_inputs=not config.executor) if config.report is not None else None
+        self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None else None
         self._peaks: list[tuple[int, int]] = []
         self._first_iterations = FirstIterations(config.minimum_bytes)
         self._own_time = OwnTime()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from bpipe.generate.families import FAMILIES, default
+from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
@@ -32,6 +32,7 @@ from megatron.scheduling.beside import no_barrier
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.driver import Driver
 from megatron.scheduling.halves import Halves, Keep
+from megatron.scheduling.hooks import group_of
 from megatron.scheduling.links import connect_neighbours
 from megatron.scheduling.syncing import Marks, Syncing
 
@@ -53,6 +54,8 @@ class Loop:
 
     def __init__(self, driver: Driver, config: SchedulingConfig) -> None:
         self._driver = driver
+        assert config.own is not None, "a schedule for our own loop"
+        self._own = config.own
         self._config = config
         self._halves = Halves(Keep(config.keep_weights_halves))
         driver.waiting = lambda backward: self._halves.storages((backward.stage, backward.microbatch))
@@ -62,7 +65,7 @@ class Loop:
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what; Megatron's steps stay as they are, and are called."""
         loops = (patches.ONE_F_ONE_B, patches.INTERLEAVED, patches.NO_PIPELINING)
-        halves = self._halves.wraps() if self._config.splits else {}
+        halves = self._halves.wraps() if self._own.splits else {}
         return {**dict.fromkeys(loops, self._wrap), **dict.fromkeys(patches.LEAVES, _as_it_is), **halves}
 
     def close(self) -> None:
@@ -149,15 +152,15 @@ class Loop:
     # -- set-up --------------------------------------------------------------------------------------------------------------------
 
     def _program(self, num_microbatches: int, config: Any) -> ScheduleConfig:
-        """Megatron's configuration has a group size even where nothing knows groups; there it means nothing."""
-        family = FAMILIES[self._config.schedule or default(self._config.num_chunks)]
-        group_size = config.microbatch_group_size_per_vp_stage
-        grouped = family.takes_groups and group_size != self._config.num_ranks
-        return self._driver.program(family, num_microbatches, group_size if grouped else None, Exchange.POSTED)
+        """Megatron's own schedule has Megatron's groups, by us too."""
+        own = replace(self._own, num_microbatches=num_microbatches)
+        family = None if own.written is not None else FAMILIES[own.schedule]
+        if family is None or family.exchange is Exchange.POSTED:
+            return own
+        return replace(own, group_size=group_of(config, family, own.num_ranks))
 
     def _forwards(self, num_microbatches: int) -> Schedule:
-        assert self._config.layout is not None, "where our own loop runs, the layout is known"
-        return forwards_only(self._config.layout, num_microbatches)
+        return forwards_only(self._own.layout, num_microbatches)
 
     def _prepare(self, key: object, schedule_of: Callable[[], Schedule]) -> _Prepared:
         """Collective over the world the first time."""

@@ -77,10 +77,7 @@ class Hooks:
         return run
 
     def _program(self, family: Family, num_microbatches: int, config: Any) -> ScheduleConfig:
-        """Megatron's configuration has a group size even where its loop knows no groups; there it means nothing."""
-        group_size = config.microbatch_group_size_per_vp_stage
-        grouped = family.takes_groups and group_size != self._num_ranks
-        return self._driver.program(family, num_microbatches, group_size if grouped else None)
+        return self._driver.program(family, num_microbatches, group_of(config, family, self._num_ranks))
 
     def _wrap_forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward_step)
@@ -120,6 +117,12 @@ class Hooks:
             return gradient
 
         return backward
+
+
+def group_of(config: Any, family: Family, num_ranks: int) -> int | None:
+    """Megatron's configuration has a group size even where its loop knows no groups; there it means nothing."""
+    group_size: int = config.microbatch_group_size_per_vp_stage
+    return group_size if family.takes_groups and group_size != num_ranks else None
 
 
 def _as_list(tensors: Any) -> list[Any]:

@@ -47,7 +47,7 @@ def _or_end() -> Iterator[None]:
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse_args)
     def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron.scheduling import placement
+        from megatron.scheduling import choosing, placement
         from megatron.scheduling.arguments import add_arguments
 
         def provider(parser: Any) -> Any:
@@ -59,6 +59,7 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         # Megatron parses again, leniently, to look single values up; this process has its rank by then.
         if not ignore_unknown_args:
             with _or_end():
+                choosing.complete(args)
                 placement.apply(args)
         return args
 
@@ -109,7 +110,7 @@ def scheduling(args: Any) -> Iterator[None]:
 
     driver = Driver(config)
     reporter = Reporter(config, driver) if config.report is not None else None
-    loop = Loop(driver, config) if config.executor else Hooks(driver, config.num_ranks)
+    loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
     wraps = loop.wraps()
     if reporter is not None:
         wraps |= reporter.wraps()

@@ -28,6 +28,7 @@ MAY: dict[str, set[str]] = {
     "passes": {"ir", "generate.place"},
     "check": {"ir", "passes.lower"},
     "program": {"names", "ir", "generate", "passes", "check"},
+    "read": {"ir", "passes.align"},
     "simulate": {"ir", "passes.lower"},
     "models": {"values", "names", "placement", "ir", "generate.families", "program", "simulate.cost"},
     "record": {"values", "ir", "program", "models.flops"},
@@ -42,7 +43,7 @@ MAY: dict[str, set[str]] = {
         *("names", "ir", "generate.families", "generate.family", "generate.timing", "program", "simulate", "models", "plan"),
         *("record", "report", "report.out", "compare", "draw"),
     },
-    "cli": {"ir", "generate.families", "passes.align", "passes.lower", "check.deadlock", "program", "draw", "commands"},
+    "cli": {"ir", "generate.families", "passes.align", "passes.lower", "check.deadlock", "program", "read", "draw", "commands"},
     "__main__": {"cli"},
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.check.rules import ScheduleError, check
-from bpipe.cli import main, read
+from bpipe.cli import main
 from bpipe.draw.svg import write_svg
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
@@ -20,6 +20,7 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
 from bpipe.program import BalanceConfig, adopt
+from bpipe.read import read
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bpipe.cli import read
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.align import align
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.read import read
 from tests.unit.oracle import is_sound
 from tests.unit.test_overlap import OVERLAPPED
 from validation.fuzz.messages import judge_messages, words_of

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.program import Exchange
+from bpipe.program import BalanceConfig, ScheduleConfig, build, given
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
 from bpipe.record.read import read_held, read_run, read_steps, read_summaries
@@ -121,3 +123,33 @@ def test_a_column_without_a_value_is_read_as_its_default() -> None:
     """What a later version adds has one, so that a record without the column is read."""
     assert [column.name for column in form.COLUMNS] == list(form.Row._fields)
     assert [column.name for column in form.COLUMNS if column.needed] == ["action", "start_s", "end_s"]
+
+
+PROGRAMS = (
+    ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig((3,), (3, 2, 1, 0))),
+    ScheduleConfig("interleaved-1f1b", 4, 10, 2, group_size=6, exchange=Exchange.POSTED),
+    ScheduleConfig("1f1b-split", 4, 8, delay=2),
+    given(build(ScheduleConfig("zb-h1", 4, 8))),
+    given(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig()),
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.schedule)
+def test_what_was_run_can_be_built_again(program: ScheduleConfig) -> None:
+    """From the record alone: of a schedule that is no family's it holds the schedule."""
+    text = json.dumps(form._write_program(program))
+    found = form.read_program(json.loads(text))
+    assert found == program
+    assert build(found) == build(program)
+
+
+def test_an_exchange_that_there_is_not_is_refused() -> None:
+    keys = form._write_program(PROGRAMS[0]) | {"exchange": "pigeon"}
+    with pytest.raises(ValueError, match="exchange: 'pigeon' is none of megatron-1f1b, megatron-interleaved, posted"):
+        form.read_program(keys)
+
+
+def test_a_schedule_of_other_sizes_than_its_program_is_refused() -> None:
+    keys = form._write_program(PROGRAMS[3]) | {"num_microbatches": 9}
+    with pytest.raises(ValueError, match="schedule zb-h1 has num_microbatches 8, and not 9"):
+        build(form.read_program(keys))

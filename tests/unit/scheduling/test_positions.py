@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bpipe.ir.layout import Layout, one_pipe
+from bpipe.program import ScheduleConfig
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.positions import Positions
 
@@ -48,7 +49,8 @@ def test_megatrons_own_placement_is_left_as_it_is(ways: tuple[int, ...]) -> None
     assert positions.native
     assert positions.in_order("abcd") == tuple("abcd")
     assert positions == SchedulingConfig(balance=True, num_ranks=4, num_chunks=len(ways)).positions
-    assert positions == SchedulingConfig(balance=True, num_ranks=4, num_chunks=len(ways), layout=rounds(4, *ways)).positions
+    own = ScheduleConfig("interleaved-1f1b" if len(ways) > 1 else "gpipe", 4, 8, len(ways))
+    assert positions == SchedulingConfig(balance=True, num_ranks=4, num_chunks=len(ways), own=own).positions
 
 
 def test_one_rank_has_one_way() -> None:

@@ -1,0 +1,146 @@
+"""Find out which schedule a run is to have, and whether our own loop runs it.
+
+In: Megatron's parsed arguments. Out: before Megatron judges them, the virtual stages that the schedule needs; after it, what to build, or
+None where Megatron's own loop runs what was asked for. Raises ValueError with the way out. Knows no tensors and imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups
+from bpipe.generate.family import Family
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import NAME
+from bpipe.names import unknown
+from bpipe.program import BalanceConfig, ScheduleConfig, built, given
+from bpipe.read import read_file
+from megatron.scheduling import upstream
+
+_WAY_OUT = "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
+
+
+def complete(args: Any) -> None:
+    """Give every rank as many virtual stages as the schedule asked for has, where it can have no other number and nobody said how many."""
+    # A YAML configuration replaces the command line, and ours with it; it is refused later.
+    name = getattr(args, "bpipe_schedule", None)
+    if name is None:
+        return
+    upstream.require(args, "choosing")
+    said = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_layout
+    if any(way is not None for way in said):
+        return
+    if name in FAMILIES:
+        family = FAMILIES[name]
+        num_chunks = family.min_chunks if family.min_chunks == family.max_chunks else 1
+    else:
+        num_chunks = _of_file(name).num_chunks
+    if num_chunks > 1:
+        args.num_virtual_stages_per_pipeline_rank = num_chunks
+
+
+def own_schedule(args: Any) -> ScheduleConfig | None:
+    """What our own loop is to run, of as many micro-batches as this run begins with; None where Megatron's own loop runs it.
+
+    Raises ValueError where it does not fit the run's sizes, and for what is no schedule.
+    """
+    upstream.require(args, "choosing")
+    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    name = args.bpipe_schedule or default(num_chunks)
+    balance = BalanceConfig() if args.bpipe else None
+    if name not in FAMILIES:
+        return _from_file(args, name, num_chunks, balance)
+    family = FAMILIES[name]
+    ours = args.bpipe_executor or not _is_megatrons(family)
+    _check_asked(args, family)
+    first = _first_microbatches(args)
+    try:
+        config = ScheduleConfig(
+            schedule=name,
+            num_ranks=args.pipeline_model_parallel_size,
+            num_microbatches=first or 1,
+            num_chunks=num_chunks,
+            balance=balance,
+            group_size=args.bpipe_group,
+            delay=args.bpipe_delay or 0,
+            exchange=Exchange.POSTED,
+        )
+        if ours and first is not None:
+            built(config)
+    except ValueError as error:
+        raise ValueError(f"--bpipe-schedule {name}: {error}\n  {_WAY_OUT}") from None
+    return config if ours else None
+
+
+def _is_megatrons(family: Family) -> bool:
+    return family.exchange is not Exchange.POSTED
+
+
+def _check_asked(args: Any, family: Family) -> None:
+    if args.bpipe_group is not None and (not family.takes_groups or _is_megatrons(family)):
+        own = "the group of Megatron's own schedule is --microbatch-group-size-per-virtual-pipeline-stage"
+        reason = own if family.takes_groups else f"{family.name} has no groups of micro-batches: choose from {that_take_groups()}"
+        raise ValueError(f"--bpipe-group {args.bpipe_group}: {reason}")
+    if args.bpipe_delay is not None and not family.takes_delay:
+        raise ValueError(f"--bpipe-delay {args.bpipe_delay}: {family.name} takes none: choose from {that_take_delays()}")
+
+
+def _first_microbatches(args: Any) -> int | None:
+    """How many micro-batches the first iteration has, where that is known before the run."""
+    if args.global_batch_size is None or args.step_batch_size_schedule is not None:
+        return None
+    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+
+
+# -- from a file ------------------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _of_file(name: str) -> Schedule:
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"--bpipe-schedule {name}: {unknown('schedule', name, FAMILIES)}; nor is there a file of that name")
+    try:
+        schedule = read_file(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--bpipe-schedule {error}") from None
+    # A plain CSV names itself nowhere.
+    nameless = schedule.name == "csv" and NAME.fullmatch(path.stem) and path.stem not in FAMILIES
+    return replace(schedule, name=path.stem) if nameless else schedule
+
+
+def _from_file(args: Any, name: str, num_chunks: int, balance: BalanceConfig | None) -> ScheduleConfig:
+    schedule = _of_file(name)
+    problems = list(_unlike(args, schedule, num_chunks))
+    if not problems:
+        try:
+            config = given(schedule, balance)
+            built(config)
+            return config
+        except ValueError as error:
+            problems = [str(error)]
+    raise ValueError("\n  ".join(f"--bpipe-schedule {name}: {problem}" for problem in problems))
+
+
+def _unlike(args: Any, schedule: Schedule, num_chunks: int) -> Iterator[str]:
+    """In what the file differs from the run."""
+    num_ranks, microbatches = args.pipeline_model_parallel_size, _first_microbatches(args)
+    if schedule.num_ranks != num_ranks:
+        yield f"it has {schedule.num_ranks} ranks, and the pipeline {num_ranks}: --pipeline-model-parallel-size {schedule.num_ranks}"
+    elif schedule.num_chunks != num_chunks:
+        yield f"it has {schedule.num_chunks} stages a rank, and this run {num_chunks}: {_WAY_OUT}"
+    if microbatches is not None and schedule.num_microbatches != microbatches:
+        size = schedule.num_microbatches * args.micro_batch_size * args.data_parallel_size
+        yield f"it has {schedule.num_microbatches} micro-batches, and an iteration {microbatches}: --global-batch-size {size}"
+    for flag, value in (("group", args.bpipe_group), ("delay", args.bpipe_delay)):
+        if value is not None:
+            yield f"--bpipe-{flag} is for schedules that are generated: leave it out"
+    if schedule.hosts is not None and not args.bpipe:
+        yield "it moves activations: give --bpipe, too"
+    if schedule.layout.num_pipes > 1 or schedule.layout.shard_kinds:
+        yield "several pipes, and shards of the vocabulary, are not trained yet: take one pipe, and the vocabulary whole"

@@ -1,0 +1,138 @@
+"""Which schedule a run has follows from its flags: a family's name or a file, checked before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bpipe.ir.document import write_json
+from bpipe.ir.grid import write_grid
+from bpipe.ir.program import Exchange
+from bpipe.ir.text import write_csv
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from megatron.scheduling.choosing import complete, own_schedule
+
+INTERLEAVED = build(ScheduleConfig("interleaved-1f1b", 4, 8, 2))
+
+
+def args(**more: Any) -> SimpleNamespace:
+    """Megatron's, of 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
+    return SimpleNamespace(
+        **{
+            "bpipe": False,
+            "bpipe_schedule": None,
+            "bpipe_executor": False,
+            "bpipe_group": None,
+            "bpipe_delay": None,
+            "pipeline_model_parallel_size": 4,
+            "virtual_pipeline_model_parallel_size": None,
+            "num_virtual_stages_per_pipeline_rank": None,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "pipeline_model_parallel_layout": None,
+            "global_batch_size": 48,
+            "micro_batch_size": 2,
+            "data_parallel_size": 3,
+            "step_batch_size_schedule": None,
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize("flags", [{}, {"bpipe_schedule": "1f1b"}, {"bpipe": True}])
+def test_megatrons_own_loop_runs_its_own_schedules(flags: dict[str, Any]) -> None:
+    assert own_schedule(args(**flags)) is None
+    with_chunks = {"virtual_pipeline_model_parallel_size": 2, "bpipe_schedule": "interleaved-1f1b" if flags else None}
+    assert own_schedule(args(**flags | with_chunks)) is None
+
+
+def test_ours_runs_them_where_it_is_asked_to() -> None:
+    found = own_schedule(args(bpipe_executor=True, bpipe=True))
+    assert found == ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig(), exchange=Exchange.POSTED)
+
+
+def test_ours_runs_what_megatrons_does_not() -> None:
+    assert own_schedule(args(bpipe_schedule="gpipe")) == ScheduleConfig("gpipe", 4, 8, exchange=Exchange.POSTED)
+    chunks = {"virtual_pipeline_model_parallel_size": 3}
+    found = own_schedule(args(bpipe_schedule="grouped-interleaved", bpipe_group=3, **chunks))
+    assert found == ScheduleConfig("grouped-interleaved", 4, 8, 3, group_size=3, exchange=Exchange.POSTED)
+
+
+def test_a_batch_that_grows_has_no_first_size() -> None:
+    found = own_schedule(args(bpipe_schedule="gpipe", step_batch_size_schedule="0:8 1024:16", global_batch_size=None))
+    assert found is not None
+    assert found.num_microbatches == 1
+
+
+@pytest.mark.parametrize("write", [write_csv, write_json, write_grid])
+def test_a_file_is_read_and_says_how_many_stages_a_rank_has(write: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(write(INTERLEAVED))
+    given = args(bpipe_schedule=str(file))
+    complete(given)
+    assert given.num_virtual_stages_per_pipeline_rank == 2
+    found = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2))
+    assert found is not None
+    assert found.schedule == ("mine" if write is write_csv else "interleaved-1f1b")
+    assert build(found).ranks == INTERLEAVED.ranks
+    assert found.layout == INTERLEAVED.layout
+    assert not found.splits
+
+
+def test_a_file_that_moves_activations_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "balanced.csv"
+    balanced = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+    file.write_text(write_csv(balanced))
+    found = own_schedule(args(bpipe_schedule=str(file), bpipe=True))
+    assert found is not None
+    assert build(found) == balanced
+    with pytest.raises(ValueError, match="it moves activations: give --bpipe, too"):
+        own_schedule(args(bpipe_schedule=str(file)))
+
+
+def test_stages_that_somebody_asked_for_are_left() -> None:
+    for flag in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"):
+        given = args(bpipe_schedule="gpipe", **{flag: 3})
+        complete(given)
+        assert {**vars(given)} == vars(args(bpipe_schedule="gpipe", **{flag: 3}))
+
+
+REFUSED = [
+    ({"bpipe_schedule": "1f1b", "virtual_pipeline_model_parallel_size": 2}, "1f1b takes at most 1 chunk a rank, not 2"),
+    ({"bpipe_schedule": "interleaved-1f1b"}, "needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages, --num-"),
+    ({"bpipe_schedule": "gpipe", "bpipe_group": 2}, "--bpipe-group 2: gpipe has no groups of micro-batches: choose from"),
+    (
+        {"bpipe_schedule": "interleaved-1f1b", "virtual_pipeline_model_parallel_size": 2, "bpipe_group": 2},
+        "is --microbatch-group-size-per-virtual-pipeline-stage",
+    ),
+    ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
+    ({"bpipe_schedule": "gpip"}, "did you mean .gpipe..*nor is there a file of that name"),
+    ({"bpipe_schedule": "FILE"}, "it has 2 stages a rank, and this run 1: a rank's chunks are its virtual stages"),
+    ({"bpipe_schedule": "FILE", "pipeline_model_parallel_size": 8}, "it has 4 ranks, and the pipeline 8: --pipeline-model-parallel-size 4"),
+    (
+        {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "global_batch_size": 96},
+        "it has 8 micro-batches, and an iteration 16: --global-batch-size 48",
+    ),
+    (
+        {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_group": 4},
+        "--bpipe-group is for schedules that are generated",
+    ),
+    (
+        {"bpipe_schedule": "BROKEN", "virtual_pipeline_model_parallel_size": 2},
+        "rank 0, slot 37, a bubble: stage 0 has no B or I of micro-batch 0 in any slot",
+    ),
+    ({"bpipe_schedule": "GARBLED"}, "garbled.csv: line 1, cell 1: 'what' is no action"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_what_does_not_fit_is_refused_with_the_way_out(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    texts = {"FILE": write_csv(INTERLEAVED), "BROKEN": write_csv(INTERLEAVED).replace("0B0", ""), "GARBLED": "what,0F0\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name.lower()}.csv").write_text(text)
+        if flags["bpipe_schedule"] == name:
+            flags = flags | {"bpipe_schedule": str(tmp_path / f"{name.lower()}.csv")}
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        own_schedule(args(**flags))
