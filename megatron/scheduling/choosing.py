@@ -1,47 +1,24 @@
 """Find out which schedule a run is to have, and whether our own loop runs it.
 
-In: Megatron's parsed arguments. Out: before Megatron judges them, the virtual stages that the schedule needs; after it, what to build, or
-None where Megatron's own loop runs what was asked for. Raises ValueError with the way out. Knows no tensors and imports no Megatron.
+In: Megatron's arguments, once it has judged them. Out: what to build, or None where Megatron's own loop runs what was asked for. Raises
+ValueError with the way out. Knows no tensors and imports no Megatron.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+from bpipe.check.order import check_microbatch_order
 from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import NAME
-from bpipe.names import unknown
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
-from bpipe.read import read_file
 from megatron.scheduling import upstream
+from megatron.scheduling.following import of_file
 
 _WAY_OUT = "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
-
-
-def complete(args: Any) -> None:
-    """Give every rank as many virtual stages as the schedule asked for has, where it can have no other number and nobody said how many."""
-    # A YAML configuration replaces the command line, and ours with it; it is refused later.
-    name = getattr(args, "bpipe_schedule", None)
-    if name is None:
-        return
-    upstream.require(args, "choosing")
-    said = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_layout
-    if any(way is not None for way in said):
-        return
-    if name in FAMILIES:
-        family = FAMILIES[name]
-        num_chunks = family.min_chunks if family.min_chunks == family.max_chunks else 1
-    else:
-        num_chunks = _of_file(name).num_chunks
-    if num_chunks > 1:
-        args.num_virtual_stages_per_pipeline_rank = num_chunks
 
 
 def own_schedule(args: Any) -> ScheduleConfig | None:
@@ -100,27 +77,13 @@ def _first_microbatches(args: Any) -> int | None:
 # -- from a file ------------------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def _of_file(name: str) -> Schedule:
-    path = Path(name)
-    if not path.is_file():
-        raise ValueError(f"--bpipe-schedule {name}: {unknown('schedule', name, FAMILIES)}; nor is there a file of that name")
-    try:
-        schedule = read_file(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--bpipe-schedule {error}") from None
-    # A plain CSV names itself nowhere.
-    nameless = schedule.name == "csv" and NAME.fullmatch(path.stem) and path.stem not in FAMILIES
-    return replace(schedule, name=path.stem) if nameless else schedule
-
-
 def _from_file(args: Any, name: str, num_chunks: int, balance: BalanceConfig | None) -> ScheduleConfig:
-    schedule = _of_file(name)
+    schedule = of_file(name)
     problems = list(_unlike(args, schedule, num_chunks))
     if not problems:
         try:
             config = given(schedule, balance)
-            built(config)
+            check_microbatch_order(built(config))
             return config
         except ValueError as error:
             problems = [str(error)]

@@ -47,7 +47,7 @@ def _or_end() -> Iterator[None]:
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse_args)
     def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron.scheduling import choosing, placement
+        from megatron.scheduling import following, placement
         from megatron.scheduling.arguments import add_arguments
 
         def provider(parser: Any) -> Any:
@@ -59,7 +59,7 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         # Megatron parses again, leniently, to look single values up; this process has its rank by then.
         if not ignore_unknown_args:
             with _or_end():
-                choosing.complete(args)
+                following.complete(args)
                 placement.apply(args)
         return args
 

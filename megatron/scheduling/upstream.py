@@ -104,9 +104,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "driver": ("batch_p2p_sync", "timers"),
     "choosing": (
         *("data_parallel_size", "global_batch_size", "micro_batch_size", "pipeline_model_parallel_size", "step_batch_size_schedule"),
-        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout"),
         "virtual_pipeline_model_parallel_size",
     ),
+    "following": ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout"),
     "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
     "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
     "hooks": ("microbatch_group_size_per_vp_stage",),
