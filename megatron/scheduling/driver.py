@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,7 @@ class Driver:
 
     `waiting`: what whoever computes keeps between the halves of a backward, by its first half; whoever splits backwards sets it.
     `running` is true inside of `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last
-    iteration's note. `waiting(backward)`: what whoever computes keeps between the halves of a backward. `changed_over`: this iteration is
-    the first of its program since another one's, and every rank's is.
+    iteration's note. `changed_over`: this iteration is the first of its program since another one's, and every rank's is.
     """
 
     def __init__(self, config: SchedulingConfig) -> None:
@@ -62,7 +61,6 @@ class Driver:
         self._own_time = OwnTime()
         self._num_iterations = 0
         self.changed_over = False
-        self.waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
         self.links: list[MeasuredLink] = []
         self.recording = False
         self.recorded: Recorded | None = None
