@@ -32,6 +32,7 @@ from gpu import (
     abandon,
     cannot,
     counts,
+    halves,
     isolate,
     limits,
     megatron_stage,
@@ -89,12 +90,15 @@ STEPS: dict[str, Step] = {
     "peer": Step(peer.run, peer.SIZES, 1, 75, "one-sided copies between two processes are right"),
     "streams": Step(streams.run, streams.SIZES, 1, 90, "the order of streams is right, and each wait is needed"),
     "memory": Step(memory.run, memory.SIZES, 1, 90, "what each stage allocates, against the prediction"),
+    "halves": Step(
+        halves.run, halves.SIZES, 1, 50, "backwards of Megatron's own stage in halves, also Transformer Engine's: right or wrong"
+    ),
     "overhead": Step(overhead.run, overhead.SIZES, 2, 140, "what balancing costs one stage, beside copy engines"),
     "overhead_one_queue": Step(
         None,
         overhead.SIZES,
         2,
-        130,
+        120,
         "the same where all streams share one queue",
         (Under("1 connection", {CONNECTIONS: "1"}, ("overhead",)),),
     ),
@@ -107,7 +111,7 @@ STEPS: dict[str, Step] = {
         (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),),
     ),
     "megatron": Step(
-        megatron_stage.run, megatron_stage.SIZES, 2, 180, "Megatron's own stage, compiled: what moves, and that nothing differs"
+        megatron_stage.run, megatron_stage.SIZES, 2, 160, "Megatron's own stage, compiled: what moves, and that nothing differs"
     ),
     "nearly_full": Step(nearly_full.run, nearly_full.SIZES, 3, 60, "a balanced program with no room to spare, and lending beside it"),
     "side_stream": Step(side_stream.run, side_stream.SIZES, 3, 40, "what refusing activations of another stream protects from"),
@@ -127,7 +131,7 @@ STEPS: dict[str, Step] = {
         None,
         streams.SIZES,
         3,
-        150,
+        140,
         "the order of streams again under torch's other allocators",
         (
             Under("expandable segments", {ALLOCATOR: "expandable_segments:True"}, ("versions", "streams", "peer", "memory")),

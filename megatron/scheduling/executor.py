@@ -30,6 +30,7 @@ from megatron.scheduling import patches, upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import no_barrier
 from megatron.scheduling.chunks import Call, ChunkStages
+from megatron.scheduling.delaying import delaying
 from megatron.scheduling.driver import Driver
 from megatron.scheduling.halves import Halves, Keep
 from megatron.scheduling.hooks import group_of
@@ -138,7 +139,7 @@ class Loop:
         embedding = schedules.clear_embedding_activation_buffer(config, call.models, last) if finalize is not None else None
         syncing = Syncing(prepared.marks, config, call.models)
         with _of(prepared.stages, call):
-            self._halves.begin()
+            self._halves.begin({stage: delaying(call.models[chunk].modules()) for stage, chunk in prepared.stages.chunks.items()})
             syncing.begin()
             try:
                 prepared.executor.run(_Around(self._driver, syncing))

@@ -18,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -42,6 +43,12 @@ class Keep(enum.StrEnum):
 
     NONE = "none"
     LINEAR = "linear"
+
+
+class Delaying(Protocol):
+    """A module that keeps the W of its own passes and runs the oldest of them when it is called: Transformer Engine's, built to."""
+
+    def backward_dw(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -136,6 +143,9 @@ class Halves:
         # Where what is put off goes now: a pass of a backward that is split is under way.
         self._now: list[_Half] | None = None
         self._watched: dict[int, Any] = {}
+        self._delaying: Mapping[int, Sequence[Delaying]] = {}
+        # By stage, whose W its delaying modules run next.
+        self._next: dict[int, deque[int]] = {}
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what, as long as a schedule splits backwards."""
@@ -150,6 +160,8 @@ class Halves:
             raise RuntimeFault(f"{_named(key)}: a pass begins inside of another one, and what the two put off could not be told apart")
         kept = self._kept.setdefault(key, _Kept())
         kept.passes += 1
+        if kept.passes == 2:
+            self._next.setdefault(key[0], deque()).append(key[1])
         self._now = kept.halves
         try:
             yield
@@ -173,6 +185,19 @@ class Halves:
         if nodes:
             # Nobody reads these gradients.
             torch.autograd.backward(nodes, [nodes[0].detach()] * len(nodes))  # [3]
+        self._run_delaying(key)
+
+    def _run_delaying(self, key: Key) -> None:
+        stage, microbatch = key
+        waiting, modules = self._next[stage], self._delaying.get(stage, ())
+        if modules and waiting[0] != microbatch:
+            raise RuntimeFault(
+                f"{_named(key)}: its W comes before that of micro-batch {waiting[0]}, whose I came first; Transformer Engine's layers keep "
+                f"what they put off in that order. Take another schedule, or {_WAY_OUT}"
+            )
+        waiting.remove(microbatch)
+        for module in modules:
+            module.backward_dw()
 
     def storages(self, key: Key) -> tuple[torch.UntypedStorage, ...]:
         """What is held for this micro-batch's W, each storage once."""
@@ -183,13 +208,15 @@ class Halves:
                 found[storage._cdata] = storage
         return tuple(found.values())
 
-    def begin(self) -> None:
-        """A new iteration: nothing may be left of the last one."""
+    def begin(self, delaying: Mapping[int, Sequence[Delaying]] | None = None) -> None:
+        """A new iteration: nothing may be left of the last one. `delaying[stage]`: the modules that keep a W themselves."""
         if self._kept:
             left = ", ".join(map(_named, self._kept))
             raise RuntimeFault(
                 f"weights' halves of {left} are left over from the last iteration: their gradients are missing in its weights"
             )
+        self._delaying = delaying or {}
+        self._next.clear()
 
     def abandon(self) -> None:
         """Drop everything, and let go of the parameters: the run is over."""

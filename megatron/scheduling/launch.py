@@ -102,16 +102,20 @@ def scheduling(args: Any) -> Iterator[None]:
         starting.need_folder(config.report)
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
+    from megatron.scheduling.delaying import ask
     from megatron.scheduling.driver import Driver
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
-    from megatron.scheduling.patches import install
+    from megatron.scheduling.patches import LINEAR, install
     from megatron.scheduling.reporting import Reporter
 
     driver = Driver(config)
     reporter = Reporter(config, driver) if config.report is not None else None
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
     wraps = loop.wraps()
+    if LINEAR in wraps:
+        with _or_end():
+            wraps |= ask(args)
     if reporter is not None:
         wraps |= reporter.wraps()
     installed = install(wraps)

@@ -63,10 +63,12 @@ LINEAR = Patch(
     bound_in=("megatron.core.tensor_parallel",),
 )
 LINEAR_BACKWARD = Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.backward", ("ctx", "grad_output"))
+CONFIGURED = Patch("megatron.core.transformer.transformer_config", "TransformerConfig.__post_init__", ("self",))
 PARSE_ARGS = Patch("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args"))
 PRETRAIN = Patch("megatron.training.training", "pretrain", (), bound_in=("megatron.training",), observes=True)
 PATCHES = (
-    *(FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, NO_PIPELINING, LINEAR, LINEAR_BACKWARD, TRAIN_STEP, PARSE_ARGS, PRETRAIN),
+    *(FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, NO_PIPELINING, LINEAR, LINEAR_BACKWARD, CONFIGURED, TRAIN_STEP, PARSE_ARGS),
+    PRETRAIN,
 )
 # What our own loop calls of what Megatron's loops call around their steps.
 LEAVES = (

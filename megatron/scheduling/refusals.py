@@ -56,7 +56,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "combined 1F1B",
-        lambda s: s.overlap_moe_expert_parallel_comm or s.delay_wgrad_compute,
+        # Megatron has --delay-wgrad-compute with it only.
+        lambda s: s.overlap_moe_expert_parallel_comm,
         "the combined 1F1B schedule runs other steps",
         "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
     ),

@@ -109,6 +109,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "following": ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout"),
     "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
     "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
+    "delaying": ("add_bias_linear", "delay_wgrad_compute", "gradient_accumulation_fusion", "overlap_grad_reduce", "transformer_impl"),
     "hooks": ("microbatch_group_size_per_vp_stage",),
     "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
     "one_stage": (
@@ -139,7 +140,6 @@ OPTIONAL: dict[str, str] = {
     "cpu_offloading_num_layers": _NO_OFFLOADING,
     "cuda_graph_impl": _NO_CUDA_GRAPHS,
     "dataloader_inter_document_masking": _NO_PACKING,
-    "delay_wgrad_compute": _NO_COMBINED,
     "distribute_saved_activations": "saved activations stay whole",
     "enable_cuda_graph": _NO_CUDA_GRAPHS,
     "expert_gtp_weight_remat_size": _NO_SHARDS,

@@ -254,6 +254,17 @@ def test_without_megatron_its_step_is_skipped(check: ModuleType, monkeypatch: py
     assert rehearse(check, "megatron").skipped == "megatron-core is not installed here"
 
 
+@pytest.mark.timeout(300)
+def test_halves(check: ModuleType) -> None:
+    result = check.find_out("halves", "rehearsal", 1.0)
+    assert result.ok is True, (result.rows, result.failure)
+    assert result.facts["Megatron's layers"]["wrong"] == 0
+    assert result.facts["Megatron's layers"]["gradients"] > 8
+    # 16 numbers a hidden one, in 16 bit.
+    assert result.facts["Megatron's layers"]["waiting_bytes"] == 16 * 16 * 32 * 2
+    assert values(result)["Transformer Engine's layers"] == "skipped: transformer-engine is not installed here"
+
+
 def test_nearly_full(check: ModuleType) -> None:
     result = rehearse(check, "nearly_full")
     assert result.ok is True

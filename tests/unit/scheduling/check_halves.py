@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +42,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling import patches
+from megatron.scheduling.delaying import ask, delaying
 from megatron.scheduling.halves import Halves, Keep
 
 HIDDEN, LENGTH, BATCH = 64, 16, 2
@@ -103,6 +104,38 @@ class Whole(torch.nn.Module):
         places = torch.arange(LENGTH).expand(BATCH, LENGTH)
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
         return self.model(tokens, places, mask, labels=tokens)
+
+
+class Engines(torch.nn.Module):
+    """As a module of Transformer Engine's that delays: its W are a queue of its own, and only it knows what is in there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.waiting: list[torch.Tensor] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = hidden @ self.weight.detach().t()
+        output.register_hook(lambda gradient: self.waiting.append(gradient.flatten(0, 1).t() @ hidden.detach().flatten(0, 1)))
+        return output
+
+    def backward_dw(self) -> None:
+        done = self.waiting.pop(0)
+        self.weight.grad = done if self.weight.grad is None else self.weight.grad + done
+
+
+Engines.__module__ = "transformer_engine.pytorch.pretended"
+
+
+class Mixed(Thrice):
+    """Layers of Megatron's and of Transformer Engine's in one stage."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.engines = Engines()
+
+    def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return self.engines(super().forward(received, microbatch))
 
 
 class Besides(Thrice):
@@ -383,6 +416,59 @@ def a_weight_that_is_used_otherwise_too_is_refused() -> None:
     same(gradients(whole(of, LATE)), gradients(split(of, LATE, Halves(Keep.NONE))), "besides")
 
 
+def a_module_that_keeps_its_own_halves_is_called_in_its_order() -> None:
+    results = []
+    for order in (AT_ONCE, LATE):
+        halves = Halves()
+        stage = Stage(case(Mixed).make(), halves)
+        modules = delaying(stage.model.modules())
+        assert modules == (stage.model.engines,), "Megatron's own layers have a backward_dw too, which does nothing"
+        with installed(halves):
+            for _ in range(2):
+                halves.begin({0: modules})
+                stage.run(order)
+        assert stage.model.engines.waiting == []
+        results.append(gradients(stage))
+    same(*results, "mixed")
+    halves = Halves()
+    stage = Stage(case(Mixed).make(), halves)
+    with installed(halves):
+        halves.begin({0: delaying(stage.model.modules())})
+        with pytest.raises(RuntimeFault, match="micro-batch 1: its W comes before that of micro-batch 0, whose I came first"):
+            stage.run("F0 F1 I0 I1 W1")
+
+
+def transformer_engine_is_asked_to_delay_where_it_can() -> None:
+    usual = {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True, "overlap_grad_reduce": False}
+
+    def asked(version: str, **given: Any) -> SimpleNamespace:
+        args = SimpleNamespace(**{**usual, "add_bias_linear": True, "delay_wgrad_compute": False, **given})
+        since = tuple(map(int, version.split(".")))
+        able = lambda least: since >= tuple(map(int, least.split(".")))  # noqa: E731
+        with mock.patch("megatron.scheduling.delaying.is_te_min_version", able):
+            args.wraps = ask(args)
+        return args
+
+    assert asked("0.0.0", transformer_impl="local").wraps == {}
+    args = asked("2.3.0")
+    assert args.delay_wgrad_compute
+    for version, given, what in (
+        ("2.2.0", {}, "off at all from version 2.3.0 on; use --bpipe-keep-weights-halves none"),
+        ("2.6.0", {"gradient_accumulation_fusion": False}, "without --gradient-accumulation-fusion from version 2.7.0 on"),
+        ("2.7.0", {"overlap_grad_reduce": True, "add_bias_linear": False}, "with --overlap-grad-reduce from version 2.8.0 on"),
+        ("2.8.0", {"overlap_grad_reduce": True}, "use --disable-bias-linear"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            asked(version, **given)
+    assert asked("2.8.0", overlap_grad_reduce=True, add_bias_linear=False).delay_wgrad_compute
+    with pytest.raises(AssertionError, match="overlap_moe_expert_parallel_comm must be enabled"):
+        config(delay_wgrad_compute=True)
+    installed = patches.install(args.wraps)
+    assert config(delay_wgrad_compute=True).delay_wgrad_compute
+    assert not config().delay_wgrad_compute
+    installed.remove()
+
+
 # Where a line is missing or wrong, and the case that shows it.
 MUTATIONS = (
     ("linear(input, weight.detach(),", "linear(input, weight,", "reduced"),
@@ -425,4 +511,6 @@ if __name__ == "__main__":
     what_waits_is_freed_as_it_is_done()
     halves_out_of_turn_are_refused()
     a_weight_that_is_used_otherwise_too_is_refused()
+    a_module_that_keeps_its_own_halves_is_called_in_its_order()
+    transformer_engine_is_asked_to_delay_where_it_can()
     what_is_left_out_is_noticed()

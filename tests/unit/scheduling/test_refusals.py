@@ -14,7 +14,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
     "FP8 and FP4": [{"fp8": "hybrid"}, {"fp4": "e2m1"}],
     "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}, {"fine_grained_activation_offloading": True}],
-    "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}, {"delay_wgrad_compute": True}],
+    "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}],
     "paged stash": [{"moe_paged_stash": True}],
     "experts without a fixed capacity": [{"num_experts": 8}, {"num_moe_experts": 8}],
     "the flex dispatcher of experts": [
