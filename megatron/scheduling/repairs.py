@@ -88,8 +88,8 @@ def _resume_distributed_optimizer_with_torch_adam() -> str | None:
     """Without Apex and Transformer Engine the distributed optimizer wraps torch's Adam, and cannot resume with it.
 
     It asks for the common step of a state that torch makes only at the first step; it writes loaded values into parameters that require
-    a gradient; and it gives all parameters one tensor as their step, which torch counts up once for each of them, or the step from
-    before the loading.
+    a gradient; it gives all parameters one tensor as their step, which torch counts up once for each of them, or the step from
+    before the loading; and in the fully reshardable format it looks for that step where it was not put.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -115,8 +115,15 @@ def _resume_distributed_optimizer_with_torch_adam() -> str | None:
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(step)
 
+    plain_set = torch.no_grad()(kind._set_main_param_and_optimizer_states)
+
+    @functools.wraps(plain_set)
+    def set_states(self: Any, model_param: Any, tensors: Any) -> None:
+        # What is no tensor is passed over.
+        plain_set(self, model_param, {"step": None, **tensors})
+
     kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
-    kind._set_main_param_and_optimizer_states = torch.no_grad()(kind._set_main_param_and_optimizer_states)
+    kind._set_main_param_and_optimizer_states = set_states
     return "the distributed optimizer resumes with torch's Adam"
 
 
