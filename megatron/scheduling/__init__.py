@@ -20,7 +20,8 @@ __all__ = ["install", "place"]
 def install(config: SchedulingConfig) -> Installed:
     """Balance every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back.
 
-    Call it before `pretrain`, which looks the pipelined loop up once. Raises RuntimeError where the installed Megatron differs from
+    Call it before `pretrain`, which looks the pipelined loop up once, and for a schedule whose stages are not where Megatron has them
+    before process groups and models are made. Raises RuntimeError where the installed Megatron differs from
     the one that was tried, naming what differs. Nothing was parsed, so the first iteration looks at the model's configuration: a
     ValueError says what of it cannot be balanced. The process groups may exist by then, so no rank is moved: that is `place`'s, before.
     """
@@ -29,10 +30,11 @@ def install(config: SchedulingConfig) -> Installed:
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import install as install_patches
+    from megatron.scheduling.placed import wraps_of
 
     driver = Driver(config)
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
-    installed = install_patches(loop.wraps())
+    installed = install_patches(loop.wraps() | wraps_of(config.positions))
     installed.closing(loop.close)
     installed.closing(driver.close)
     return installed

@@ -15,7 +15,7 @@ from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_t
 from bpipe.program import ScheduleConfig
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling import upstream
-from megatron.scheduling.choosing import own_schedule
+from megatron.scheduling.choosing import own_schedule, unplaced
 from megatron.scheduling.placement import PLACEMENTS
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import end_where, reasons, refuse
@@ -197,6 +197,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
     own = None
     try:
         own = own_schedule(args)
+        problems += [] if own is None else unplaced(args, own)
     except ValueError as error:
         problems.append(str(error))
     if args.bpipe or own is not None or args.bpipe_report is not None:

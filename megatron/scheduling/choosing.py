@@ -17,6 +17,8 @@ from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
 from megatron.scheduling import upstream
 from megatron.scheduling.following import of_file
+from megatron.scheduling.positions import Positions
+from megatron.scheduling.refusals import reasons_of_placement
 
 _WAY_OUT = "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
 
@@ -52,6 +54,12 @@ def own_schedule(args: Any) -> ScheduleConfig | None:
     except ValueError as error:
         raise ValueError(f"--bpipe-schedule {name}: {error}\n  {_WAY_OUT}") from None
     return config if ours else None
+
+
+def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
+    """Why these arguments do not go together with where the schedule has its stages: a line each, or none."""
+    wanted = "--bpipe-executor" if args.bpipe_schedule is None else f"--bpipe-schedule {args.bpipe_schedule}"
+    return [] if Positions.of(own.layout).native else reasons_of_placement(args, wanted)
 
 
 def _is_megatrons(family: Family) -> bool:

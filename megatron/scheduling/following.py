@@ -1,7 +1,7 @@
 """Let flags of Megatron's follow from the schedule that a run asks for.
 
-In: Megatron's parsed arguments, before it judges them. Out: the same, with as many virtual stages a rank as the schedule has. Raises
-ValueError where there is no such schedule. Knows no tensors and imports no Megatron.
+In: Megatron's parsed arguments, before it judges them. Out: the same, with as many virtual stages a rank as the schedule has, and what else
+its stages need. Raises ValueError for what is no schedule, and for stages that this model does not have. Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -17,25 +17,68 @@ from bpipe.ir.text import NAME
 from bpipe.names import unknown
 from bpipe.read import read_file
 from megatron.scheduling import upstream
+from megatron.scheduling.positions import Positions
 
 
 def complete(args: Any) -> None:
-    """Give every rank as many virtual stages as the schedule asked for has, where it can have no other number and nobody said how many."""
+    """Set what follows from the schedule asked for, where it can have only one number of stages a rank.
+
+    Before Megatron's `validate_args`, and after it took arguments from a checkpoint.
+    """
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
     name = getattr(args, "bpipe_schedule", None)
     if name is None:
         return
     upstream.require(args, "following")
-    said = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_layout
-    if any(way is not None for way in said):
-        return
     if name in FAMILIES:
         family = FAMILIES[name]
-        num_chunks = family.min_chunks if family.min_chunks == family.max_chunks else 1
+        layout = family.layout(args.pipeline_model_parallel_size, family.min_chunks)
+        known = family.min_chunks == family.max_chunks
     else:
-        num_chunks = of_file(name).num_chunks
+        layout = of_file(name).layout
+        # Whatever else is not the run's is refused when all of that is known.
+        known = layout.num_pipes == 1
+    if not known:
+        return
+    try:
+        follow(args, Positions.of(layout))
+    except ValueError as error:
+        raise ValueError(f"--bpipe-schedule {name}: {error}") from None
+
+
+def follow(args: Any, positions: Positions) -> None:
+    """Set what these stages need. Raises ValueError for a model or a pipeline that cannot be cut so."""
+    num_ranks, num_chunks = args.pipeline_model_parallel_size, len(positions.mirrored)
     if num_chunks > 1:
-        args.num_virtual_stages_per_pipeline_rank = num_chunks
+        if num_ranks < 2:
+            raise ValueError("one rank passes nothing to another: take --pipeline-model-parallel-size 2 or more")
+        # What a checkpoint says of virtual stages is of the run that saved it.
+        if args.use_mp_args_from_checkpoint_args:
+            args.num_layers_per_virtual_pipeline_stage = None
+        if args.num_layers_per_virtual_pipeline_stage is None and args.pipeline_model_parallel_layout is None:
+            if args.num_virtual_stages_per_pipeline_rank is None:
+                args.num_virtual_stages_per_pipeline_rank = num_chunks
+            _need_equal_stages(args, num_ranks * args.num_virtual_stages_per_pipeline_rank)
+        if num_ranks == 2:
+            # Megatron's interleaved loop needs it between two ranks; that loop does not run.
+            args.overlap_p2p_comm = True
+    if not positions.native and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+        args.dist_ckpt_optim_fully_reshardable = True
+        upstream.remark("the distributed optimizer's state is saved by layer, as --dist-ckpt-optim-fully-reshardable says")
+
+
+def _need_equal_stages(args: Any, num_stages: int) -> None:
+    """Without flags that say otherwise all stages have equally many layers; Megatron would end at an assertion, while it builds."""
+    if args.num_layers is None or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers:
+        return
+    extra = bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
+    whole, rest = divmod(args.num_layers + extra, num_stages)
+    if rest:
+        nearest = " or ".join(str(count * num_stages - extra) for count in (whole, whole + 1) if count)
+        raise ValueError(
+            f"{args.num_layers} layers do not make {num_stages} equal stages: take --num-layers {nearest}, or say with "
+            "--pipeline-model-parallel-layout which layers each stage has"
+        )
 
 
 @lru_cache(maxsize=1)

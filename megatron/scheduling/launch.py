@@ -26,7 +26,8 @@ def prepare() -> None:
     from megatron.scheduling import patches
 
     with _or_end():
-        patches.install({patches.PARSE_ARGS: _wrap_parse_args, patches.PRETRAIN: _wrap_pretrain})
+        wraps = {patches.PARSE_ARGS: _wrap_parse_args, patches.VALIDATE_ARGS: _wrap_validate_args, patches.PRETRAIN: _wrap_pretrain}
+        patches.install(wraps)
 
 
 def require(args: Any, script: str) -> None:
@@ -47,7 +48,7 @@ def _or_end() -> Iterator[None]:
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse_args)
     def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron.scheduling import following, placement
+        from megatron.scheduling import placement
         from megatron.scheduling.arguments import add_arguments
 
         def provider(parser: Any) -> Any:
@@ -59,11 +60,22 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         # Megatron parses again, leniently, to look single values up; this process has its rank by then.
         if not ignore_unknown_args:
             with _or_end():
-                following.complete(args)
                 placement.apply(args)
         return args
 
     return parse
+
+
+def _wrap_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(validate_args)
+    def validated(args: Any, *defaults: Any, **named: Any) -> Any:
+        from megatron.scheduling import following
+
+        with _or_end():
+            following.complete(args)
+        return validate_args(args, *defaults, **named)
+
+    return validated
 
 
 def _wrap_pretrain(pretrain: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,12 +119,13 @@ def scheduling(args: Any) -> Iterator[None]:
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import LINEAR, install
+    from megatron.scheduling.placed import wraps_of
     from megatron.scheduling.reporting import Reporter
 
     driver = Driver(config)
     reporter = Reporter(config, driver) if config.report is not None else None
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
-    wraps = loop.wraps()
+    wraps = loop.wraps() | wraps_of(config.positions)
     if LINEAR in wraps:
         with _or_end():
             wraps |= ask(args)

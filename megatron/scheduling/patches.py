@@ -66,9 +66,59 @@ LINEAR_BACKWARD = Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunicatio
 CONFIGURED = Patch("megatron.core.transformer.transformer_config", "TransformerConfig.__post_init__", ("self",))
 PARSE_ARGS = Patch("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args"))
 PRETRAIN = Patch("megatron.training.training", "pretrain", (), bound_in=("megatron.training",), observes=True)
+VALIDATE_ARGS = Patch("megatron.training.arguments", "validate_args", ("args", "defaults"))
+
+# Where a placement is not Megatron's own: who is asked while a chunk is built, and what counts on where the first stage is.
+_STATE = "megatron.core.parallel_state"
+_CHECKPOINT = "megatron.core.dist_checkpointing"
+PIPELINE_GROUP = Patch(_STATE, "get_pipeline_model_parallel_group", ("check_initialized",))
+PIPELINE_RANK = Patch(_STATE, "get_pipeline_model_parallel_rank", ())
+FIRST_STAGE = Patch(_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
+EMBEDDING_RANKS = Patch(_STATE, "default_embedding_ranks", ("pp_ranks",))
+POSITION_EMBEDDING_RANKS = Patch(_STATE, "default_position_embedding_ranks", ("pp_ranks",))
+BUILD_CHUNKS = Patch(
+    "megatron.training.models.dist_utils",
+    "build_virtual_pipeline_stages",
+    ("build_model_func", "pg_collection", "vp_size", "model_type"),
+    bound_in=("megatron.training.models",),
+)
+GET_MODEL = Patch(
+    "megatron.training.training",
+    "get_model",
+    ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"),
+    bound_in=("megatron.training",),
+)
+_LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
+LAYERS_BEFORE = Patch(_LAYOUT, "PipelineParallelLayerLayout.get_layer_offset", ("self", "layer_type", "vp_stage", "pp_rank"))
+LAYERS_TO_BUILD = Patch(_LAYOUT, "PipelineParallelLayerLayout.get_num_layers_to_build", ("self", "layer_type", "vp_stage", "pp_rank"))
+DATA_ITERATORS = Patch("megatron.training.training", "build_train_valid_test_data_iterators", ("build_train_valid_test_datasets_provider",))
+TIED_GRADIENTS = Patch(
+    "megatron.core.distributed.finalize_model_grads",
+    "_allreduce_word_embedding_grads",
+    ("model", "config", "embd_group", "pp_group"),
+)
+SAVE = Patch(f"{_CHECKPOINT}.serialization", "save", ("sharded_state_dict",), bound_in=(_CHECKPOINT,), observes=True)
+LOAD = Patch(f"{_CHECKPOINT}.serialization", "load", ("sharded_state_dict",), bound_in=(_CHECKPOINT,), observes=True)
+CHECKPOINT_FORMAT = Patch("megatron.training.checkpointing", "_get_checkpoint_format", ("checkpoint_name", "args"))
+_BY_BUFFER = ("self", "model_sharded_state_dict", "is_loading", "metadata")
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+STATE_BY_BUFFER = Patch(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_dp_reshardable", _BY_BUFFER)
+STATE_BY_RANK = Patch(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_dp_zero", _BY_BUFFER)
+
 PATCHES = (
     *(FORWARD_STEP, BACKWARD_STEP, ONE_F_ONE_B, INTERLEAVED, NO_PIPELINING, LINEAR, LINEAR_BACKWARD, CONFIGURED, TRAIN_STEP, PARSE_ARGS),
-    PRETRAIN,
+    *(
+        PRETRAIN,
+        VALIDATE_ARGS,
+        PIPELINE_GROUP,
+        PIPELINE_RANK,
+        FIRST_STAGE,
+        EMBEDDING_RANKS,
+        POSITION_EMBEDDING_RANKS,
+        BUILD_CHUNKS,
+        GET_MODEL,
+    ),
+    *(LAYERS_BEFORE, LAYERS_TO_BUILD, DATA_ITERATORS, TIED_GRADIENTS, SAVE, LOAD, CHECKPOINT_FORMAT, STATE_BY_BUFFER, STATE_BY_RANK),
 )
 # What our own loop calls of what Megatron's loops call around their steps.
 LEAVES = (

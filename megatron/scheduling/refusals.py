@@ -163,6 +163,40 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
+# What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first stage and the last.
+PLACED: tuple[Refusal, ...] = (
+    Refusal(
+        "checkpoints by rank",
+        lambda s: (s.save or s.load) and s.ckpt_format != "torch_dist",
+        "only checkpoints of the format torch_dist file weights by layer; others file them by rank, and ranks have other layers here",
+        "use --ckpt-format torch_dist",
+    ),
+    Refusal(
+        "local checkpoints",
+        lambda s: s.non_persistent_ckpt_type == "local",
+        "local checkpoints file weights by rank, and ranks have other layers here",
+        "use --non-persistent-ckpt-type global",
+    ),
+    Refusal(
+        "hybrid models",
+        lambda s: s.hybrid_layer_pattern,
+        "a pattern of layers is dealt out by pipeline rank, and ranks have other layers here",
+        "drop --hybrid-layer-pattern",
+    ),
+    Refusal(
+        "further tokens in a layout",
+        lambda s: s.mtp_num_layers and s.pipeline_model_parallel_layout,
+        "in a layout the layers that predict further tokens are looked up by pipeline rank, and ranks have other layers here",
+        "drop --pipeline-model-parallel-layout or --mtp-num-layers",
+    ),
+    Refusal(
+        "skipped iterations",
+        lambda s: s.iterations_to_skip,
+        "Megatron skips iterations on one data iterator a rank, and here a rank has one a chunk",
+        "drop --iterations-to-skip",
+    ),
+)
+
 
 def _experts(settings: Settings) -> bool:
     """Whether there are any; the arguments and a model's configuration have different names for it."""
@@ -174,6 +208,11 @@ def reasons(settings: object, balance: bool, executor: bool = False) -> list[str
     wanted = "--bpipe" if balance else "--bpipe-schedule" if executor else "--bpipe-report"
     asked = [refusal for refusal in REFUSALS if balance or not refusal.moving]
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in asked if refusal.applies(Settings(settings))]
+
+
+def reasons_of_placement(settings: object, wanted: str) -> list[str]:
+    """Why these settings cannot train with the placement that `wanted`, a flag and its value, brings: a line each, or none."""
+    return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in PLACED if refusal.applies(Settings(settings))]
 
 
 def refuse(settings: object, balance: bool) -> None:

@@ -106,7 +106,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("data_parallel_size", "global_batch_size", "micro_batch_size", "pipeline_model_parallel_size", "step_batch_size_schedule"),
         "virtual_pipeline_model_parallel_size",
     ),
-    "following": ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout"),
+    "following": (
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers"),
+        *("decoder_last_pipeline_num_layers", "dist_ckpt_optim_fully_reshardable", "num_layers", "num_layers_per_virtual_pipeline_stage"),
+        *("num_virtual_stages_per_pipeline_rank", "overlap_p2p_comm", "pipeline_model_parallel_layout", "pipeline_model_parallel_size"),
+        *("use_distributed_optimizer", "use_mp_args_from_checkpoint_args"),
+    ),
     "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
     "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
     "delaying": ("add_bias_linear", "delay_wgrad_compute", "gradient_accumulation_fusion", "overlap_grad_reduce", "transformer_impl"),
@@ -131,11 +136,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 
 _NO_CUDA_GRAPHS, _NO_OFFLOADING, _NO_COMBINED = "no CUDA graphs", "no activation offloading", "no combined 1F1B"
 _NO_EXPERTS, _NO_SHARDS, _NO_PACKING = "no experts", "weights sharded by tensor parallelism alone", "no packed sequences"
-_NO_RECOMPUTATION = "no recomputation"
+_NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 
 # What is read through `refusals.Settings`, for which a missing setting is None, and what that is taken for.
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
+    "ckpt_format": "checkpoints by rank",
     "cpu_offloading": _NO_OFFLOADING,
     "cpu_offloading_num_layers": _NO_OFFLOADING,
     "cuda_graph_impl": _NO_CUDA_GRAPHS,
@@ -150,18 +156,25 @@ OPTIONAL: dict[str, str] = {
     "fp8": "no FP8",
     "gtp_weight_remat_size": _NO_SHARDS,
     "hybrid_context_parallel": _NO_PACKING,
+    "hybrid_layer_pattern": "layers of one kind",
     "inprocess_restart": "no in-process restart",
+    "iterations_to_skip": "no iteration is skipped",
+    "load": "nothing is loaded",
     "moe_pad_expert_input_to_capacity": "experts without a fixed capacity",
     "moe_paged_stash": "no paged stash",
     "moe_shared_expert_overlap": "shared experts are not overlapped",
     "moe_token_dispatcher_type": "not the flex dispatcher",
+    "mtp_num_layers": _NO_FURTHER,
+    "non_persistent_ckpt_type": "checkpoints for all",
     "num_experts": _NO_EXPERTS,
     "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute alike",
     "num_moe_experts": _NO_EXPERTS,
     "overlap_moe_expert_parallel_comm": _NO_COMBINED,
     "perform_rl_step": "no reinforcement learning",
+    "pipeline_model_parallel_layout": "no layout of layers",
     "recompute_granularity": _NO_RECOMPUTATION,
     "recompute_modules": _NO_RECOMPUTATION,
+    "save": "nothing is saved",
     "sft": _NO_PACKING,
     "tensor_parallel_num_weight_shards": _NO_SHARDS,
     "tp_comm_overlap": "tensor-parallel communication is not overlapped",
@@ -179,6 +192,7 @@ _NOT_IN_CONFIGURATION = frozenset(
     (
         *("dataloader_inter_document_masking", "fake_process_group", "inprocess_restart", "num_experts", "perform_rl_step", "sft"),
         *("use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
+        *("ckpt_format", "hybrid_layer_pattern", "iterations_to_skip", "load", "non_persistent_ckpt_type", "save"),
     )
 )
 

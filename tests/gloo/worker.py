@@ -75,7 +75,7 @@ class Recorder:
 
         return wrapped
 
-    def weights(self) -> str:
+    def weights(self) -> Any:
         digest = hashlib.sha256()
         for chunk in self.model:
             for name, parameter in sorted(chunk.named_parameters()):
@@ -104,14 +104,14 @@ def agree_on_port(path: Path) -> str:
     return path.read_text()
 
 
-def run(case: dict[str, Any], folder: Path) -> None:
+def run(case: dict[str, Any], folder: Path, observer: type[Recorder] = Recorder) -> None:
     """Train once and write what happened."""
     # A placement gives this process another rank for one run; the next starts from the launcher's again.
     os.environ["RANK"] = LAUNCH_RANK
     os.environ["MASTER_PORT"] = agree_on_port(folder / f"{case['name']}.port")
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
     print(f"=== {case['name']}", flush=True)
-    recorder = Recorder()
+    recorder = observer()
     try:
         pretrain_gpt.main()
         rank = torch.distributed.get_rank()

@@ -13,6 +13,7 @@ from bpipe.ir.grid import write_grid
 from bpipe.ir.program import Exchange
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from megatron.scheduling import upstream
 from megatron.scheduling.choosing import own_schedule
 from megatron.scheduling.following import complete
 
@@ -25,6 +26,7 @@ def args(**more: Any) -> SimpleNamespace:
     """Megatron's, of 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
     return SimpleNamespace(
         **{
+            **dict.fromkeys(upstream.REQUIRED["following"]),
             "bpipe": False,
             "bpipe_schedule": None,
             "bpipe_executor": False,

@@ -13,9 +13,11 @@ import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import pytest
+
 from megatron.scheduling.arguments import SchedulingConfig, add_arguments
 from megatron.scheduling.patches import PATCHES
-from megatron.scheduling.refusals import REFUSALS
+from megatron.scheduling.refusals import PLACED, REFUSALS, Refusal
 from megatron.scheduling.upstream import TRIED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,10 +41,11 @@ def plain(cell: str) -> str:
     return cell.replace("`", "")
 
 
-def test_every_refusal_is_in_the_table_as_it_is_said() -> None:
-    documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table("What is refused")}
-    assert documented == {refusal.feature: (refusal.reason, refusal.remedy) for refusal in REFUSALS}
-    assert len(documented) == len(REFUSALS), "two refusals have one name"
+@pytest.mark.parametrize(("heading", "refusals"), [("What is refused", REFUSALS), ("Stages placed as a V", PLACED)])
+def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tuple[Refusal, ...]) -> None:
+    documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table(heading)}
+    assert documented == {refusal.feature: (refusal.reason, refusal.remedy) for refusal in refusals}
+    assert len(documented) == len(refusals), "two refusals have one name"
 
 
 def test_what_is_refused_only_where_something_moves_is_said_to_be() -> None:

@@ -1,0 +1,260 @@
+"""Build and feed a rank's chunks where a placement is not Megatron's own.
+
+In: which chunks count their stages from the other end of the pipeline. Out: wrappers of Megatron's functions, with which its model, data,
+embeddings and checkpoints are those of the same stages under its own placement. A chunk that counts from the other end is built with a view
+of the pipeline's group in which the ranks are mirrored; whatever communicates keeps the true group.
+Knows no schedule: who computes what and when is nobody's concern here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.scheduling import patches, tied, twins
+from megatron.scheduling.positions import Positions
+
+
+class View:
+    """The pipeline's group as a chunk sees it that counts its ranks from the other end. Nothing can be sent in it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a view of the pipeline has no {name}: it is for counting layers; communicate in the model's own pg_collection.pp"
+        )
+
+
+class Placed:
+    """The wrappers, for pipelines whose chunks do not all count as Megatron's do."""
+
+    def __init__(self, positions: Positions) -> None:
+        self._positions = positions
+        # The chunk that is being built, or asked about: as which Megatron sees this rank.
+        self._chunk: int | None = None
+        self._indexing = False
+        self._first: Any = None
+
+    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
+        """What to put in place of what."""
+        wraps: dict[patches.Patch, patches.Wrap] = {
+            patches.PIPELINE_GROUP: self._wrap_group,
+            patches.PIPELINE_RANK: self._wrap_rank,
+            patches.BUILD_CHUNKS: self._wrap_build_chunks,
+            patches.GET_MODEL: self._wrap_get_model,
+            patches.LAYERS_BEFORE: self._wrap_layers,
+            patches.LAYERS_TO_BUILD: self._wrap_layers,
+            patches.CHECKPOINT_FORMAT: _refuse_files_by_rank,
+            patches.STATE_BY_BUFFER: _refuse_state,
+            patches.STATE_BY_RANK: _refuse_state,
+        }
+        if self._positions.folded:
+            wraps |= {
+                patches.EMBEDDING_RANKS: _last_rank,
+                patches.POSITION_EMBEDDING_RANKS: _last_rank,
+                patches.FIRST_STAGE: self._wrap_first_stage,
+                patches.DATA_ITERATORS: self._wrap_data_iterators,
+                patches.TIED_GRADIENTS: _wrap_tied_gradients,
+                patches.SAVE: _wrap_save,
+                patches.LOAD: _wrap_load,
+            }
+        return wraps
+
+    # -- which rank a chunk sees ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _seen_by(self, chunk: int | None) -> Iterator[None]:
+        """Inside, Megatron's answers are for this chunk; None: for the rank, as always."""
+        kept, self._chunk = self._chunk, chunk
+        try:
+            yield
+        finally:
+            self._chunk = kept
+
+    def _view(self, group: Any, chunk: int) -> Any:
+        return View(self._positions.seen(group.rank(), chunk), group.size()) if self._positions.mirrored[chunk] else group
+
+    def _wrap_group(self, get_group: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(get_group)
+        def group(check_initialized: bool = True) -> Any:
+            found = get_group(check_initialized)
+            return found if self._chunk is None else self._view(found, self._chunk)
+
+        return group
+
+    def _wrap_rank(self, get_rank: Callable[[], int]) -> Callable[[], int]:
+        @functools.wraps(get_rank)
+        def rank() -> int:
+            chunk = self._chunk
+            with self._seen_by(None):
+                found = get_rank()
+            return found if chunk is None else self._positions.seen(found, chunk)
+
+        return rank
+
+    def _wrap_layers(self, count: Callable[..., int]) -> Callable[..., int]:
+        """With a layout of layers Megatron asks which rank this is wherever it counts, not only while it builds."""
+
+        @functools.wraps(count)
+        def counted(layout: Any, layer_type: Any = None, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+            given = {} if layer_type is None else {"layer_type": layer_type}
+            with self._seen_by(vp_stage or 0):
+                return count(layout, **given, vp_stage=vp_stage, pp_rank=pp_rank)
+
+        return counted
+
+    # -- models --------------------------------------------------------------------------------------------------------------------
+
+    def _wrap_build_chunks(self, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(build_chunks)
+        def built(build_model_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def make(pg_collection: Any, **given: Any) -> Any:
+                return self._build(lambda view, **flags: build_model_func(view, **flags), pg_collection, given)
+
+            return build_chunks(make, *args, **kwargs)
+
+        return built
+
+    def _wrap_get_model(self, get_model: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(get_model)
+        def got(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def provide(pg_collection: Any, **given: Any) -> Any:
+                return self._build(lambda view, **flags: model_provider_func(pg_collection=view, **flags), pg_collection, given)
+
+            return get_model(provide, *args, **kwargs)
+
+        return got
+
+    def _build(self, make: Callable[..., Any], groups: Any, given: dict[str, Any]) -> Any:
+        """One chunk, as the stage that it is. `make` takes the groups to build with, and Megatron's flags."""
+        chunk, last = given["vp_stage"], len(self._positions.mirrored) - 1
+        seen = self._positions.seen(groups.pp.rank(), chunk)
+        given |= {"pre_process": chunk == seen == 0, "post_process": (chunk, seen) == (last, self._positions.num_ranks - 1)}
+        with self._seen_by(chunk):
+            view = copy.copy(groups)
+            view.pp = self._view(groups.pp, chunk)
+            model = make(view, **given)
+        # What is inside goes on counting layers with the view; the trainer communicates in the model's own.
+        model.pg_collection = groups
+        if chunk == 0:
+            self._first = model
+        if chunk == last:
+            if self._positions.folded:
+                tied.fill(self._first, model)
+            self._first = None
+        return model
+
+    # -- data ----------------------------------------------------------------------------------------------------------------------
+
+    def _wrap_first_stage(self, is_first: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(is_first)
+        def first(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+            with self._seen_by(0):
+                found = is_first(ignore_virtual, vp_stage)
+            return found or (self._indexing and is_first(ignore_virtual, vp_stage))
+
+        return first
+
+    def _wrap_data_iterators(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Rank 0 of the world writes the indices that all others read, and says whether there is anything to train on.
+
+        So it builds data sets too, as it does where it has the first stage, and then has no use for them.
+        """
+
+        @functools.wraps(build)
+        def built(provider: Any) -> Any:
+            self._indexing = True
+            try:
+                found = build(provider)
+            finally:
+                self._indexing = False
+            if parallel_state.get_pipeline_model_parallel_rank() > 0:
+                return found
+            return tuple([None] * len(each) if isinstance(each, list) else None for each in found)
+
+        return built
+
+
+def wraps_of(positions: Positions) -> dict[patches.Patch, patches.Wrap]:
+    """What to put in place of what, before any model is built; nothing where every stage is where Megatron has it."""
+    return {} if positions.native else Placed(positions).wraps()
+
+
+def _last_rank(default_ranks: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Who has embeddings: a rank alone. Two, as by default, would wait for each other."""
+
+    @functools.wraps(default_ranks)
+    def ranks(pp_ranks: list[int]) -> list[int]:
+        return [pp_ranks[-1]]
+
+    return ranks
+
+
+def _wrap_tied_gradients(all_reduce: Callable[..., None]) -> Callable[..., None]:
+    """Where Megatron adds up the copies' gradients: behind their reduction, before they are scaled."""
+
+    @functools.wraps(all_reduce)
+    def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+        all_reduce(model, *args, **kwargs)
+        tied.add_up(model[0], model[-1])
+
+    return added
+
+
+def _wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def saved(sharded_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return save(twins.without(sharded_state_dict), *args, **kwargs)
+
+    return saved
+
+
+def _wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        # Asked to, it also says which keys did not match.
+        return (twins.apart(found[0]), *found[1:]) if isinstance(found, tuple) else twins.apart(found)
+
+    return loaded
+
+
+def _refuse_files_by_rank(get_format: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(get_format)
+    def checked(checkpoint_name: Any, args: Any) -> str:
+        found = get_format(checkpoint_name, args)
+        if found != "torch_dist":
+            raise ValueError(
+                f"{checkpoint_name} is of the format {found}, which files weights by rank, and here ranks have other layers than where it "
+                "was saved: convert it there with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+            )
+        return found
+
+    return checked
+
+
+def _refuse_state(method: Callable[..., Any]) -> Callable[..., Any]:
+    """State that is filed by buffer or by rank says nothing of which layers it belongs to, and here they are others'."""
+
+    @functools.wraps(method)
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(
+            "this checkpoint files the distributed optimizer's state by the buffers of each rank, and here ranks have other layers than "
+            "where it was saved: save it there with --dist-ckpt-optim-fully-reshardable, or go on without it by --no-load-optim"
+        )
+
+    return refuse

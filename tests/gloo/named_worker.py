@@ -1,0 +1,79 @@
+"""One rank of a test's training runs that are compared across placements: each weight is known by what it is, and not by where.
+
+In: as worker.py; a case that names data has no mock data. Out: the same records, with a hash of every weight of this rank by its name in
+the whole model. Where nothing is loaded all weights are drawn by their names, because Megatron draws them in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    # Megatron writes checkpoints with processes that import this file again.
+    import functools
+    import hashlib
+    import json
+    from collections.abc import Iterator
+    from pathlib import Path
+    from typing import Any
+
+    from tests.gloo import worker
+
+    # isort: split
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_attr_wrapped_model
+
+    TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
+
+    def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every weight of this rank by its name in the whole model, and by its shard."""
+        for chunk in model:
+            inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+            numbers = [layer.layer_number - 1 for layer in inner.decoder.layers]
+            for name, weight in inner.named_parameters():
+                if name.startswith("decoder.layers."):
+                    _, _, number, rest = name.split(".", 3)
+                    name = f"decoder.layers.{numbers[int(number)]}.{rest}"
+                if inner.share_embeddings_and_output_weights:
+                    name = TIED.get(name, name)
+                if "experts" in name:
+                    name += f" of {parallel_state.get_expert_model_parallel_rank()}"
+                yield f"{name} {parallel_state.get_tensor_model_parallel_rank()}", weight
+
+    def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
+        """The same numbers for one name on every rank; norms are around one, and what no tensor-parallel rank shards is equal on all."""
+        key = name if getattr(weight, "tensor_model_parallel", False) else name.rpartition(" ")[0]
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]))
+        drawn = torch.randn(weight.shape, generator=generator) * (0.02 if weight.dim() > 1 else 0.1)
+        return drawn + 1 if "norm" in name and name.split()[0].endswith("weight") else drawn
+
+    class NamedRecorder(worker.Recorder):
+        def _keep_model(self, setup: Any) -> Any:
+            keep = super()._keep_model(setup)
+
+            @functools.wraps(setup)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                result = keep(*args, **kwargs)
+                if "--load" not in sys.argv:
+                    with torch.no_grad():
+                        for name, weight in named(self.model):
+                            weight.copy_(draw(name, weight))
+                    result[1].reload_model_params()
+                return result
+
+            return wrapped
+
+        def weights(self) -> dict[str, str]:
+            found: dict[str, str] = {}
+            for name, weight in named(self.model):
+                digest = hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+                assert found.setdefault(name, digest) == digest, f"two copies of {name} differ"
+            return found
+
+    torch.set_num_threads(1)
+    cases, folder = sys.argv[1:]
+    for case in json.loads(Path(cases).read_text()):
+        if "--data-path" in case["arguments"]:
+            case["arguments"].remove("--mock-data")
+        worker.run(case, Path(folder), NamedRecorder)

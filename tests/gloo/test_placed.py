@@ -1,0 +1,243 @@
+"""A training whose stages are placed as a V equals stock Megatron's, weight by weight, and so do the checkpoints of both.
+
+"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop for one stage a rank. Without dropout, whose numbers depend on
+the rank that draws them, and without clipping, whose norm adds up the same numbers in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.generate.place import place
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import write_csv
+from tests.gloo.conftest import BPIPE, ROOT, Case, Outcome
+from tests.gloo.test_parallelism import EXPERTS, LLAMA, OVERLAPS
+from tests.unit.hand_made import Starts, v_half, v_min, v_shaped
+
+ALIKE = ("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0", "--num-layers", "8", "--global-batch-size", "12")
+BY_LAYER = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+# A resumed run goes on where another length of the training would have been.
+RESUMED = ("--override-opt-param-scheduler",)
+
+
+def whole(schedule: Schedule) -> Schedule:
+    """The same with backwards that are not split."""
+    orders = [
+        [
+            Action(one.stage, Kind.BACKWARD if one.kind is Kind.BACKWARD_INPUT else one.kind, one.microbatch)
+            for slot in row
+            for one in slot.computations
+            if one.kind is not Kind.BACKWARD_WEIGHT
+        ]
+        for row in schedule.ranks
+    ]
+    return place(schedule.name, schedule.num_microbatches, schedule.layout, orders)
+
+
+def written(folder: Path) -> Path:
+    """Schedules by name, ranks and micro-batches."""
+    starts: dict[str, Starts] = {"v_half": v_half, "v_min": v_min}
+    for name, begin in starts.items():
+        for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
+            schedule = v_shaped(name, begin, ranks, microbatches)
+            (folder / f"{name}_{ranks}_{microbatches}.csv").write_text(write_csv(schedule))
+            (folder / f"{name}_whole_{ranks}_{microbatches}.csv").write_text(write_csv(whole(schedule)))
+    return folder
+
+
+def of_file(name: str) -> tuple[str, str]:
+    return "--bpipe-schedule", f"{{schedules}}/{name}.csv"
+
+
+# One row a feature, of four stages: stock's flags, the schedule's number of micro-batches, and flags of ours only.
+ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "fewer_than_stages": (("--global-batch-size", "6"), 3, ()),
+    "untied": (LLAMA, 6, ()),
+    "per_token_loss_of_a_v": (("--calculate-per-token-loss",), 6, ()),
+    "evaluation_of_a_v": (("--eval-interval", "1", "--eval-iters", "2"), 6, ()),
+    "uneven_ends": (("--num-layers", "12", "--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"), 6, ()),
+    "account_for_both_ends": (
+        ("--num-layers", "14", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+        6,
+        (),
+    ),
+    "layout_of_a_v": (
+        ("--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|ttt|tttL"),
+        6,
+        ("--pipeline-model-parallel-layout", "Et|tt|t|t|t|t|t|tL"),
+    ),
+    "experts_in_a_v": (EXPERTS, 6, ()),
+    "predictions_in_a_v": (("--mtp-num-layers", "2", "--position-embedding-type", "rope"), 6, ()),
+    "untied_predictions": (("--mtp-num-layers", "2", *LLAMA), 6, ()),
+    "recomputed_v": (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 6, ()),
+    "tokens_of_a_file": (
+        (
+            *("--data-path", "{schedules}/corpus_text_document", "--tokenizer-type", "ByteLevelTokenizer"),
+            *("--eval-interval", "2", "--eval-iters", "1"),
+        ),
+        6,
+        (),
+    ),
+    "balanced_v": ((), 6, (*BPIPE, "--bpipe-report", "{folder}/balanced_v")),
+}
+# Two stages, and two ranks in another dimension.
+WIDE_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "tensor_in_a_v": (("--tensor-model-parallel-size", "2"), 6, ()),
+    "sequence_in_a_v": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), 6, ()),
+    "data_in_a_v": ((), 3, ()),
+    "data_in_the_other_order": (("--use-tp-pp-dp-mapping",), 3, ()),
+    "overlaps_in_a_v": ((*OVERLAPS, "--ddp-bucket-size", "20000"), 3, ()),
+    "unaligned_in_a_v": ((*OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"), 3, ()),
+    "experts_on_two_ranks": ((*EXPERTS, "--expert-model-parallel-size", "2"), 3, ()),
+}
+SCHEDULES = ("v_half", "v_min", "v_half_whole")
+FOUR, TWO = (("--pipeline-model-parallel-size", size) for size in "42")
+
+# Each trains from the stock run's first checkpoint, and goes on from where the other stopped.
+FROM_STOCK = {
+    "tied": (FOUR, 4, 6, ()),
+    "bf16_from_stock": ((*FOUR, "--bf16"), 4, 6, ()),
+    "sharded": ((*TWO, *BY_LAYER, "--bf16"), 2, 3, ()),
+    # Each copy of a tied weight of one tensor: both would be updated in one memory.
+    "sharded_loaded_in_parallel": ((*TWO, *BY_LAYER), 2, 3, ("--ckpt-fully-parallel-load",)),
+    "all_reduced": ((*TWO, "--use-tp-pp-dp-mapping"), 2, 3, ("--ckpt-fully-parallel-load",)),
+}
+ALWAYS = ("tied", "sharded")
+Placed = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def schedules(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = written(tmp_path_factory.mktemp("schedules"))
+    if request.config.getoption("--slow"):
+        corpus, prefix = str(folder / "corpus.jsonl"), str(folder / "corpus")
+        make = ("make_corpus.py", "--output", corpus, "--max-bytes", "100000")
+        count = (
+            "preprocess_data.py",
+            "--input",
+            corpus,
+            "--output-prefix",
+            prefix,
+            "--tokenizer-type",
+            "ByteLevelTokenizer",
+            "--append-eod",
+        )
+        for script, *arguments in (make, count):
+            subprocess.run([sys.executable, str(ROOT / "scripts/data" / script), *arguments], check=True, timeout=120)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_placed(run_cases: Callable[..., Outcome], schedules: Path) -> Placed:
+    def run(cases: list[Case], timeout_s: float) -> Outcome:
+        placed = [Case(case.name, [each.replace("{schedules}", str(schedules)) for each in case.arguments]) for case in cases]
+        return run_cases(4, placed, timeout_s=timeout_s, worker="named_worker.py")
+
+    return run
+
+
+def weights(outcome: Outcome, case: str) -> dict[str, str]:
+    """Of the whole model; what several ranks have is equal on all."""
+    found: dict[str, str] = {}
+    for rank in range(4):
+        for name, digest in outcome.record(case, rank)["weights"].items():
+            assert found.setdefault(name, digest) == digest, f"{case}: copies of {name} differ"
+    return found
+
+
+def alike(outcome: Outcome, stock: str, ours: str) -> None:
+    """Every loss and every weight; the norm of the gradients is not among what is the same."""
+
+    def losses(case: str) -> list[dict[str, Any]]:
+        return [{name: value for name, value in step.items() if name != "grad_norm"} for step in outcome.record(case, 3)["iterations"]]
+
+    assert losses(ours) == losses(stock)
+    assert len({step["lm loss"] for step in losses(stock)}) == len(losses(stock)) > 0, "losses that do not change are equal anyway"
+    assert weights(outcome, ours) == weights(outcome, stock)
+
+
+def only_slow(name: str) -> Any:
+    return pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def from_stock(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
+    cases = []
+    for name, (flags, ranks, microbatches, more) in FROM_STOCK.items():
+        if name not in ALWAYS and not request.config.getoption("--slow"):
+            continue
+        stock, ours = (*ALIKE, *flags), (*ALIKE, *flags, *of_file(f"v_half_{ranks}_{microbatches}"), *more)
+        first, second = (("--train-iters", "2", *RESUMED), ("--train-iters", "4", *RESUMED))
+        for kind, its, others in (("stock", stock, "ours"), ("ours", ours, "stock")):
+            begun = ("--load", f"{{folder}}/{name}_begun", *first, "--save", f"{{folder}}/{name}_{kind}", "--save-interval", "2")
+            cases.append(Case(f"{name}_{kind}", (*its, *begun)))
+            cases.append(Case(f"{name}_{kind}_on", (*its, "--load", f"{{folder}}/{name}_{others}", *second)))
+        begin = Case(f"{name}_begun", (*stock, "--train-iters", "1", "--save", f"{{folder}}/{name}_begun", "--save-interval", "1"))
+        cases[-4:] = [begin, cases[-4], cases[-2], cases[-3], cases[-1]]
+    return run_placed(cases, 1500)
+
+
+@pytest.mark.timeout(1560)
+@pytest.mark.parametrize("name", [only_slow(name) for name in FROM_STOCK])
+def test_a_v_goes_on_from_stocks_checkpoint_and_stock_from_a_vs(from_stock: Outcome, name: str) -> None:
+    """The optimizer's state with it, or the second pair would not be equal."""
+    alike(from_stock, f"{name}_stock", f"{name}_ours")
+    alike(from_stock, f"{name}_stock_on", f"{name}_ours_on")
+
+
+@pytest.mark.timeout(1560)
+def test_a_tied_weight_is_saved_once(from_stock: Outcome) -> None:
+    """And a V's checkpoint holds what stock's holds, by the same names in the same shapes."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    def held(kind: str) -> dict[str, tuple[int, ...] | None]:
+        reader = FileSystemReader(from_stock.folder / f"tied_{kind}/iter_0000002")
+        entries = reader.read_metadata().state_dict_metadata
+        return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in entries.items()}
+
+    assert held("ours") == held("stock")
+    assert not any("output_layer" in name for name in held("ours"))
+
+
+def trained(rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]], pipeline: tuple[str, ...], run: Placed) -> Outcome:
+    cases = []
+    for name, (flags, microbatches, more) in rows.items():
+        cases.append(Case(name, (*ALIKE, *pipeline, *flags)))
+        for schedule in SCHEDULES:
+            ours = of_file(f"{schedule}_{pipeline[1]}_{microbatches}")
+            cases.append(Case(f"{name}_{schedule}", (*ALIKE, *pipeline, *flags, *more, *ours)))
+    return run(cases, 2400)
+
+
+@pytest.fixture(scope="module")
+def four(run_placed: Placed) -> Outcome:
+    return trained(ROWS, FOUR, run_placed)
+
+
+@pytest.fixture(scope="module")
+def wide(run_placed: Placed) -> Outcome:
+    return trained(WIDE_ROWS, TWO, run_placed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2460)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_v_trains_as_stock_does(four: Outcome, row: str, schedule: str) -> None:
+    alike(four, row, f"{row}_{schedule}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2460)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("row", WIDE_ROWS)
+def test_another_dimension_beside_a_v_changes_nothing(wide: Outcome, row: str, schedule: str) -> None:
+    alike(wide, row, f"{row}_{schedule}")
