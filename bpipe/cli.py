@@ -134,7 +134,7 @@ def _add_arguments(parser: Parser) -> None:
     add("--schedule", choices=tuple(FAMILIES), help="what to generate")
     add("--stages", type=positive, metavar="P", help="pipeline ranks")
     add("--microbatches", type=positive, metavar="M", help="micro-batches an iteration")
-    add("--chunks", type=positive, default=1, metavar="V", help="model chunks a rank (default 1)")
+    add("--chunks", type=positive, metavar="V", help="model chunks a rank (default 1, or as many as the schedule always has)")
     of_groups = that_take_groups()
     add(
         "--group",
@@ -225,7 +225,7 @@ def _generated(options: argparse.Namespace) -> Schedule:
             options.schedule,
             options.stages,
             options.microbatches,
-            options.chunks,
+            options.chunks or FAMILIES[options.schedule].usual_chunks,
             balancing(options.balance, options.bound, options.partners),
             options.group,
             vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
@@ -238,7 +238,7 @@ def _generated(options: argparse.Namespace) -> Schedule:
 
 
 def _imported(options: argparse.Namespace) -> Schedule:
-    for name in ("schedule", "stages", "microbatches", "group", "delay", "vocabulary", "input_shards"):
+    for name in ("schedule", "stages", "microbatches", "chunks", "group", "delay", "vocabulary", "input_shards"):
         if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
     schedule = read_file(options.input)

@@ -99,9 +99,10 @@ class ScheduleConfig:
         if self.num_chunks < family.min_chunks:
             raise ValueError(f"schedule {self.schedule} needs at least {family.min_chunks} chunks a rank, not {self.num_chunks}")
         if family.max_chunks is not None and self.num_chunks > family.max_chunks:
+            most = f"{family.max_chunks} chunk{'s' * (family.max_chunks > 1)}"
             raise ValueError(
-                f"schedule {self.schedule} takes at most {family.max_chunks} chunk a rank, not {self.num_chunks}: "
-                f"leave it at {family.max_chunks}, or choose a schedule with chunks ({that_take_chunks()})"
+                f"schedule {self.schedule} takes at most {most} a rank, not {self.num_chunks}: "
+                f"leave it at {family.max_chunks}, or choose a schedule with any number ({that_take_chunks()})"
             )
 
     def _check_shards(self, family: Family) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bpipe.generate import gpipe, grouped_interleaved, interleaved, one_f_one_b, one_f_one_b_split, zb_h1
+from bpipe.generate import gpipe, grouped_interleaved, interleaved, one_f_one_b, one_f_one_b_split, v_half, v_min, zb_h1, zb_v
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 
-_ALL = (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY, one_f_one_b_split.FAMILY, zb_h1.FAMILY, grouped_interleaved.FAMILY)
-FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+_WHOLE = (gpipe, one_f_one_b, interleaved)
+_IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES)}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)

@@ -102,6 +102,11 @@ class Family:
         name = f"{self.name}-vocabulary-{vocabulary.value}"
         return place(name, num_microbatches, layout, self.sharded(num_microbatches, layout, costs))
 
+    @property
+    def usual_chunks(self) -> int:
+        """What is meant where nobody said a number: the only one there is, else one."""
+        return self.min_chunks if self.min_chunks == self.max_chunks else 1
+
     def chunks(self, most: int) -> range:
         """The numbers of chunks a rank that there are, up to `most`."""
         return range(self.min_chunks, min(most, self.max_chunks or most) + 1)

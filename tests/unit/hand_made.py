@@ -1,55 +1,16 @@
-"""Orders that no file of the product knows, made by the rules of their papers: V-shaped, two pipes.
+"""Orders that no file of the product knows, made by the rules of their papers: two pipes.
 
 In: sizes. Out: a layout and one order a rank. They show what a schedule can be said to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
-
-# When a rank of p begins micro-batch 0's forward and input backward of its first chunk and its second, both forwards first.
-Starts = Callable[[int, int], tuple[int, int, int, int]]
-
-
-def v_half(p: int, rank: int) -> tuple[int, int, int, int]:
-    """Qi et al., "Pipeline Parallelism with Controllable Memory", 2024."""
-    gap = 0 if p % 2 else 3
-    return 2 * rank, 3 * p - 2 - rank, 3 * p - 1 + gap + 2 * rank, 6 * p - 2 + gap - rank
-
-
-def v_min(p: int, rank: int) -> tuple[int, int, int, int]:
-    """The same paper's with the least memory."""
-    gap = 0 if p % 3 else 2
-    return rank, 2 * p - 1 - rank, 2 * p + gap + rank, 4 * p + gap - 1 - rank
-
-
-def v_shaped(name: str, starts: Starts, p: int, m: int) -> Schedule:
-    """A building block repeated every six slots, with W in the first slots that are free, in order. F, I and W last equally long."""
-    orders = []
-    for rank in range(p):
-        first, second = rank, 2 * p - 1 - rank
-        forward, forward_second, backward_second, backward = starts(p, rank)
-        begun = ((first, F, forward), (second, F, forward_second), (second, I, backward_second), (first, I, backward))
-        taken = {slot + 6 * k: Action(stage, kind, k) for stage, kind, slot in begun for k in range(m)}
-        assert len(taken) == 4 * m, "building blocks of different micro-batches do not collide"
-        waiting: list[Action] = []
-        order = []
-        for slot in range(max(taken) + 2 * m + 1):
-            if slot in taken:
-                order.append(taken[slot])
-                if taken[slot].kind is I:
-                    waiting.append(Action(taken[slot].stage, W, taken[slot].microbatch))
-            elif waiting:
-                order.append(waiting.pop(0))
-        orders.append(order)
-    return place(name, m, one_pipe((*range(p), *reversed(range(p)))), orders)
+F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 def v_flat(p: int, m: int) -> Schedule:

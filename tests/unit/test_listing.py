@@ -18,7 +18,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera, v_half, v_shaped
+from tests.unit.hand_made import chimera
 from tests.unit.test_overlap import OVERLAPPED
 from tests.unit.test_sharded_schedules import sharded
 
@@ -96,7 +96,7 @@ SCHEDULES = {
     "balanced": partial(build, ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())),
     "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig())),
     "overlapped": lambda: OVERLAPPED,
-    "v-half": partial(v_shaped, "v-half", v_half, 4, 6),
+    "v-half": partial(build, ScheduleConfig("v-half", 4, 6, 2)),
     "two pipes": partial(chimera, 4),
     "vocabulary": partial(sharded, 4, 6, Vocabulary.TWO),
     "vocabulary of two": partial(sharded, 2, 3, Vocabulary.ONE),

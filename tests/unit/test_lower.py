@@ -24,7 +24,7 @@ from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera, v_half, v_shaped
+from tests.unit.hand_made import chimera
 from tests.unit.interleaving import fault_of
 from tests.unit.test_deadlock import REFILLED
 from tests.unit.test_overlap import OVERLAPPED
@@ -144,7 +144,7 @@ SCHEDULES = {
     "refilled": partial(read_csv, REFILLED),
     "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),
     "overlapped": lambda: OVERLAPPED,
-    "v-half": partial(v_shaped, "v-half", v_half, 4, 4),
+    "v-half": partial(build, ScheduleConfig("v-half", 4, 4, 2)),
     "two pipes": partial(chimera, 4),
     "two pipes, balanced": lambda: balance(chimera(8), [7] * 8, (3, 2, 1, 0, 7, 6, 5, 4)),
     "vocabulary": partial(sharded, 4, 5, Vocabulary.ONE),
