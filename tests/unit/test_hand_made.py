@@ -1,4 +1,4 @@
-"""Placements and halves that Megatron's loops do not know, and what no file of the product knows, are placed, checked, lowered, simulated, drawn and balanced."""
+"""What Megatron's loops do not know, of the families and by hand, is placed, checked, lowered, simulated, drawn and balanced."""
 
 from __future__ import annotations
 
