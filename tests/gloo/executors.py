@@ -28,7 +28,7 @@ from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import connect
 from bpipe.transport.edges import Edges, connect_edges
-from tests.unit.hand_made import v_flat, v_half, v_shaped
+from tests.unit.hand_made import v_flat
 from tests.unit.runtime.pipeline import Model, in_one_piece
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def v_uneven() -> Schedule:
 
 
 def v_half_uneven() -> Schedule:
-    return balance(v_shaped("v-half", v_half, RANKS, 8), (4, 3, 12, 12), (2, 3, 0, 1))
+    return balance(build(ScheduleConfig("v-half", RANKS, 8, 2)), (4, 3, 12, 12), (2, 3, 0, 1))
 
 
 INTERLEAVED = ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import Layout
+from bpipe.ir.layout import Layout, one_pipe
 from bpipe.ir.schedule import Schedule
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 
 def v_flat(p: int, m: int) -> Schedule:

@@ -22,8 +22,8 @@ from bpipe.models.memory import held_by
 from bpipe.models.model import PRESETS
 from bpipe.models.profile import read_profile
 from bpipe.passes.balance import balance
+from bpipe.program import ScheduleConfig, build
 from bpipe.simulate.cost import StageCost
-from tests.unit.hand_made import v_half, v_min, v_shaped
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
 ALONE = replace(LLAMA, tensor=1, cluster=parse_cluster("h100-80g:8x1"))
@@ -117,7 +117,7 @@ def test_the_balanced_one_below_moves() -> None:
 @pytest.mark.parametrize("share", [0, Fraction(1, 2), 1, Fraction(9, 5)])
 @pytest.mark.parametrize(
     "schedule",
-    [v_shaped("v-half", v_half, 4, 9), v_shaped("v-min", v_min, 6, 12), split_1f1b(6, 12), BALANCED],
+    [build(ScheduleConfig("v-half", 4, 9, 2)), build(ScheduleConfig("v-min", 6, 12, 2)), split_1f1b(6, 12), BALANCED],
     ids=["half", "min", "1f1b", "1f1b balanced"],
 )
 def test_what_is_held_is_what_the_memory_rule_says(schedule: Schedule, share: Fraction) -> None:

@@ -23,7 +23,7 @@ from bpipe.runtime.streams import Streams
 from bpipe.transport import edges
 from bpipe.transport.base import Done
 from bpipe.transport.distributed import Works, batched
-from tests.unit.hand_made import far_ahead, v_flat, v_half, v_shaped
+from tests.unit.hand_made import far_ahead, v_flat
 from tests.unit.runtime import fake_pipeline
 from tests.unit.runtime.fake_device import FakeTensor
 from tests.unit.runtime.fake_pipeline import findings, splits
@@ -35,7 +35,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "split": lambda: build(ScheduleConfig("1f1b-split", 4, 8, balance=BalanceConfig())),
     "grouped": lambda: build(ScheduleConfig("grouped-interleaved", 4, 6, 2, BalanceConfig(), group_size=2)),
     "v-flat": lambda: balance(v_flat(4, 3), (3, 16, 16, 4), (2, 3, 0, 1)),
-    "v-half": lambda: balance(v_shaped("v-half", v_half, 4, 6), (4, 3, 12, 12), (2, 3, 0, 1)),
+    "v-half": lambda: balance(build(ScheduleConfig("v-half", 4, 6, 2)), (4, 3, 12, 12), (2, 3, 0, 1)),
 }
 
 

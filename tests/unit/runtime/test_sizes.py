@@ -15,10 +15,11 @@ from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance
+from bpipe.program import ScheduleConfig, build
 from bpipe.runtime import engine as engine_module
 from bpipe.runtime.errors import TransferError
 from bpipe.transport.layout import aligned
-from tests.unit.hand_made import v_flat, v_half, v_shaped
+from tests.unit.hand_made import v_flat
 from tests.unit.runtime.pipeline import Model, in_one_piece
 from tests.unit.runtime.threaded import KINDS, Pipeline
 
@@ -28,7 +29,7 @@ UNEVEN: dict[str, Callable[[], Schedule]] = {
     "v-flat": lambda: FLAT,
     "v-flat, relieving the other rank": lambda: balance(v_flat(2, 4), (16, 3)),
     "v-flat of 4": lambda: balance(v_flat(4, 4), (3, 16, 16, 3), (1, 0, 3, 2)),
-    "v-half of 4": lambda: balance(v_shaped("v-half", v_half, 4, 6), (3, 16, 16, 3), (1, 0, 3, 2)),
+    "v-half of 4": lambda: balance(build(ScheduleConfig("v-half", 4, 6, 2)), (4, 16, 16, 4), (1, 0, 3, 2)),
 }
 
 
