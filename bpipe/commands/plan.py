@@ -24,6 +24,7 @@ from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
 from bpipe.plan.space import CUTS, Space, num_grids
+from bpipe.plan.vocabulary import Burden, burden, burden_document, words
 from bpipe.program import BALANCES
 
 # The exit status where nothing was found; 2 is an error in what was asked.
@@ -86,18 +87,25 @@ def run(asked: argparse.Namespace) -> int:
     )
     bar = _Bar()
     outcome = search(space, max(options.rows, row or 0), bar.show)
+    hurts = _burden(outcome) if row is None else None
     bar.clear()
     if row is not None:
         if row > len(outcome.rows):
             raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
         print(shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup)))
     elif options.format == "json":
-        print_json({**plan_document(outcome), **(_launch_document(yours, reading) if yours and reading else {})})
+        print_json({**plan_document(outcome, hurts), **(_launch_document(yours, reading) if yours and reading else {})})
     else:
         for line in (*(lines(reading) if reading else ()), *(_yours_lines(yours) if yours else ())):
             print(line)
-        print(table(outcome), end="")
+        print(table(outcome, hurts), end="")
     return 0 if outcome.rows else NO_ROWS
+
+
+def _burden(outcome: Outcome) -> tuple[Burden, int] | None:
+    """Of the first row in which the vocabulary hurts, and its number."""
+    every = ((burden(found.prediction, outcome.space.profile), number) for number, found in enumerate(outcome.rows, 1))
+    return next(((one, number) for one, number in every if one is not None), None)
 
 
 def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
@@ -125,7 +133,7 @@ def _launch_document(yours: SetupPrediction | str, reading: Reading) -> dict[str
     return {"launch": {**launch_document(reading), "as_it_stands": said}}
 
 
-def plan_document(outcome: Outcome) -> dict[str, Any]:
+def plan_document(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> dict[str, Any]:
     """What `--format json` promises (docs/planning.md)."""
     return {
         "verdict": verdict(outcome)._asdict(),
@@ -138,6 +146,7 @@ def plan_document(outcome: Outcome) -> dict[str, Any]:
             "cut": {name: outcome.cuts.get(name, 0) for name in CUTS},
         },
         "rows": [_row(found) for found in outcome.rows],
+        "vocabulary": None if hurts is None else burden_document(*hurts),
     }
 
 
@@ -150,15 +159,15 @@ def _row(found: Found) -> dict[str, Any]:
     }
 
 
-def table(outcome: Outcome) -> str:
-    """The rows, what each holds in every rank, and what balancing buys."""
+def table(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> str:
+    """The rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
     head = f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit"
     if outcome.rows:
         head += f", {outcome.num_simulated} simulated: the {len(outcome.rows)} fastest"
     lines = [head]
     for number, found in enumerate(outcome.rows, 1):
         lines += _lines(number, found)
-    return "\n".join((*lines, verdict(outcome).text)) + "\n"
+    return "\n".join((*lines, *(words(*hurts) if hurts else ()), verdict(outcome).text)) + "\n"
 
 
 def _lines(number: int, found: Found) -> list[str]:

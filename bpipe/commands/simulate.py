@@ -9,6 +9,7 @@ from bpipe.commands.flags import add_model_arguments, add_training_arguments, cl
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
 from bpipe.commands.parser import positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, default, that_take_delays, that_take_groups
+from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup, split_layers
 from bpipe.models.profile import read_profile
 from bpipe.plan.document import document
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep-weights-halves", choices=KEPT_HALVES, help="none: where backwards are split, compute W with I (default linear)")
     add("--balance", choices=BALANCES, help="default none")
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
+    add(
+        "--vocabulary-parallel",
+        choices=tuple(one.value for one in Vocabulary),
+        help="the output layer in shards on all pipeline ranks, by algorithm 1 or 2, or interlaced (default none)",
+    )
+    add("--input-shards", action="store_true", help="with --vocabulary-parallel: the embedding in shards, too")
     add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
     add_launch_arguments(parser)
     output = parser.add_argument_group("output").add_argument
@@ -107,11 +114,15 @@ def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None
         group=options.group,
         delay=options.delay,
         keep_weights_halves=options.keep_weights_halves,
+        # A launch as it stands splits nothing.
+        vocabulary_parallel=getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
+        input_shards=getattr(options, "input_shards", False),
     )
 
 
 def _num_computations(setup: Setup) -> int:
-    return (3 if setup.splits else 2) * setup.num_stages * setup.num_microbatches
+    shards = 2 * setup.pipeline * (setup.is_sharded + setup.input_shards)
+    return ((3 if setup.splits else 2) * setup.num_stages + shards) * setup.num_microbatches
 
 
 def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:

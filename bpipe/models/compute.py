@@ -7,14 +7,25 @@ profile is given, it replaces what it measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import mirrored
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
 from bpipe.models.memory import rank_parameters
-from bpipe.models.saved import after_input_bytes, element_bytes, num_tokens, sent_bytes, stage_bytes
-from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.models.saved import (
+    STATISTICS,
+    STATISTICS_BYTES,
+    after_input_bytes,
+    element_bytes,
+    num_tokens,
+    sent_bytes,
+    shard_bytes,
+    stage_bytes,
+)
+from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
 # What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
 MATMUL_EFFICIENCY = 0.70
@@ -41,6 +52,9 @@ DROPOUT_FORWARD, DROPOUT_BACKWARD = 5, 5
 PRODUCT_BYTES = 4
 # Bytes for every logit: the loss in 32 bit and its gradient.
 LOSS_FORWARD, LOSS_BACKWARD = 38, 14
+# The same of a shard, which torch's own kernels go through in 32 bit and in place: statistics in S, the gradient in T, and what of the
+# input's gradient algorithm 2 computes in S.
+SHARD_STATISTICS, SHARD_GRADIENT, SHARD_EARLY = 32, 42, 36
 # Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
 UPDATE_BYTES = 30
 
@@ -148,6 +162,44 @@ def output_seconds(setup: Setup) -> tuple[float, float]:
     return product + LOSS_FORWARD * logits / rates.memory, 2 * product + LOSS_BACKWARD * logits / rates.memory
 
 
+def shard_seconds(setup: Setup) -> ShardCost:
+    """A rank's shard of the output layer, and of the embedding where that is split, too."""
+    rates, tokens = _Rates.of(setup), num_tokens(setup)
+    logits = tokens * setup.vocabulary / setup.vocabulary_shards
+    product = 2 * logits * setup.model.hidden_size / rates.products
+    # Of three products algorithm 1 has two in T, algorithm 2 two in S.
+    early = setup.vocabulary_parallel == Vocabulary.TWO.value
+    forward = (1 + early) * product + (SHARD_STATISTICS + SHARD_EARLY * early) * logits / rates.memory
+    backward = (2 - early) * product + SHARD_GRADIENT * logits / rates.memory
+    lookup, added = embedding_seconds(setup) if setup.input_shards else (0.0, 0.0)
+    return ShardCost(forward, backward, lookup, added, shard_bytes(setup))
+
+
+def collective_seconds(setup: Setup) -> CollectiveCost:
+    """What passes between all shards of a pipeline, at the pace of its slowest link: a ring brings everybody everything once."""
+    joined = links(setup)
+    slowest = joined.between if len(set(setup.nodes())) > 1 else joined.inside
+    assert slowest.bytes_per_s is not None, "a device's links have a bandwidth"
+    tokens, sent = num_tokens(setup), sent_bytes(setup)
+    statistics = STATISTICS * STATISTICS_BYTES * tokens * setup.vocabulary_shards
+    hidden = 4 * tokens * setup.model.hidden_size / setup.sequence_shards
+    inputs = sent if setup.input_shards else 0
+    return CollectiveCost(*(num_bytes / slowest.bytes_per_s for num_bytes in (sent, statistics, hidden, inputs, inputs)))
+
+
+def embedding_seconds(setup: Setup) -> tuple[float, float]:
+    """To look a micro-batch's tokens up, and to add up their gradients.
+
+    The latter makes a gradient of the whole table, mostly zeros, and adds it to what there is: of 256000 rows of 3072 that was 4.1 ms on an
+    A100, as long as the backward of a layer (Yeung et al. 2024, whose first rank took so much longer than the second).
+    """
+    rates, element = _Rates.of(setup), element_bytes(setup)
+    tokens = 3 * element * num_tokens(setup) * setup.model.hidden_size / rates.memory
+    rows = setup.vocabulary / (setup.vocabulary_shards if setup.input_shards else setup.tensor)
+    kept = 2 if setup.precision == "fp16" else 4
+    return tokens, tokens + 2 * (element + kept) * rows * setup.model.hidden_size / rates.memory
+
+
 def links(setup: Setup) -> Links:
     device = setup.cluster.device
     inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S)
@@ -179,11 +231,11 @@ def predict_costs(setup: Setup) -> Costs:
     output = output_seconds(setup)
     saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
     after_input = after_input_bytes(setup)
-    rates, tokens = _Rates.of(setup), num_tokens(setup)
-    embedding = 3 * element_bytes(setup) * tokens * setup.model.hidden_size / rates.memory
+    embedding = embedding_seconds(setup)
     stages = []
     for stage, num_layers in enumerate(setup.layers):
-        first, last = stage == 0, stage == setup.num_stages - 1
+        first = stage == 0 and not setup.input_shards
+        last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage] if stage < setup.pipeline else (0.0, 0.0)
         stages.append(
             StageCost(
@@ -193,8 +245,8 @@ def predict_costs(setup: Setup) -> Costs:
                 input_s=num_layers * input_half,
                 output_forward_s=output[0] if last else 0.0,
                 output_backward_s=output[1] if last else 0.0,
-                embedding_forward_s=embedding if first else 0.0,
-                embedding_backward_s=embedding if first else 0.0,
+                embedding_forward_s=embedding[0] if first else 0.0,
+                embedding_backward_s=embedding[1] if first else 0.0,
                 reduction_s=reduction,
                 optimizer_s=update,
                 sent_bytes=sent,
@@ -204,4 +256,8 @@ def predict_costs(setup: Setup) -> Costs:
             )
         )
     joined = links(setup)
-    return Costs(tuple(stages), joined, exchange_of(setup.schedule).predicted, one_sided=one_sided(joined, setup.pipeline))
+    costs = Costs(tuple(stages), joined, exchange_of(setup.schedule).predicted, one_sided=one_sided(joined, setup.pipeline))
+    if not setup.is_sharded:
+        return costs
+    # No loop of Megatron's runs shards.
+    return replace(costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup))

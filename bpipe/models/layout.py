@@ -5,10 +5,12 @@ Knows bytes and seconds of nothing. Legend of the messages: t tensor parallel, p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from bpipe.generate.families import FAMILIES, default
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
@@ -29,6 +31,7 @@ _CHOICES = {
     "precision": PRECISIONS,
     "kernels": KERNELS,
     "keep_weights_halves": KEPT_HALVES,
+    "vocabulary_parallel": tuple(one.value for one in Vocabulary),
 }
 
 
@@ -39,6 +42,8 @@ class Setup:
     `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1. `kernels` decides
     what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `group` and `delay` are what some
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
+    `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
+    it. The last stage may have no layer besides the output layer.
     """
 
     model: Model
@@ -61,6 +66,8 @@ class Setup:
     group: int | None = None
     delay: int = 0
     keep_weights_halves: str = KEPT_HALVES[0]
+    vocabulary_parallel: str = Vocabulary.WHOLE.value
+    input_shards: bool = False
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -75,8 +82,11 @@ class Setup:
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
-        if len(self.layers) != self.pipeline * self.chunks or sum(self.layers) != self.model.num_layers or min(self.layers) < 1:
+        least = (*self.layers[:-1], self.layers[-1] + (self.pipeline > 1))
+        if len(self.layers) != self.pipeline * self.chunks or sum(self.layers) != self.model.num_layers or min(least) < 1:
             raise ValueError(f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers in all")
+        if self.is_sharded and self.model.tied_embedding and not self.input_shards:
+            raise ValueError(f"{self.model.name} ties the embedding to the output layer: split it, too, with input shards")
 
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
@@ -95,7 +105,7 @@ class Setup:
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
                 f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
             )
-        # Raises for a schedule that does not exist, or not with so many chunks, or takes no group.
+        # Raises for a schedule that does not exist, or not with so many chunks, or takes no group, or no shards.
         self.program(1)
         if FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED and self.num_microbatches % p:
             raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
@@ -110,9 +120,19 @@ class Setup:
 
     @property
     def vocabulary(self) -> int:
-        """Padded as Megatron does, to a multiple of 128 on every tensor-parallel rank."""
-        multiple = 128 * self.tensor
+        """Padded as Megatron does, to a multiple of 128 on every tensor-parallel rank; in shards, to one that every rank has a part of."""
+        multiple = math.lcm(128, self.pipeline if self.is_sharded else 1) * self.tensor
         return -(-self.model.vocabulary // multiple) * multiple
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the vocabulary's layers are split over the pipeline's ranks."""
+        return self.vocabulary_parallel != Vocabulary.WHOLE.value
+
+    @property
+    def vocabulary_shards(self) -> int:
+        """Over how many devices the rows of the output layer are divided."""
+        return self.tensor * (self.pipeline if self.is_sharded else 1)
 
     @property
     def num_stages(self) -> int:
@@ -155,8 +175,9 @@ class Setup:
     def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
         """What the one door builds for this setup."""
         count = num_microbatches or self.num_microbatches
-        how = balancing(self.balance)
-        return ScheduleConfig(self.schedule, self.pipeline, count, self.chunks, how, self.group, delay=self.delay)
+        how, split, shards = balancing(self.balance), Vocabulary(self.vocabulary_parallel), self.input_shards
+        sizes = (self.pipeline, count, self.chunks)
+        return ScheduleConfig(self.schedule, *sizes, how, self.group, delay=self.delay, vocabulary=split, input_shards=shards)
 
     def nodes(self) -> tuple[int, ...]:
         """The node of every rank of the first replica. Where the last stage is not on the last rank, Megatron's ranks are these reversed:
@@ -200,3 +221,16 @@ def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -
     if not each or (rest and not allow_uneven):
         return None
     return (*(each,) * (num_stages - 1 - rest), *(each + 1,) * rest, each)
+
+
+def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: float) -> tuple[int, ...] | None:
+    """Fewer layers for the last of several stages, whose output layer takes as long as so many, the others' as equal as can be.
+
+    Of all numbers that are as fast it has most, then others have fewer. None where the others would not have one each.
+    """
+    others = num_stages - 1
+    if others < 1 or num_layers < others:
+        return None
+    last = min(range(num_layers - others, -1, -1), key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers))
+    each, rest = divmod(num_layers - last, others)
+    return (*(each,) * (others - rest), *(each + 1,) * rest, last)

@@ -17,7 +17,17 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
-from bpipe.models.saved import after_input_bytes, core_bytes, element_bytes, layer_bytes, num_tokens, sent_bytes, shared, stage_bytes
+from bpipe.models.saved import (
+    after_input_bytes,
+    core_bytes,
+    element_bytes,
+    layer_bytes,
+    num_tokens,
+    sent_bytes,
+    shard_bytes,
+    shared,
+    stage_bytes,
+)
 from bpipe.program import ScheduleConfig, built
 
 MIB = 2**20
@@ -39,6 +49,9 @@ PARAMETER_BYTES = {"bf16": (2, 4, 12, 0), "fp16": (2, 2, 12, 4), "fp32": (4, 4, 
 
 # Beside what the loss saves, logits in 16 bit and their gradient in 32 bit come and go.
 LOSS_WORKING_BYTES = 6
+
+# Of a shard's logits so many are in 32 bit at once, as bpipe.vocabulary.output takes them.
+WIDE_AT_ONCE = 2**23
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +94,17 @@ def rank_parameters(setup: Setup) -> tuple[int, ...]:
     for stage, num_layers in enumerate(setup.layers):
         counts[setup.placement[stage]] += num_layers * layer
     first, last = setup.placement[0], setup.placement[-1]
-    counts[first] += embedding + setup.sequence * model.hidden_size * model.learned_positions
+    counts[first] += setup.sequence * model.hidden_size * model.learned_positions
+    counts[last] += model.norm_parameters
+    if not setup.input_shards:
+        counts[first] += embedding
+    if setup.is_sharded:
+        # A tied shard is one for both layers.
+        num_shards = 1 if model.tied_embedding or not setup.input_shards else 2
+        return tuple(count + num_shards * shared(embedding, setup.pipeline) for count in counts)
     # A tied output layer in another stage's chunk than the embedding is a copy of it.
     if not model.tied_embedding or setup.pipeline > 1:
         counts[last] += embedding
-    counts[last] += model.norm_parameters
     return tuple(counts)
 
 
@@ -102,7 +121,18 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
     layer += core_bytes(setup) if setup.recompute == "selective" else 0
     loss = shared(LOSS_WORKING_BYTES * tokens * setup.vocabulary, setup.tensor)
     buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
+    if setup.is_sharded:
+        # A layer's backward may run between S and T.
+        return (shard_bytes(setup) + max(layer, _shard_working_bytes(setup)) + buffers,) * setup.pipeline
     return tuple((max(layer, loss) if rank == setup.placement[-1] else layer) + buffers for rank in range(setup.pipeline))
+
+
+def _shard_working_bytes(setup: Setup) -> int:
+    """What comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32 bit, twice, and the part of
+    the input's gradient, as it is computed and in 32 bit."""
+    logits = shared(num_tokens(setup) * setup.vocabulary, setup.vocabulary_shards)
+    part = num_tokens(setup) * setup.model.hidden_size
+    return 2 * 4 * min(logits, WIDE_AT_ONCE) + (element_bytes(setup) + 4) * part
 
 
 def overhead_bytes(setup: Setup) -> int:
@@ -111,6 +141,9 @@ def overhead_bytes(setup: Setup) -> int:
     groups = [t, p, d]
     if t > 1 and p > 1:
         groups.append(t * p)
+    if setup.is_sharded:
+        # Messages of both directions apart, and each sort of collectives.
+        groups += [p] * (4 if setup.input_shards else 3)
     if setup.balance != "none":
         # One communicator for each direction.
         groups += [2, 2]
@@ -190,7 +223,8 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     fill = FAMILIES[setup.schedule].fill
     if fill is None:
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
-    held = _held(setup.program(min(m, fill * setup.stride + setup.delay)))
+    # Shards lengthen a micro-batch's way, by up to half of the pipeline.
+    held = _held(setup.program(min(m, (fill + setup.is_sharded) * setup.stride + setup.delay)))
     return tuple(one.num_bytes(saved, after_input) for one in held)
 
 

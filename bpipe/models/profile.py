@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.models.layout import Setup
-from bpipe.simulate.cost import Costs, StageCost
+from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json
 
 
@@ -72,14 +72,26 @@ class Profile:
     def apply(self, setup: Setup, costs: Costs) -> Costs:
         """The costs with what was measured in place of what was predicted."""
         entries = self.entries_for(setup)
-        last = setup.num_stages - 1
+        first = None if setup.input_shards else 0
+        last = None if setup.is_sharded else setup.num_stages - 1
         return replace(
             costs,
             stages=tuple(
-                _with_entry(_with_halves(cost, entry, num_layers, setup.keeps_halves), entry, num_layers, stage == 0, stage == last)
+                _with_entry(_with_halves(cost, entry, num_layers, setup.keeps_halves), entry, num_layers, stage == first, stage == last)
                 for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
             ),
+            shards=tuple(_shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards),
         )
+
+
+def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
+    """Of a measured output layer a shard takes a part for each rank, S and T as predicted beside each other; of the embedding a look-up."""
+    if output_s is not None:
+        scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
+        shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)
+    if embedding_s is not None and setup.input_shards:
+        shard = replace(shard, input_forward_s=embedding_s / 3, input_backward_s=embedding_s * 2 / 3)
+    return shard
 
 
 def _scale(entry: Entry, num_layers: int) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import Setup
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
@@ -23,6 +24,9 @@ FLASH_BYTES = 4
 # Token numbers and targets are 64 bit; where the vocabulary is divided, a mask of one byte says which of them are this rank's.
 TOKEN_BYTES = 8
 MASK_BYTES = 1
+# Of a shard's logits every token's maximum, sum of exponentials and label's logit are gathered from all shards, in 32 bit; what a shard
+# gives the output layer's input before the totals are known is 32 bit, too.
+STATISTICS, STATISTICS_BYTES, EARLY_BYTES = 3, 4, 4
 # torch's RMSNorm computes in 32 bit, and keeps its input and the normalized input so.
 RMS_NORM_BYTES = 4
 # The kind of mask that Megatron hands to a recomputed attention core, as a tensor.
@@ -79,8 +83,24 @@ def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
     if stage == 0:
         rows += _embedding(setup)
     if stage == setup.num_stages - 1:
-        rows += (*_output(setup), *_loss(setup))
+        rows += _last(setup)
     return tuple(rows)
+
+
+def shard_saved(setup: Setup) -> tuple[Saved, ...]:
+    """What each rank's shard of the output layer holds of one micro-batch from S to T; nothing where the vocabulary is whole."""
+    if not setup.is_sharded:
+        return ()
+    tokens = num_tokens(setup)
+    rows = (
+        Saved("logits of the shard", shared(element_bytes(setup) * tokens * setup.vocabulary, setup.vocabulary_shards)),
+        Saved("input of the output layer", sent_bytes(setup)),
+        Saved("labels", TOKEN_BYTES * tokens),
+        Saved("statistics of all shards", STATISTICS * STATISTICS_BYTES * tokens, setup.vocabulary_shards),
+    )
+    if setup.vocabulary_parallel != Vocabulary.TWO.value:
+        return rows
+    return (*rows, Saved("part of the input's gradient", EARLY_BYTES * tokens * setup.model.hidden_size))
 
 
 def layer_after_input(setup: Setup) -> tuple[Saved, ...]:
@@ -117,8 +137,13 @@ def stage_bytes(setup: Setup) -> tuple[int, ...]:
     layers = layer_bytes(setup)
     saved = [num_layers * layers for num_layers in setup.layers]
     saved[0] += total(_embedding(setup))
-    saved[-1] += total((*_output(setup), *_loss(setup)))
+    saved[-1] += total(_last(setup))
     return tuple(saved)
+
+
+def shard_bytes(setup: Setup) -> int:
+    """What each rank's shard holds from S to T."""
+    return total(shard_saved(setup))
 
 
 def after_input_bytes(setup: Setup) -> tuple[int, ...]:
@@ -232,6 +257,11 @@ def _embedding(setup: Setup) -> tuple[Saved, ...]:
     # The tokens are the data iterator's own, unless a divided vocabulary needs them masked.
     divided = (Saved("tokens of this part", TOKEN_BYTES * tokens), Saved("mask of this part", MASK_BYTES * tokens))
     return (*_dropout(setup, 1), *(divided if setup.tensor > 1 else ()))
+
+
+def _last(setup: Setup) -> tuple[Saved, ...]:
+    """Of the last stage behind its layers: where the vocabulary is in shards, the loss is theirs."""
+    return _output(setup) if setup.is_sharded else (*_output(setup), *_loss(setup))
 
 
 def _output(setup: Setup) -> tuple[Saved, ...]:

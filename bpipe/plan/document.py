@@ -38,6 +38,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **({"group": setup.group_size} if setup.group is not None or (family.takes_groups and family.splits) else {}),
         **({"delay": setup.delay} if family.takes_delay else {}),
         **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
+        **({"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards} if setup.is_sharded else {}),
     }
 
 

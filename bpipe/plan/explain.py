@@ -29,8 +29,9 @@ def describe(setup: Setup) -> str:
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
     balance = " balanced" if setup.balance != "none" else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
+    shards = f" vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
     grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}"
-    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{layers}{halves}{balance}"
+    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{layers}{shards}{halves}{balance}"
 
 
 def only_balanced(found: Found) -> str | None:

@@ -49,6 +49,8 @@ class Split:
 def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
     """The shortest way to tell Megatron; nothing for equal layers of one stage a rank. Stage s is on rank s % p."""
     chunks = len(layers) // pipeline
+    if not layers[-1]:
+        return [LAYOUT, layout_text(layers)]
     if len(set(layers)) == 1:
         return [LAYERS_OF_A_CHUNK, str(layers[0])] if chunks > 1 else []
     ends = _first_and_last(layers, pipeline)
@@ -72,8 +74,8 @@ def _first_and_last(layers: tuple[int, ...], pipeline: int) -> list[str] | None:
 
 
 def layout_text(layers: tuple[int, ...]) -> str:
-    """Such as `Et*3|(t*4|)*6t*3L`."""
-    stages = ["t" if num == 1 else f"t*{num}" for num in layers]
+    """Such as `Et*3|(t*4|)*6t*3L`. The last stage may have nothing but the output layer."""
+    stages = ["t" if num == 1 else f"t*{num}" if num else "" for num in layers]
     if len(stages) == 1:
         return f"E{stages[0]}L"
     inner = ""
@@ -134,5 +136,7 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
 
 
 def _refuse_empty(layers: list[int]) -> None:
-    if min(layers) < 1:
-        raise ValueError(f"stage {layers.index(min(layers))} has no layer: stages without one are not modelled")
+    """Of several stages the last may have the output layer alone."""
+    least = [*layers[:-1], layers[-1] + (len(layers) > 1)]
+    if min(least) < 1:
+        raise ValueError(f"stage {least.index(min(least))} has no layer: stages without one are not modelled, but for the last")

@@ -1,0 +1,111 @@
+"""Say whether the vocabulary is what hurts, and what would help. In: one prediction. Out: a `Burden` with a prediction for each remedy.
+
+The output layer and its loss make the last rank compute longer than the others, and every micro-batch waits for it; what they hold besides
+may make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's layers on all ranks. Knows no command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.layout import Vocabulary
+from bpipe.models.layout import Setup, redistribute_layers
+from bpipe.models.profile import Profile
+from bpipe.plan.document import document
+from bpipe.plan.predict import SetupPrediction, costs_of, predict
+
+# Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
+HURTS = 1.05
+REDISTRIBUTE = "redistribute"
+
+
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """`load`: how many times as long as the mean of the others the last stage's rank computes, on one micro-batch.
+
+    `remedies` by name, as `--bpipe-vocabulary` calls them, each a prediction of the same setup with it.
+    """
+
+    prediction: SetupPrediction
+    load: float
+    remedies: dict[str, SetupPrediction]
+
+    @property
+    def best(self) -> str:
+        """The fastest that fits, or the fastest of all."""
+        return min(self.remedies, key=lambda name: (not self.remedies[name].fits, self.remedies[name].timing.iteration_s))
+
+    def gain(self, name: str) -> float:
+        return self.prediction.timing.iteration_s / self.remedies[name].timing.iteration_s
+
+
+def burden(prediction: SetupPrediction, profile: Profile | None = None) -> Burden | None:
+    """None where the vocabulary does not hurt, or nothing would clearly help."""
+    setup = prediction.setup
+    if setup.is_sharded or setup.pipeline < 2:
+        return None
+    load = last_load(setup, profile)
+    if load < HURTS:
+        return None
+    remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in alternatives(setup, profile).items()}
+    found = Burden(prediction, load, remedies)
+    return found if remedies and found.gain(found.best) >= HURTS else None
+
+
+def last_load(setup: Setup, profile: Profile | None = None) -> float:
+    """The last stage's rank beside the mean of the others."""
+    costs = costs_of(setup, profile)
+    work = [
+        sum(float(costs.stages[stage].whole_forward_s + costs.stages[stage].whole_backward_s) for stage in setup.stages_of(rank))
+        for rank in range(setup.pipeline)
+    ]
+    last = work.pop(setup.placement[-1])
+    return last * len(work) / sum(work)
+
+
+def alternatives(setup: Setup, profile: Profile | None = None) -> dict[str, Setup]:
+    """The same setup with every remedy that it can take."""
+    found: dict[str, Setup] = {}
+    layers = _redistributed(setup, profile)
+    if layers is not None and layers != setup.layers:
+        found[REDISTRIBUTE] = replace(setup, layers=layers)
+    if FAMILIES[setup.schedule].sharded is not None:
+        for one in Vocabulary:
+            if one is not Vocabulary.WHOLE:
+                found[one.value] = replace(setup, vocabulary_parallel=one.value, input_shards=True)
+    return found
+
+
+def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
+    """Only with one stage a rank: chunks of the other ranks would lie between."""
+    if setup.chunks > 1 or not setup.layers[-1]:
+        return None
+    cost = costs_of(setup, profile).stages[-1]
+    layer = float(cost.forward_s + cost.backward_s) / setup.layers[-1]
+    output = float(cost.output_forward_s + cost.output_backward_s)
+    return redistribute_layers(setup.model.num_layers, setup.num_stages, output / layer) if layer else None
+
+
+def words(found: Burden, row: int) -> list[str]:
+    """For a person: how much it hurts in that row of what was found, then a line a remedy, the best first."""
+    setup = found.prediction.setup
+    lines = [
+        f"The vocabulary hurts in row {row}: with {setup.vocabulary} tokens the last stage's rank computes {found.load:.2f} times as long "
+        "as the others, and all wait for it. Remedies:"
+    ]
+    for name in sorted(found.remedies, key=lambda one: (one != found.best, -found.gain(one))):
+        remedy = found.remedies[name]
+        fullest = max(rank.peak_bytes for rank in remedy.memory) / 2**30
+        fits = "" if remedy.fits else ", which does not fit"
+        how = f"vocabulary {name}" if name != REDISTRIBUTE else f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
+        seconds, gain = remedy.timing.iteration_s, found.gain(name)
+        lines.append(f"     {how}: {seconds:.3f} s, {gain:.2f}x; its fullest rank holds {fullest:.1f} GiB{fits}")
+    return lines
+
+
+def burden_document(found: Burden, row: int) -> dict[str, Any]:
+    """The same for a program."""
+    remedies = [{"remedy": name, "gain": found.gain(name), **document(remedy)} for name, remedy in found.remedies.items()]
+    return {"row": row, "last_load": found.load, "best": found.best, "remedies": remedies}
