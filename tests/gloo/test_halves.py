@@ -30,6 +30,7 @@ OURS = {
 }
 BATCH = ("--global-batch-size", "16")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+MTP = ("--global-batch-size", "8", "--mtp-num-layers", "2", "--position-embedding-type", "rope")
 ROWS: Rows = {
     "m8": (BATCH, ("zb_h1", "split", "whole")),
     "balanced": (BATCH, ("zb_h1_balanced",)),
@@ -38,6 +39,9 @@ ROWS: Rows = {
     "bf16": ((*BATCH, "--bf16"), ("zb_h1",)),
     "fp16": ((*BATCH, "--fp16", "--initial-loss-scale", "4294967296", "--loss-scale-window", "2"), ("zb_h1",)),
     "llama": ((*BATCH, *LLAMA), ("zb_h1",)),
+    "evaluation": ((*BATCH, "--eval-interval", "2", "--eval-iters", "2"), ("zb_h1",)),
+    "tokens_ahead": ((*MTP, "--untie-embeddings-and-output-weights"), ("zb_h1",)),
+    "tokens_ahead_tied": (MTP, ("zb_h1",)),
     "experts": ((*EXPERTS, "--global-batch-size", "8"), ("zb_h1",)),
 }
 ALWAYS = ("m8", "recomputed")
