@@ -7,11 +7,12 @@ import random
 import pytest
 
 from bpipe.check.rules import check
-from bpipe.cli import main, read
+from bpipe.cli import main
 from bpipe.ir.messages import has_messages, read_runtime, write_runtime
 from bpipe.ir.text import TextError, read_csv
 from bpipe.passes.align import align
 from bpipe.program import ScheduleConfig, build
+from bpipe.read import read
 from tests.unit.test_overlap import OVERLAPPED
 
 # Two ranks in V shape: stages 0 and 3 on rank 0. Torch's own, with ScheduleDualPipeV(p=2, m=4).

@@ -15,13 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bpipe.check.rules import ScheduleError, check
-from bpipe.cli import read
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import TextError, read_action, read_csv, write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.read import read
 
 BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 CONFIGS = [

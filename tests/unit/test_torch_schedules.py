@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 
+from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
-from bpipe.cli import read
 from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import UnitCosts
+from bpipe.generate.timing import pace
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.messages import read_runtime, write_runtime
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.align import align
 from bpipe.program import ScheduleConfig, build
+from bpipe.read import read
+from bpipe.simulate.cost import StageCost, uniform
+from bpipe.simulate.engine import simulate
 from tests.unit.oracle import is_sound
 from tests.unit.torch_schedules import COUNTS, LOOPED, MULTIPLE, SINGLE, WAITS, as_csv, parsed, peak, rows, torch_schedule
 
@@ -48,6 +53,18 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
     assert is_sound(ours)
     mine = [[stage for stage, rank in enumerate(ours.layout.only_placement) if rank == at] for at in range(p)]
     assert list(peak_counts(ours)) == [peak(theirs, rank, mine[rank]) for rank in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 16)])
+def test_dualpipev_is_read_checked_and_simulated(p: int, m: int) -> None:
+    """Of two that overlap the forward runs, then the backward, and what both made is passed on."""
+    schedule = of(torch_schedule("ScheduleDualPipeV", p, m, 2))
+    check(schedule)
+    assert not blocked_ranks(schedule)
+    assert any(slot.overlapped for row in schedule.ranks for slot in row)
+    report = simulate(schedule, uniform(2 * p, StageCost(1, 2, weight_s=1)))
+    assert report.pipeline_s == pace(schedule, UnitCosts(2, 2, 2)).makespan
+    assert max(peak_counts(schedule)) <= 2 * p + 1
 
 
 @counts
@@ -106,7 +123,7 @@ def test_our_schedules_in_the_runtimes_form() -> None:
         schedule = build(config)
         written = write_runtime(schedule)
         assert read(written) == replace(schedule, name="csv")
-        theirs = torch_schedule("ScheduleInterleaved1F1B", config.num_stages, config.num_microbatches, config.num_chunks)
+        theirs = torch_schedule("ScheduleInterleaved1F1B", config.num_ranks, config.num_microbatches, config.num_chunks)
         theirs._prepare_schedule_with_comms(parsed(written), format="compute_comms")
 
 

@@ -22,6 +22,7 @@ from tests.unit.runtime.loop import Small, drawn, new_weight
 from tests.unit.runtime.loop import schedule as balanced
 from tests.unit.runtime.pipeline import WIDTH, Model, in_a_pipeline, in_one_piece
 from tests.unit.runtime.test_engine import engine_for
+from tests.unit.test_overlap import OVERLAPPED
 
 # The halves of a backward apart.
 SPLIT = """\
@@ -51,6 +52,9 @@ FAMILIES = [
     ScheduleConfig("gpipe", 3, 4),
     ScheduleConfig("interleaved-1f1b", 2, 4, num_chunks=3),
     ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()),
+    ScheduleConfig("1f1b-split", 4, 8, balance=BalanceConfig(), delay=1),
+    ScheduleConfig("zb-h1", 4, 8),
+    *(ScheduleConfig(name, 4, 7, num_chunks=2) for name in ("zb-v", "v-half", "v-min")),
 ]
 
 
@@ -66,6 +70,12 @@ def test_every_family_computes_what_the_model_in_one_piece_does(config: Schedule
 
 def test_a_backward_in_halves_gives_the_same_gradients() -> None:
     assert same(in_a_pipeline(read_grid(SPLIT)), in_one_piece(3, 3))
+
+
+def test_a_forward_and_a_backward_in_one_place_are_computed_one_after_the_other() -> None:
+    assert same(in_a_pipeline(OVERLAPPED, 2), in_one_piece(4, 4, 2))
+    computed = [each.what for each in Executor(OVERLAPPED, 0, TorchStages({}), Alone()).program.instructions if each.do is Do.RUN]
+    assert list(map(str, computed))[6:10] == ["3F1", "0F3", "3B1", "3F2"]
 
 
 def test_what_stays_on_its_rank_is_handed_over_without_a_message() -> None:
