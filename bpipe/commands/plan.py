@@ -20,7 +20,7 @@ from bpipe.plan.document import document
 from bpipe.plan.explain import costly_halves, describe, only_balanced, verdict
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
 from bpipe.plan.space import CUTS, Space, num_grids
@@ -185,8 +185,8 @@ def _lines(number: int, found: Found) -> list[str]:
             f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     lines += [f"     {text}" for text in (only_balanced(found), costly_halves(prediction)) if text]
-    split = split_flags(prediction.setup.layers, prediction.setup.pipeline)
-    return [*lines, f"     {shlex.join(split)}"] if split else lines
+    flags = [*split_flags(prediction.setup.layers, prediction.setup.pipeline), *schedule_flags(prediction.setup)]
+    return [*lines, f"     {shlex.join(flags)}"] if flags else lines
 
 
 @dataclass(slots=True)

@@ -14,6 +14,9 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NoReturn
 
+from bpipe.generate.families import FAMILIES
+from bpipe.models.layout import KEPT_HALVES
+from bpipe.names import unknown
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -39,6 +42,10 @@ READ: dict[str, Any] = {
     "--recompute-granularity": (str, None, ("full", "selective")),
     "--recompute-method": (str, None, ("uniform", "block")),
     "--recompute-modules": ("+", None, None),
+    "--bpipe-schedule": (str, None, None),
+    "--bpipe-group": (str, None, None),
+    "--bpipe-delay": (int, None, None),
+    "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),
     **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
     **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
     **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
@@ -81,7 +88,7 @@ WITHOUT_INFLUENCE = (
     *("--profile*", "--use-pytorch-profiler", "--pytorch-profiler-*", "--manual-gc*", "--distributed-timeout-*", "--distributed-backend"),
     *("--loss-scale*", "--initial-loss-scale", "--min-loss-scale", "--hysteresis", "--rotary-base", "--use-mcore-models", "--rerun-mode"),
     *("--no-check-for-nan-in-loss-and-grad", "--disable-gloo-process-groups", "--use-cpu-initialization", "--no-initialization"),
-    *("--bpipe-report*", "--bpipe-timeout", "--bpipe-peak-tflops", "--local-rank", "--ddp-average-in-collective"),
+    *("--bpipe-report*", "--bpipe-timeout", "--bpipe-peak-tflops", "--bpipe-executor", "--local-rank", "--ddp-average-in-collective"),
 )
 
 # Of these, flags whose one value may even be unknown.
@@ -247,9 +254,10 @@ def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
 
 def _parallel(found: argparse.Namespace) -> dict[str, Any]:
     pipeline = found.pipeline_model_parallel_size
+    said = (found.num_layers_per_virtual_pipeline_stage, found.num_virtual_stages_per_pipeline_rank, found.pipeline_model_parallel_layout)
     split = Split(
         layers_of_a_chunk=found.num_layers_per_virtual_pipeline_stage,
-        chunks=found.num_virtual_stages_per_pipeline_rank,
+        chunks=found.num_virtual_stages_per_pipeline_rank if any(said) else _own_chunks(found.bpipe_schedule),
         first=found.decoder_first_pipeline_num_layers,
         last=found.decoder_last_pipeline_num_layers,
         count_embedding=found.account_for_embedding_in_pipeline_split,
@@ -266,8 +274,30 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         "balance": "bpipe" if found.bpipe else "none",
         "micro_batch": found.micro_batch_size,
         "global_batch": found.global_batch_size,
+        "schedule": found.bpipe_schedule,
+        "group": _group(found.bpipe_group),
+        "delay": found.bpipe_delay,
+        "keep_weights_halves": found.bpipe_keep_weights_halves,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _own_chunks(schedule: str | None) -> int | None:
+    """What the trainer gives a schedule that has several chunks and never another number. Raises ValueError for a file's schedule."""
+    if schedule is None:
+        return None
+    if schedule not in FAMILIES:
+        raise ValueError(f"--bpipe-schedule {schedule}: {unknown('schedule', schedule, FAMILIES)}; a file's schedule is not predicted")
+    family = FAMILIES[schedule]
+    return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
+
+
+def _group(text: str | None) -> int | None:
+    if text in (None, "auto"):
+        return None
+    if not (text.isdecimal() and 1 <= int(text) <= LARGEST):
+        raise ValueError(f"--bpipe-group {text[:40]} is no number of micro-batches, and not auto")
+    return int(text)
 
 
 def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Says nothing of data, learning rate or iterations: those are the user's. Imports
 
 from __future__ import annotations
 
+from bpipe.generate.families import default
 from bpipe.models.layout import Setup
 from bpipe.plan.layer_split import split_flags
 
@@ -42,6 +43,20 @@ def _parallel(setup: Setup) -> list[str]:
     flags += split_flags(setup.layers, setup.pipeline)
     if setup.balance != "none":
         flags.append("--bpipe")
+    return [str(flag) for flag in (*flags, *schedule_flags(setup))]
+
+
+def schedule_flags(setup: Setup) -> list[str]:
+    """Of a schedule that Megatron's own loops do not run; nothing for what they run."""
+    if setup.schedule == default(setup.chunks):
+        return []
+    flags: list[object] = ["--bpipe-schedule", setup.schedule]
+    if setup.group is not None:
+        flags += ["--bpipe-group", setup.group]
+    if setup.delay:
+        flags += ["--bpipe-delay", setup.delay]
+    if setup.splits and not setup.keeps_halves:
+        flags += ["--bpipe-keep-weights-halves", setup.keep_weights_halves]
     return [str(flag) for flag in flags]
 
 

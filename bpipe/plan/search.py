@@ -19,7 +19,6 @@ from bpipe.models.memory import predict_memory, state_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
 from bpipe.plan.space import Space, enumerate_setups
-from bpipe.simulate.cost import StageCost
 
 Progress = Callable[[str, int, int], None]
 
@@ -80,16 +79,15 @@ def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
     stages = costs_of(setup, profile).stages
     p, m = setup.pipeline, setup.num_microbatches
     forwards = [float(cost.whole_forward_s) for cost in stages]
-    backwards = [float(cost.whole_backward_s) for cost in stages]
+    backwards = [float(cost.whole_input_s + (cost.weight_s or 0) if setup.splits else cost.whole_backward_s) for cost in stages]
     bound = 0.0
     for rank in range(p):
-        own = sum(forwards[rank::p]) + sum(backwards[rank::p])
-        bound = max(bound, sum(forwards[:rank]) + m * own + sum(backwards[:rank]))
-    return bound + _update_s(stages, p)
-
-
-def _update_s(stages: tuple[StageCost, ...], p: int) -> float:
-    return float(max(sum(cost.optimizer_s for cost in stages[rank::p]) for rank in range(p)))
+        mine = setup.stages_of(rank)
+        own = sum(forwards[stage] for stage in mine) + sum(backwards[stage] for stage in mine)
+        # Of a split backward the last weights' halves may run beside what follows elsewhere.
+        after = 0.0 if setup.splits else sum(backwards[: mine[0]])
+        bound = max(bound, sum(forwards[: mine[0]]) + m * own + after)
+    return bound + max(sum(float(stages[stage].optimizer_s) for stage in setup.stages_of(rank)) for rank in range(p))
 
 
 def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, done, total: None) -> Outcome:

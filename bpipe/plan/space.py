@@ -9,8 +9,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bpipe.generate.families import DEFAULTS, FAMILIES
+from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
 from bpipe.models.model import Model
@@ -85,7 +87,7 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
             if per_replica % micro_batch:
                 continue
-            for schedule, chunks, layers in _schedules(space, pipeline, per_replica // micro_batch, cuts):
+            for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
                 for recompute in _scopes(space):
                     for balance in space.balances:
                         if balance != "none" and pipeline < MIN_BALANCED_RANKS:
@@ -99,11 +101,12 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                             micro_batch=micro_batch,
                             global_batch=space.global_batch,
                             sequence=space.sequence,
-                            layers=layers,
+                            layers=choice.layers,
                             recompute=recompute,
                             attention=space.attention,
-                            schedule=schedule,
-                            chunks=chunks,
+                            schedule=choice.schedule,
+                            chunks=choice.chunks,
+                            group=choice.group,
                             balance=balance,
                             precision=space.precision,
                             distributed_optimizer=space.distributed_optimizer,
@@ -137,26 +140,47 @@ def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int]]:
                 yield tensor, pipeline, data
 
 
-def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+class _Choice(NamedTuple):
+    """A schedule with what it takes."""
+
+    schedule: str
+    chunks: int
+    layers: tuple[int, ...]
+    group: int | None = None
+
+
+def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[_Choice]:
     num_layers = space.model.num_layers
     for schedule in space.schedules:
         family = FAMILIES[schedule]
+        if family.splits and pipeline == 1:
+            # Nobody to wait for: it would be 1F1B.
+            continue
         if family.max_chunks == 1:
             layers = split_layers(num_layers, pipeline, space.uneven)
             if layers is not None:
-                yield schedule, 1, layers
+                yield _Choice(schedule, 1, layers)
             continue
-        if pipeline == 1 or num_microbatches % pipeline:
+        if pipeline == 1 or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline):
             cuts["micro_batches"] += 1
             continue
         # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
         uneven = space.uneven and num_layers % pipeline != 0
         for chunks in family.chunks(space.max_chunks):
             layers = split_layers(num_layers, pipeline * chunks, uneven)
-            if layers is not None:
-                yield schedule, chunks, layers
-            else:
+            if layers is None:
                 cuts["chunks"] += 1
+                continue
+            for group in _groups(schedule, pipeline, num_microbatches):
+                yield _Choice(schedule, chunks, layers, group)
+
+
+def _groups(schedule: str, pipeline: int, num_microbatches: int) -> tuple[int | None, ...]:
+    """The fewest micro-batches that keep the pipeline busy, and as many as there are ranks: less memory, or less time."""
+    family = FAMILIES[schedule]
+    if not (family.takes_groups and family.splits):
+        return (None,)
+    return tuple(sorted({min(size, num_microbatches) for size in (family.usual_group(pipeline), pipeline)}))
 
 
 def _scopes(space: Space) -> tuple[str, ...]:

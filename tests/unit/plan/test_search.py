@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.generate.families import FAMILIES
+from bpipe.generate.families import FAMILIES, default
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
@@ -15,6 +15,7 @@ from bpipe.models.memory import activations, held_by, predict_memory, state_byte
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.plan.explain import describe, only_balanced, verdict
+from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import Outcome, lower_bound_s, search
@@ -123,6 +124,30 @@ def test_the_steady_phase_continued_is_the_whole(schedule: str, chunks: int, pip
     assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
     assert steady.bubble_of_makespan == pytest.approx(whole.bubble_of_makespan, rel=1e-6)
     assert steady.bubble_of_span == pytest.approx(whole.bubble_of_span, rel=1e-6)
+
+
+def test_schedules_of_our_executor_are_compared_with_their_flags() -> None:
+    """Small, so that all fit: split backwards are faster, and a row says how to launch it; reading that back gives the row."""
+    space = Space(gpt("small", 16, 1024, 16), parse_cluster("h100-80g:1x4"), 16, 1024, recompute=("none",), max_micro_batch=1, max_chunks=4)
+    base = search(space, num_rows=1)
+    found = search(replace(space, schedules=("1f1b", "zb-h1", "grouped-interleaved"), balances=("none",)), num_rows=200)
+    assert base.rows
+    setups = [row.prediction.setup for row in found.rows]
+    grouped = {(setup.chunks, setup.group) for setup in setups if setup.pipeline == 4 and setup.schedule == "grouped-interleaved"}
+    assert {(2, 2), (2, 4), (4, 2), (4, 4)} <= grouped
+    assert not any(setup.splits for setup in setups if setup.pipeline == 1)
+    of_four = {
+        setup.schedule: row.prediction.timing.iteration_s for row, setup in zip(found.rows, setups, strict=True) if cut_in_four(setup)
+    }
+    assert of_four["zb-h1"] < of_four["1f1b"]
+    for setup in setups:
+        said = read_command([*megatron_flags(setup), "--vocab-size", "512"]).options
+        assert (said.get("schedule") or default(setup.chunks), said.get("group")) == (setup.schedule, setup.group)
+        assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
+
+
+def cut_in_four(setup: Setup) -> bool:
+    return (setup.tensor, setup.pipeline, setup.data, setup.chunks) == (1, 4, 1, 1)
 
 
 def sizes_of(family: Family) -> list[tuple[int, int, int | None, int]]:
