@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import KEPT_HALVES
-from bpipe.names import unknown
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -287,7 +286,7 @@ def _own_chunks(schedule: str | None) -> int | None:
     if schedule is None:
         return None
     if schedule not in FAMILIES:
-        raise ValueError(f"--bpipe-schedule {schedule}: {unknown('schedule', schedule, FAMILIES)}; a file's schedule is not predicted")
+        raise ValueError(f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} are predicted, and no schedule of a file")
     family = FAMILIES[schedule]
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
 
