@@ -102,22 +102,23 @@ class Executor:
             self._run(what, calls)
             return
         assert isinstance(what, Message)
-        if do is Do.POST:
-            self._messages.post(what)
-        elif do is Do.SEND:
-            self._messages.send(what, self._take(what.value, what))
+        if do is Do.SEND:
+            passing = self._take(what.value, what)
+            self._pass("could not be sent", what, lambda: self._messages.send(what, passing))
+        elif do is Do.POST:
+            self._pass("could not be posted", what, lambda: self._messages.post(what))
         else:
-            arrived = self._wait(what)
+            arrived = self._pass("did not pass", what, lambda: self._messages.wait(what))
             if what.parties[0] != self.rank:
                 self._values[what.value] = arrived
 
-    def _wait(self, message: Message) -> Tensors:
+    def _pass[T](self, what: str, message: Message, act: Callable[[], T]) -> T:
+        """Say of what fails which message it was, and who is at its other end."""
         try:
-            return self._messages.wait(message)
+            return act()
         except (OSError, RuntimeError) as error:
             others = " and ".join(f"rank {rank}" for rank in message.parties if rank != self.rank)
-            direction = "to" if message.parties[0] == self.rank else "from"
-            raise TransferError(f"rank {self.rank}: {message} {direction} {others} did not pass: {error}") from error
+            raise TransferError(f"rank {self.rank}: {message} {what}, at its other end is {others}: {error}") from error
 
     def _run(self, action: Action, calls: Calls | None) -> None:
         needed = self._needs.needed(action)

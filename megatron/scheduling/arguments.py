@@ -44,6 +44,7 @@ class SchedulingConfig:
     keep_weights_halves: str = "linear"
     transport: str = AUTO
     timeout_s: float = 300.0
+    message_timeout_s: float = 600.0
     minimum_bytes: int = 65536
     poison: bool = False
     synchronous: bool = False
@@ -132,10 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--bpipe-timeout",
         type=float,
-        default=SchedulingConfig.timeout_s,
+        default=None,
         metavar="SECONDS",
-        help="A transfer that has not ended after this time ends the run with an error that names it. On GPUs the host waits for none: "
-        "there NCCL's watchdog ends the run, naming the pair's process group, and copies of peer and host are not timed.",
+        help=f"A transfer that has not ended after this time ({SchedulingConfig.timeout_s:g} by default), or a message of our own loop (by "
+        "default as long as Megatron waits for its own, --distributed-timeout-minutes), ends the run with an error that names it. On GPUs "
+        "the host waits for none: there NCCL's watchdog ends the run, naming the process group, and copies of peer and host are not timed.",
     )
     group.add_argument(
         "--bpipe-min-bytes",
@@ -207,7 +209,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
     return SchedulingConfig(
         balance=args.bpipe,
         transport=args.bpipe_transport,
-        timeout_s=args.bpipe_timeout,
+        timeout_s=SchedulingConfig.timeout_s if args.bpipe_timeout is None else args.bpipe_timeout,
+        message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
         synchronous=args.bpipe_sync_transfers,
@@ -229,7 +232,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
 
 def _out_of_range(args: Any) -> Iterator[str]:
     """A line for every one of our flags whose value cannot be."""
-    if args.bpipe_timeout <= 0:
+    if args.bpipe_timeout is not None and args.bpipe_timeout <= 0:
         yield f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds"
     if args.bpipe_min_bytes < 1:
         yield f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1"

@@ -169,7 +169,9 @@ class Loop:
         if prepared is None:
             schedule, rank = schedule_of(), self._driver.rank
             if self._groups is None:
-                self._groups = connect_neighbours(neighbours(schedule), self._config.positions, self._config.timeout_s, self._driver.device)
+                self._groups = connect_neighbours(
+                    neighbours(schedule), self._config.positions, self._config.message_timeout_s, self._driver.device
+                )
             own = schedule.layout.stages_of(rank)
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
             split = {(action.stage, action.microbatch) for action in order if action.kind is Kind.BACKWARD_WEIGHT}

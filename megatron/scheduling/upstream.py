@@ -95,7 +95,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "world_size",
     ),
     "arguments": (
-        *("context_parallel_size", "data_parallel_size", "log_interval", "micro_batch_size", "padded_vocab_size"),
+        *("context_parallel_size", "data_parallel_size", "distributed_timeout_minutes", "log_interval", "micro_batch_size"),
+        "padded_vocab_size",
         *("pipeline_model_parallel_size", "seq_length", "tensor_model_parallel_size", "tensorboard_dir", "tensorboard_log_interval"),
         *("timing_log_level", "train_iters", "virtual_pipeline_model_parallel_size"),
         "wandb_project",

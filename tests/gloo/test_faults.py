@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,32 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
     assert "rank 0, stage 0: 0" in outcome.logs[0]
     assert "with stage 3 did not end" in outcome.logs[0]
     assert "the time-out is 5 s, --bpipe-timeout" in outcome.logs[0]
+
+
+OWN = ("--bpipe-schedule", "zb-h1", "--bpipe-timeout", "5")
+
+
+@pytest.mark.timeout(120)
+def test_a_neighbour_of_our_own_loop_that_dies_ends_the_others(tmp_path: Path) -> None:
+    outcome = run(tmp_path, OWN, fault="2 2F2 SIGKILL")
+    assert outcome.codes[2] == -signal.SIGKILL
+    for rank in (0, 1, 3):
+        assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
+        assert last_line(outcome, rank).startswith("bpipe: rank 2 failed first: it does not answer, so it was killed,")
+    for rank in (1, 3):
+        edge = rf"TransferError: rank {rank}: \S+>\S+ (did not pass|could not be sent|could not be posted), at its other end is rank 2: "
+        assert re.search(edge, outcome.logs[rank]), outcome.logs[rank][-2000:]
+    assert outcome.seconds < 60
+
+
+@pytest.mark.timeout(120)
+def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_time_out(tmp_path: Path) -> None:
+    """Its connections stay open, so only the time-out can tell."""
+    outcome = run(tmp_path, OWN, fault="2 2F2 SIGSTOP", only=3)
+    assert outcome.codes[3] not in (0, None)
+    assert "TransferError: rank 3: 2F2>3F2 did not pass, at its other end is rank 2: " in outcome.logs[3], outcome.logs[3][-2000:]
+    assert "5000ms" in outcome.logs[3]
+    assert "bpipe: rank 3, stage 3, after 3I1, at 3F2" in outcome.logs[3]
 
 
 @pytest.mark.timeout(120)

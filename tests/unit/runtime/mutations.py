@@ -144,8 +144,7 @@ TABLE = (
         DISTRIBUTED,
     ),
     # Messages between stages.
-    mutate("executor", "arrived = self._wait(what)", "arrived = ()", EXECUTOR),
-    mutate("executor", "return self._messages.wait(message)", "return ()", EXECUTOR),
+    mutate("executor", 'arrived = self._pass("did not pass", what, lambda: self._messages.wait(what))', "arrived = ()", EXECUTOR),
     mutate("edges", "works.wait()", "pass", EDGES),
     mutate("edges", "works.wait()", "pass", EDGES, nth=1),
     mutate("edges", "works.wait()", "pass", EDGES, nth=2),

@@ -244,11 +244,19 @@ def test_a_part_that_makes_nothing_of_what_it_receives_is_refused() -> None:
         stages.backward(BACKWARD, (torch.ones(2),))
 
 
-def test_a_message_that_does_not_pass_is_named_with_its_edge() -> None:
-    class Broken(Alone):
-        def wait(self, message: Message) -> Tensors:
-            raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        ("post", "rank 1: 0F0>1F0 could not be posted, at its other end is rank 0: it is gone"),
+        ("wait", "rank 1: 0F0>1F0 did not pass, at its other end is rank 0: it is gone"),
+        ("send", "rank 1: 1F0>2F0 could not be sent, at its other end is rank 2: it is gone"),
+    ],
+)
+def test_a_message_that_does_not_pass_is_named_with_its_edge(failing: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Tensors:
+        raise RuntimeError("it is gone")
 
-    executor = Executor(build(ScheduleConfig("1f1b", 4, 8)), 1, TorchStages({}), Broken())
-    with pytest.raises(TransferError, match=r"rank 1: 0F0>1F0 from rank 0 did not pass: Timed out waiting 5000ms"):
-        executor.run()
+    log = Log()
+    monkeypatch.setattr(log, failing, fail)
+    with pytest.raises(TransferError, match=message):
+        Executor(build(ScheduleConfig("1f1b", 4, 8)), 1, TorchStages({1: lambda microbatch, x: x * 2}), log).run()

@@ -1,0 +1,144 @@
+"""Measure what our own loop costs beside Megatron's: iterations of the same 1F1B by one and by the other, taking turns in one run.
+
+In: sizes. Out: a table, and JSON with --json: of every rank the processor time of the training thread in an iteration by each loop, and the
+ratio within a turn, medians and quartiles. Processor time, because on a machine with fewer cores than ranks the clock says how the ranks
+shared them. Weights are left as they are, so every iteration computes the same.
+
+What it cannot show: anything of a GPU, where the training thread issues what a device computes.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.scheduling import startup
+
+startup.prepare()
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.multiprocessing.spawn import start_processes
+
+from bench.transfer import spread
+from bpipe.ir.program import Exchange
+from bpipe.program import ScheduleConfig
+from megatron.scheduling import patches
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.driver import Driver
+from megatron.scheduling.executor import Loop
+
+VOCABULARY = 128
+
+
+def forward(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
+    tokens = next(data)
+    losses = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None, labels=tokens.roll(-1, dims=1))
+    return losses, lambda losses: (losses.mean(), losses.mean().item())
+
+
+def model_of(sizes: argparse.Namespace) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=sizes.layers * sizes.stages,
+        hidden_size=sizes.hidden,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=sizes.stages,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        deallocate_pipeline_outputs=True,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        sizes.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def one_rank(rank: int, folder: str, sizes: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=sizes.stages)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=sizes.stages)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    model = model_of(sizes)
+    own = ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, exchange=Exchange.POSTED)
+    config = SchedulingConfig(balance=False, num_ranks=sizes.stages, num_chunks=1, own=own)
+    stock: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
+    loops = {"Megatron's": stock, "ours": Loop(Driver(config), config).wraps()[patches.ONE_F_ONE_B](stock)}
+    spent: dict[str, list[float]] = {name: [] for name in loops}
+    batch = torch.randint(VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=torch.Generator().manual_seed(11))
+    for turn in range(sizes.rounds + 1):
+        # Whoever comes first finds other caches.
+        for name in list(loops)[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            begin_s = time.thread_time()
+            loops[name](
+                forward_step_func=forward,
+                data_iterator=iter(batch),
+                model=model,
+                num_microbatches=sizes.microbatches,
+                seq_length=sizes.sequence,
+                micro_batch_size=2,
+            )
+            if turn:
+                spent[name].append(time.thread_time() - begin_s)
+            model.zero_grad()
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(spent))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=1, help="of a stage")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
+    sizes = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(one_rank, args=(folder, sizes), nprocs=sizes.stages, start_method="spawn")
+        found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(sizes.stages)]
+    rows = []
+    print(
+        f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores; 1F1B of {sizes.stages} stages, "
+        f"{sizes.microbatches} micro-batches; {sizes.rounds} rounds, medians (quartiles)"
+    )
+    print(f"{'rank':<5} {'Megatron loop, ms':>28} {'ours, ms':>28} {'ours to Megatron in a turn':>32}")
+    for rank, spent in enumerate(found):
+        theirs, ours = spent["Megatron's"], spent["ours"]
+        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+        theirs_ms, ours_ms = ([1e3 * value for value in values] for values in (theirs, ours))
+        print(f"{rank:<5} {spread(theirs_ms, '.1f'):>28} {spread(ours_ms, '.1f'):>28} {spread(ratios, '.4f'):>32}")
+        rows.append({"rank": rank, "megatron_s": theirs, "ours_s": ours, "ratio": statistics.median(ratios)})
+    if sizes.json:
+        Path(sizes.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
