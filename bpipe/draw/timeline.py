@@ -45,11 +45,11 @@ _HELD = (("curve", "bytes of activations held"),)
 _BOUND = (("bound", "bound of balancing"),)
 
 
-def lay_out_simulation(simulation: Simulation, name: str = "") -> Picture:
-    """The picture of a simulation, as wide as a page however long it took. `name` says of what."""
+def lay_out_simulation(simulation: Simulation, name: str = "", width_s: float | None = None) -> Picture:
+    """The picture of a simulation. `name` says of what. As wide as a page is `width_s`, by default all of it, however long it took."""
     ranks = range(simulation.schedule.num_ranks)
     picture = Picture(MARGIN + WIDTH + MARGIN_RIGHT, TOP + len(ranks) * LANE_HEIGHT + AXIS_HEIGHT)
-    scale = WIDTH / float(simulation.makespan_s or 1)
+    scale = WIDTH / float(width_s or simulation.makespan_s or 1)
     picture.words.append(Word(MARGIN, 18, name or simulation.schedule.name, 15, "start"))
     picture.words.append(Word(MARGIN, 40, _summary(simulation), 12, "start"))
     draw_legend(picture, _legend_entries(simulation), MARGIN, 64)

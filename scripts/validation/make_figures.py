@@ -4,6 +4,7 @@
 Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output docs/figures]
 
     schedule   1F1B of 4 stages and 8 micro-batches, without balancing and with it (Kim et al. 2023, figure 4)
+    families   1F1B, V-Half and balanced grouped interleaving of 4 ranks, simulated, to one scale
     memory     measured peaks of both runs' stages beside the predicted ones (figure 8); needs --runs, with plain/ and balanced/ in it
     overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
     ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
@@ -22,16 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bpipe.compare.read import read_stages
-from bpipe.draw.picture import lay_out, stack
+from bpipe.draw.picture import Picture, lay_out, stack
 from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, write
 from bpipe.draw.png import render_png
 from bpipe.draw.svg import render_svg
+from bpipe.draw.timeline import lay_out_simulation
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import PRESETS
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
-from bpipe.simulate.cost import StageCost, uniform
+from bpipe.simulate.cost import Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from validation.measurements import STAGE_TIMES, StageTimes
 
@@ -44,9 +46,31 @@ def draw_schedule(stem: Path) -> list[Path]:
     """Two halves, in the project's own picture of a schedule."""
     subtitles = {"none": "without balancing", "bpipe": "with balancing"}
     halves = stack([lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance))), text) for balance, text in subtitles.items()])
+    return write_picture(halves, stem)
+
+
+def draw_families(stem: Path) -> list[Path]:
+    """To one scale: on a rank a forward, and either half of a backward, take a second, and a micro-batch saves a GiB."""
+    configs = {
+        "1F1B": ScheduleConfig("1f1b", 4, 8),
+        "V-Half": ScheduleConfig("v-half", 4, 8, 2),
+        "Grouped interleaving, balanced": ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig()),
+    }
+    simulations = {}
+    for name, config in configs.items():
+        share, saved_bytes = 1 / config.num_chunks, 2**30 // config.num_chunks
+        cost = StageCost(forward_s=share, backward_s=2 * share, weight_s=share, saved_bytes=saved_bytes, moved_bytes=saved_bytes)
+        # A transfer takes half as long as the computation beside it.
+        links = Links(Link(bytes_per_s=2**31))
+        simulations[name] = simulate(build(config), uniform(config.num_ranks * config.num_chunks, cost, links))
+    longest = max(float(simulation.makespan_s) for simulation in simulations.values())
+    return write_picture(stack([lay_out_simulation(simulation, name, longest) for name, simulation in simulations.items()]), stem)
+
+
+def write_picture(picture: Picture, stem: Path) -> list[Path]:
     files = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
-    files[0].write_text(render_svg(halves), encoding="utf-8")
-    files[1].write_bytes(render_png(halves))
+    files[0].write_text(render_svg(picture), encoding="utf-8")
+    files[1].write_bytes(render_png(picture))
     return files
 
 
@@ -121,7 +145,8 @@ def main() -> int:
     folder: Path = options.output
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = [*draw_schedule(folder / "schedule"), *draw_overhead(folder / "overhead"), *draw_ranking(folder / "ranking")]
+        files = [*draw_schedule(folder / "schedule"), *draw_families(folder / "families")]
+        files += [*draw_overhead(folder / "overhead"), *draw_ranking(folder / "ranking")]
         if options.runs is None:
             print("memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs runs/quickstart")
         else:

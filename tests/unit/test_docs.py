@@ -125,6 +125,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         ("1F1B", "1f1b", 1),
         ("interleaved 1F1B, 2 chunks", "interleaved-1f1b", 2),
         ("interleaved 1F1B, 4 chunks", "interleaved-1f1b", 4),
+        ("ZB-H1", "zb-h1", 1),
+        ("ZB-V", "zb-v", 2),
+        ("V-Half", "v-half", 2),
+        ("V-Min", "v-min", 2),
+        ("grouped interleaving, 4 chunks", "grouped-interleaved", 4),
     ],
 )
 def test_the_readmes_table_is_what_the_schedules_are(row: str, schedule: str, chunks: int) -> None:
@@ -134,7 +139,8 @@ def test_the_readmes_table_is_what_the_schedules_are(row: str, schedule: str, ch
     for balance, peak in zip(balances, (plain_peak, balanced_peak), strict=False):
         program = build(ScheduleConfig(schedule, 8, 32, chunks, balancing(balance)))
         # Bytes that take no time: what transfers cost is another table's.
-        cost = StageCost(forward_s=Fraction(1, chunks), backward_s=Fraction(2, chunks), saved_bytes=1, moved_bytes=1)
+        share = Fraction(1, chunks)
+        cost = StageCost(forward_s=share, backward_s=2 * share, weight_s=share, saved_bytes=1, moved_bytes=1)
         assert f"{100 * float(simulate(program, uniform(8 * chunks, cost)).bubble_of_makespan):.1f} %" == bubble
         assert max(peak_counts(program)) / chunks == float(peak)
     assert sum(num_transfers(program, rank).evictions for rank in range(8)) == int(evictions.split()[0])
