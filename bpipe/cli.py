@@ -32,7 +32,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import write_csv
 from bpipe.passes.align import align
-from bpipe.passes.lower import lower
+from bpipe.passes.answered import as_run
 from bpipe.program import BALANCES, ScheduleConfig, adopt, balancing, build
 from bpipe.read import read_file, source_of
 
@@ -274,7 +274,7 @@ def _written(schedule: Schedule, form: str, given: tuple[Fraction, ...] | None, 
 
 def _listed(schedule: Schedule, form: str, exchange: Exchange) -> str:
     """What every rank does. The exchange may be one that nobody runs the schedule with: where that blocks, it is said beside it."""
-    programs = lower(schedule, exchange)
+    programs = as_run(schedule, exchange)
     for one in blocked_ranks(schedule, Waits.ASYNCHRONOUS, exchange):
         place = f"rank {one.rank}, slot {one.slot}: waits for ever for {one.message}, the other end is on rank {one.peer}"
         print(f"bpipe: with --exchange {exchange.value} {place}", file=sys.stderr)

@@ -26,8 +26,8 @@ class Exchange(enum.Enum):
     # Megatron's loop for several: right behind a computation it sends what that made, in one operation with all that its neighbours send
     # before its next. The ring of neighbours would block itself with the rule above.
     MEGATRON_INTERLEAVED = "megatron-interleaved"
-    # Our executor: a send is on its way at once and waited for at the end; receives are posted one ahead, in the sender's order, and only
-    # what needs them waits.
+    # Our executor: a send is on its way at once, and later let go, never waited for; receives are posted one ahead, in the sender's order,
+    # and only what needs them waits.
     POSTED = "posted"
 
     __hash__ = object.__hash__

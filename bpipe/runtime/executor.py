@@ -19,7 +19,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Do, Exchange, Instruction, Message
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.lower import lower
+from bpipe.passes.answered import as_run
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import Stage, Tensors
@@ -55,7 +55,7 @@ class Executor:
         self.schedule, self.rank = schedule, rank
         self._needs = Needs(schedule.layout, schedule.num_microbatches)
         self._stage, self._messages = stage, messages
-        self.program = program = lower(schedule, Exchange.POSTED)[rank]
+        self.program = program = as_run(schedule, Exchange.POSTED)[rank]
         self._instructions = [each for each in program.instructions if each.do is Do.RUN or isinstance(each.what, Message)]
         # Behind it nothing is sent any more; and by the last instruction that sends what a computation made, or that runs it, which it is.
         passing = [number for number, each in enumerate(self._instructions) if each.do in (Do.RUN, Do.SEND)]

@@ -33,7 +33,7 @@ MAY: dict[str, set[str]] = {
     "models": {"values", "names", "placement", "ir", "generate.families", "program", "simulate.cost"},
     "record": {"values", "ir", "program", "models.flops"},
     "transport": {"ir.action", "ir.program", "simulate.bandwidth"},
-    "runtime": {"ir", "passes.lower", "record.format", "transport"},
+    "runtime": {"ir", "passes.answered", "record.format", "transport"},
     "plan": {"values", "ir", "generate.families", "program", "simulate", "models"},
     "report": {"ir", "generate.families", "program", "simulate", "models.flops", "record"},
     "report.out": {"ir", "simulate", "record.format", "report"},
@@ -43,7 +43,7 @@ MAY: dict[str, set[str]] = {
         *("names", "ir", "generate.families", "generate.family", "generate.timing", "program", "simulate", "models", "plan"),
         *("record", "report", "report.out", "compare", "draw"),
     },
-    "cli": {"ir", "generate.families", "passes.align", "passes.lower", "check.deadlock", "program", "read", "draw", "commands"},
+    "cli": {"ir", "generate.families", "passes.align", "passes.answered", "check.deadlock", "program", "read", "draw", "commands"},
     "__main__": {"cli"},
 }
 
@@ -62,7 +62,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
-    "passes": ("align evict forwards lower", "balance", "levels"),
+    "passes": ("align evict forwards lower", "answered balance", "levels"),
     "check": ("deadlock", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),
     "models": ("cluster model", "cluster_file flops layout", "profile saved", "memory", "compute"),

@@ -151,8 +151,8 @@ def test_each_call_has_its_place() -> None:
     plan, log = build(ScheduleConfig("1f1b", 3, 1)), Log()
     Executor(plan, 1, TorchStages({1: lambda microbatch, x: x * 2}), log).run(log)
     forward = ["post 0F0>1F0", "post 2B0>1B0", "wait 0F0>1F0", "before 1F0", "after 1F0", "send 1F0>2F0", "sent 1F0"]
-    backward = ["wait 2B0>1B0", "before 1B0", "after 1B0", "send 1B0>0B0", "sent 1B0", "communicated"]
-    assert log.entries == ["begin", *forward, *backward, "wait 1F0>2F0", "wait 1B0>0B0", "end"]
+    backward = ["wait 2B0>1B0", "wait 1F0>2F0", "before 1B0", "after 1B0", "send 1B0>0B0", "sent 1B0", "communicated"]
+    assert log.entries == ["begin", *forward, *backward, "wait 1B0>0B0", "end"]
 
 
 def test_what_nobody_else_needs_counts_as_sent_when_it_was_made() -> None:
@@ -191,12 +191,12 @@ def test_nobody_else_has_the_loss() -> None:
 
 def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:
     """Programs without some instructions."""
-    lower = executor_module.lower
+    as_run = executor_module.as_run
 
     def without(program: Program) -> SimpleNamespace:
         return SimpleNamespace(instructions=[each for each in program.instructions if str(each) not in dropped])
 
-    monkeypatch.setattr(executor_module, "lower", lambda *given: [without(program) for program in lower(*given)])
+    monkeypatch.setattr(executor_module, "as_run", lambda *given: [without(program) for program in as_run(*given)])
 
 
 def run_alone(plan: Schedule, rank: int) -> None:
@@ -218,7 +218,7 @@ def test_a_program_that_leaves_something_over_is_refused(monkeypatch: pytest.Mon
 def test_what_no_stage_computes_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = balanced()
     shard = Instruction(Do.RUN, Action(0, Kind.SHARD_FORWARD, 0))
-    monkeypatch.setattr(executor_module, "lower", lambda *given: [SimpleNamespace(instructions=[shard])])
+    monkeypatch.setattr(executor_module, "as_run", lambda *given: [SimpleNamespace(instructions=[shard])])
     with pytest.raises(ValueError, match="rank 0: 0S0 is no computation of a stage"):
         Executor(plan, 0, TorchStages({}), Alone())
 

@@ -73,12 +73,12 @@ def without_waiting_for_messages(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_programs(patch: pytest.MonkeyPatch, change: Callable[[list[Instruction]], list[Instruction]]) -> None:
-    lower = executor_module.lower
+    as_run = executor_module.as_run
 
     def changed(*given: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(instructions=change([*program.instructions])) for program in lower(*given)]  # type: ignore[arg-type]
+        return [SimpleNamespace(instructions=change([*program.instructions])) for program in as_run(*given)]  # type: ignore[arg-type]
 
-    patch.setattr(executor_module, "lower", changed)
+    patch.setattr(executor_module, "as_run", changed)
 
 
 def without_one(text: str) -> Callable[[pytest.MonkeyPatch], None]:

@@ -1,0 +1,72 @@
+"""Let go of what a rank has sent as soon as it must have arrived. In: a Schedule and an `Exchange`. Out: its programs as they are run.
+
+Whoever judges or simulates a schedule takes them as `passes.lower` makes them: what was sent is waited for at the end, where nobody waits.
+
+What is sent is kept until it is waited for, and a backend may not say by itself when it has arrived. A message that its receiver sends only
+behind taking it says so: to wait then takes no time, and blocks nobody. Megatron's loops wait for each message at once. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from bpipe.ir.action import Action
+from bpipe.ir.program import Do, Exchange, Program, Transfer
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.lower import lower
+
+_SEND, _WAIT = int(Do.SEND), int(Do.WAIT)
+
+
+def as_run(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
+    """Of our executor's, what is answered is waited for right behind its answer, and the rest at the end."""
+    programs = lower(schedule, exchange)
+    if exchange is not Exchange.POSTED:
+        return programs
+    answers = _answers(programs)
+    return tuple(_moved(program, answers[program.rank]) for program in programs)
+
+
+def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
+    """By rank: what it has sent, by the message that comes from its receiver next."""
+    answers: list[dict[int, list[int]]] = [{} for _ in programs]
+    for program in programs:
+        rank, route = program.rank, program.messages.needs.route
+        taken: dict[int, list[int]] = {}
+        for do, what in zip(program.dos, program.whats, strict=True):
+            if do not in (_SEND, _WAIT) or not isinstance(what, int):
+                continue
+            makers, takers = route(what)
+            if len(makers) != 1 or len(takers) != 1:
+                # Everybody has a part in a collective.
+                continue
+            if do == _WAIT and takers[0] == rank:
+                taken.setdefault(makers[0], []).append(what)
+            elif do == _SEND and takers[0] in taken:
+                answers[takers[0]][what] = taken.pop(takers[0])
+    return answers
+
+
+def _moved(program: Program, answers: Mapping[int, Sequence[int]]) -> Program:
+    dos = bytearray()
+    whats: list[Action | int | Transfer] = []
+    # Where each instruction stands now.
+    places: list[int] = []
+    kept: set[int] = set()
+    gone: set[int] = set()
+    for do, what in zip(program.dos, program.whats, strict=True):
+        places.append(len(whats))
+        if do == _WAIT and what in gone:
+            continue
+        dos.append(do)
+        whats.append(what)
+        if do == _SEND and isinstance(what, int):
+            kept.add(what)
+        elif do == _WAIT and isinstance(what, int):
+            arrived = [value for value in answers.get(what, ()) if value in kept]
+            gone.update(arrived)
+            dos += bytes([_WAIT] * len(arrived))
+            whats += arrived
+    places.append(len(whats))
+    return replace(program, dos=bytes(dos), whats=whats, starts=[places[start] for start in program.starts])
