@@ -116,6 +116,9 @@ class Executor:
         """Say of what fails which message it was, and who is at its other end."""
         try:
             return act()
+        except torch.OutOfMemoryError:
+            # A device without memory for what comes is no neighbour's fault.
+            raise
         except (OSError, RuntimeError) as error:
             others = " and ".join(f"rank {rank}" for rank in message.parties if rank != self.rank)
             raise TransferError(f"rank {self.rank}: {message} {what}, at its other end is {others}: {error}") from error

@@ -50,11 +50,12 @@ class Works:
 
 @dataclass(frozen=True)
 class PairGroups:
-    """This rank's two groups with its partner (a global rank)."""
+    """This rank's two groups with its partner (a global rank). What waits in them fails after `timeout_s`, where that is known."""
 
     partner: int
     sending: dist.ProcessGroup
     receiving: dist.ProcessGroup
+    timeout_s: float | None = None
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str, few_units: bool = True) -> dist.ProcessGroup:
@@ -63,30 +64,31 @@ def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str, f
     `few_units`: for what runs beside a computation and should leave it the device; a computation waits for what has all of them.
     """
     timeout = timedelta(seconds=timeout_s)
-    options = nccl_options(timeout) if backend == "nccl" and few_units else None
+    options = nccl_options(timeout, few_units) if backend == "nccl" else None
     # Ranks outside a group get a constant that says so.
     made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"BPIPE_{name}")
     return cast(dist.ProcessGroup, made)
 
 
-def nccl_options(timeout: timedelta) -> Any:
-    """How NCCL is to carry transfers beside a computation: at once, and on few compute units.
+def nccl_options(timeout: timedelta, few_units: bool = True) -> Any:
+    """How NCCL is to carry what runs beside a computation: at once, and transfers on few compute units.
 
-    A torch without one of the settings gets the others, and rank 0 warns of what is missing.
+    Messages between stages are small beside transfers and a computation waits for them: how many units they take is left to NCCL. For them
+    this was never run on GPUs. A torch without one of the settings gets the others, and rank 0 warns of what is missing.
     """
     options = dist.ProcessGroupNCCL.Options()
     # Else torch complains that it and the group's differ.
     options._timeout = timeout
     missing = []
-    # A transfer's few blocks must not queue behind a whole layer's.
+    # Its few blocks must not queue behind a whole layer's.
     if hasattr(options, "is_high_priority_stream"):
         options.is_high_priority_stream = True
     else:
         missing.append("is_high_priority_stream")
     config: Any = getattr(options, "config", None)
-    if hasattr(config, "max_ctas"):
+    if few_units and hasattr(config, "max_ctas"):
         config.max_ctas = MAX_CTAS
-    else:
+    elif few_units:
         missing.append("config.max_ctas")
     if missing and dist.get_rank() == 0:
         warnings.warn(
@@ -116,7 +118,8 @@ def pair_groups(
     rank = dist.get_rank()
     if rank not in (low, high):
         return None
-    groups = PairGroups(high, upward, downward) if rank == low else PairGroups(low, downward, upward)
+    partner, sending, receiving = (high, upward, downward) if rank == low else (low, downward, upward)
+    groups = PairGroups(partner, sending, receiving, timeout_s)
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     send, receive = (dist.isend, byte, groups.sending), (dist.irecv, torch.empty_like(byte), groups.receiving)
     for operation, tensor, group in (send, receive) if rank == low else (receive, send):

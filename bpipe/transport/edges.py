@@ -4,14 +4,16 @@ In: the groups of this rank with its neighbours, and a Program's messages in its
 
 Every directed edge between two ranks is a process group of its own, made by all ranks in one order and used once before the first step.
 Within an edge both ends issue in the sender's order, so messages match by order alone; two directions in one communicator would wait for
-each other. A sender never waits. What a stage makes has the same shape for every micro-batch, so it is announced once: in front of the
+each other. A sender never waits: what it sent is let go when the program says so, which is once it has arrived, or before that where a
+backend knows. What a stage makes has the same shape for every micro-batch, so it is announced once: in front of the
 first message of its sort goes another that says how many tensors there are, of which types and shapes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -63,7 +65,7 @@ class Edges:
         self._device = device
         self._inbound = {neighbour: _Inbound(both) for neighbour, both in groups.items()}
         self._announced: dict[tuple[int, Sort], Shapes] = {}
-        # By message, what carries it and keeps its tensors.
+        # By message, what carries it and keeps its tensors, until it is waited for.
         self._sent: dict[int, list[Works]] = {}
 
     def post(self, message: Message) -> None:
@@ -86,23 +88,29 @@ class Edges:
                 f"rank {self._rank}: {message} carries {_words(shapes)}, the first of its sort carried {_words(first)}: micro-batches of "
                 f"differing size are not supported, pad to one length"
             )
-        self._sent[message.value] = [batched(dist.isend, part, groups.partner, groups.sending) for part in parts]
+        with _within(groups):
+            self._sent[message.value] = [batched(dist.isend, part, groups.partner, groups.sending) for part in parts]
 
     def wait(self, message: Message) -> tuple[torch.Tensor, ...]:
-        if message.parties[0] == self._rank:
-            for works in self._sent.pop(message.value, ()):
-                works.wait()
-            return ()
         inbound = self._inbound[self._neighbour(message)]
+        if message.parties[0] == self._rank:
+            with _within(inbound.groups):
+                for works in self._sent.pop(message.value, ()):
+                    works.wait()
+            return ()
         if message.value not in inbound.receiving:
             self._receive(inbound, message)
         tensors, works = inbound.receiving.pop(message.value)
-        works.wait()
+        with _within(inbound.groups):
+            works.wait()
         return tensors
 
     def _neighbour(self, message: Message) -> int:
         if message.is_collective:
-            raise ValueError(f"{message} is of {len(message.parties)} ranks: an edge has two ends")
+            raise ValueError(
+                f"{message} is of {len(message.parties)} ranks together: an edge has two ends, so a schedule with shards of the vocabulary "
+                f"cannot run over edges"
+            )
         maker, taker = message.parties
         return taker if maker == self._rank else maker
 
@@ -114,19 +122,33 @@ class Edges:
             if sort not in inbound.shapes:
                 if inbound.announcement is None:
                     numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
-                    inbound.announcement = numbers, batched(dist.irecv, [numbers], groups.partner, groups.receiving)
+                    with _within(groups):
+                        inbound.announcement = numbers, batched(dist.irecv, [numbers], groups.partner, groups.receiving)
                 if needed is None:
                     return
                 numbers, works = inbound.announcement
-                works.wait()
+                with _within(groups):
+                    works.wait()
                 inbound.shapes[sort], inbound.announcement = _read(numbers.tolist()), None
             inbound.posted.popleft()
             tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in inbound.shapes[sort])
-            inbound.receiving[message.value] = tensors, batched(dist.irecv, tensors, groups.partner, groups.receiving)
+            with _within(groups):
+                inbound.receiving[message.value] = tensors, batched(dist.irecv, tensors, groups.partner, groups.receiving)
             if message == needed:
                 needed = None
         if needed is not None:
             raise ValueError(f"rank {self._rank}: waits for {needed}, which it never posted")
+
+
+@contextmanager
+def _within(groups: PairGroups) -> Iterator[None]:
+    """What fails here failed in the group: say how long it would have waited at most. Raises what failed so."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if groups.timeout_s is None:
+            raise
+        raise ConnectionError(f"the time-out is {groups.timeout_s:g} s, --bpipe-timeout: {error}") from error
 
 
 def _sort(message: Message) -> Sort:

@@ -27,7 +27,9 @@ MODULES = (
     *(f"bpipe/transport/{name}.py" for name in ("one_sided", "lanes", "distributed", "edges")),
 )
 # What waits, or says what waits for what. Definitions and comments do not.
-WAITING = re.compile(r"\.wait\(|wait_event\(|self\._wait\(|\b_settle\(|\b_finish\(|finish_\w+\(|\bafter=\[|_behind_compute\(")
+WAITING = re.compile(
+    r"\.wait\(|_messages\.wait\b|wait_event\(|self\._wait\(|\b_settle\(|\b_finish\(|finish_\w+\(|\bafter=\[|_behind_compute\("
+)
 DEFINITION = re.compile(r"^\s*(def |#|\"\"\")")
 FAKE = "tests/unit/runtime/test_fake_device.py"
 DELAYED = "tests/unit/runtime/test_delayed.py"

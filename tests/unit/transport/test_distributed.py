@@ -87,10 +87,10 @@ def test_every_rank_makes_every_group_and_the_two_of_a_pair_try_it(dist: Recorde
     # One direction after the other, so that what one rank sends first the other receives first.
     up, down = "BPIPE_UP_0_1", "BPIPE_DOWN_0_1"
     if dist.rank == 0:
-        assert groups == PairGroups(1, sending=up, receiving=down)  # type: ignore[arg-type]
+        assert groups == PairGroups(1, sending=up, receiving=down, timeout_s=7.0)  # type: ignore[arg-type]
         assert dist.waited == [("send", 1, 1, up), ("receive", 1, 1, down)]
     else:
-        assert groups == PairGroups(0, sending=down, receiving=up)  # type: ignore[arg-type]
+        assert groups == PairGroups(0, sending=down, receiving=up, timeout_s=7.0)  # type: ignore[arg-type]
         assert dist.waited == [("receive", 1, 0, up), ("send", 1, 0, down)]
 
 
@@ -143,6 +143,13 @@ def test_nccl_carries_transfers_at_once_and_on_few_compute_units(dist: Recorded)
     assert options._timeout.total_seconds() == 2.5
     assert 2 <= MAX_CTAS <= 8
     assert MAX_CTAS & (MAX_CTAS - 1) == 0, "NCCL rounds it up to a power of two"
+
+
+def test_nccl_carries_messages_at_once_and_on_as_many_units_as_it_likes(dist: Recorded) -> None:
+    new_group([0, 1], "nccl", 2.5, "EDGE_UP_0_1", few_units=False)
+    (options,) = dist.options
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == -1
 
 
 def test_gloo_has_no_such_options(dist: Recorded) -> None:

@@ -24,17 +24,22 @@ class Wire:
     def __init__(self) -> None:
         self.under_way: deque[Sequence[torch.Tensor]] = deque()
         self.waited: list[int] = []
+        self.is_broken = False
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Pending:
         self.under_way.append(tensors)
-        return Pending(lambda: self.waited.append(len(tensors)))
+        return Pending(self, lambda: self.waited.append(len(tensors)))
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Pending:
         def arrive() -> None:
             for target, source in zip(tensors, self.under_way.popleft(), strict=True):
                 target.copy_(source)
 
-        return Pending(arrive)
+        return Pending(self, arrive)
+
+    def check(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 
 
 class Pending:
@@ -42,8 +47,12 @@ class Pending:
 
     completed = False
 
-    def __init__(self, happen: Callable[[], object]) -> None:
-        self.wait = happen
+    def __init__(self, wire: Wire, happen: Callable[[], object]) -> None:
+        self._wire, self._happen = wire, happen
+
+    def wait(self) -> None:
+        self._wire.check()
+        self._happen()
 
 
 @pytest.fixture
@@ -53,10 +62,11 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> tuple[Edges, Edges]:
 
     def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: str) -> Pending:
         wire = wires[group]
+        wire.check()
         return wire.send(tensors) if operation is edges.dist.isend else wire.receive(tensors)
 
     monkeypatch.setattr(edges, "batched", batched)
-    groups: Any = [PairGroups(1, "up", "down"), PairGroups(0, "down", "up")]  # type: ignore[arg-type]
+    groups: Any = [PairGroups(1, "up", "down", 7.0), PairGroups(0, "down", "up", 7.0)]  # type: ignore[arg-type]
     found = Edges(0, {1: groups[0]}, CPU), Edges(1, {0: groups[1]}, CPU)
     found[0].wire = wires["up"]  # type: ignore[attr-defined]
     return found
@@ -124,10 +134,36 @@ def test_what_was_not_posted_is_not_waited_for(ends: tuple[Edges, Edges]) -> Non
 
 def test_an_edge_has_two_ends(ends: tuple[Edges, Edges]) -> None:
     message = forward(0)._replace(parties=(0, 1, 2))
-    with pytest.raises(ValueError, match="0F0>1F0 is of 3 ranks: an edge has two ends"):
+    with pytest.raises(ValueError, match="0F0>1F0 is of 3 ranks together: an edge has two ends, so a schedule with shards"):
         ends[0].send(message, (made(0),))
 
 
 def test_more_than_an_announcement_can_describe_is_refused(ends: tuple[Edges, Edges]) -> None:
     with pytest.raises(ValueError, match="0F0>1F0 carries 16 tensors, more than an announcement of 64 numbers can describe"):
         ends[0].send(forward(0), (made(0),) * 16)
+
+
+@pytest.mark.parametrize("step", ["send", "let go", "receive", "announcement", "message"])
+def test_what_fails_says_how_long_it_would_have_waited(step: str, ends: tuple[Edges, Edges]) -> None:
+    low, high = ends
+    wire: Wire = low.wire  # type: ignore[attr-defined]
+    calls: dict[str, Callable[[], object]] = {
+        "send": lambda: low.send(forward(1), (made(1),)),
+        "let go": lambda: low.wait(forward(0)),
+        "receive": lambda: high.post(forward(1)),
+        "announcement": lambda: high.wait(forward(0)),
+        "message": lambda: high.wait(forward(0)),
+    }
+    if step != "announcement":
+        low.send(forward(0), (made(0),))
+    if step != "receive":
+        high.post(forward(0))
+    if step == "message":
+        # Its shape is known.
+        high.wait(forward(0))
+        low.send(forward(1), (made(1),))
+        high.post(forward(1))
+        calls[step] = lambda: high.wait(forward(1))
+    wire.is_broken = True
+    with pytest.raises(ConnectionError, match="the time-out is 7 s, --bpipe-timeout: Connection closed by peer"):
+        calls[step]()
