@@ -1,12 +1,13 @@
 """Ranks without Megatron that move activations for a long time, or until one of them breaks.
 
-In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its program over a
-small real graph, computes every gradient a second time without an engine, and rests now and then. Several programs take turns, so host
+In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its program over
+small real graphs, computes every gradient a second time without an engine, and rests now and then. Several programs take turns, so host
 buffers are released and lent again. One process forks all ranks of all scenarios: importing torch is most of what a rank would do.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -50,13 +51,17 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run. `fault` is (rank, moment, signal): what that process does to itself, in the second iteration of the first program unless the
-    moment is "start"."""
+    """A run of at least so many seconds and micro-batches. `fault` is (rank, moment, signal): what that process does to itself, in the
+    second iteration of the first program unless the moment is "start"."""
 
     name: str
     transport: str
-    stages: int = 4
+    ranks: int = 4
+    schedule: str = "1f1b"
+    chunks: int = 1
+    group: int | None = None
     seconds: float = 4.0
+    microbatches: int = 0
     timeout_s: float = 60.0
     limit_s: float = 120.0
     fault: tuple[int, str, str] | None = None
@@ -85,13 +90,17 @@ class Rank:
         self.record = Record()
         self.chance = random.Random(rank)
         torch.manual_seed(rank)
+        self.plans = [
+            build(ScheduleConfig(scenario.schedule, scenario.ranks, m, scenario.chunks, BalanceConfig(), scenario.group))
+            for m, _ in PROGRAMS
+        ]
         # Stages differ, so what leaves a stage is not what its host would have saved itself.
-        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * rank) / 16)
-        self.plans = [build(ScheduleConfig("1f1b", scenario.stages, m, balance=BalanceConfig())) for m, _ in PROGRAMS]
+        stages = self.plans[0].layout.stages_of(rank)
+        self.weights = {stage: torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * stage) / 16) for stage in stages}
         pairs: set[tuple[int, int]] = set()
         for plan in self.plans:
             assert plan.partners is not None
-            pairs |= {(stage, plan.partners[stage]) for stage in range(scenario.stages) if num_transfers(plan, stage).evictions}
+            pairs |= {(other, plan.partners[other]) for other in range(scenario.ranks) if num_transfers(plan, other).evictions}
         self.connection: Connection | None
         self.connection, _ = connect(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
         self.record.transport = self.connection.link.transport if self.connection and self.connection.link else None
@@ -106,7 +115,7 @@ class Rank:
         """Turn after turn, until rank 0's clock says so."""
         end = time.monotonic() + self.scenario.seconds
         going, turns = torch.ones(1), 0
-        while going.item() or turns < TURNS:
+        while going.item() or turns < TURNS or self.record.microbatches < self.scenario.microbatches:
             for number, engine in enumerate(self.engines):
                 self.running = engine
                 for _ in range(ITERATIONS_A_TURN):
@@ -123,32 +132,35 @@ class Rank:
         plan = self.plans[number]
         alive: list[StorageWeakRef] = []
         self.moment("start" if not self.iterations else "between")
-        found = self.gradient(number, self.running, alive)
+        found = self.gradients(number, self.running, alive)
         self.record.outlived += sum(not reference.expired() for reference in alive)
-        if not torch.equal(found, self.gradient(number, None, [])):
+        if not all(map(torch.equal, found, self.gradients(number, None, []))):
             self.record.different.append(f"iteration {self.iterations}, {plan.num_microbatches} micro-batches")
         self.record.microbatches += plan.num_microbatches
         self.record.transfers += 2 * num_transfers(plan, self.rank).evictions
         self.iterations += 1
 
-    def gradient(self, number: int, engine: Engine | None, alive: list[StorageWeakRef]) -> torch.Tensor:
-        """One iteration's gradient; without an engine nothing moves and no neighbour is asked."""
-        self.weight.grad = None
+    def gradients(self, number: int, engine: Engine | None, alive: list[StorageWeakRef]) -> list[torch.Tensor]:
+        """One iteration's gradients; without an engine nothing moves and no neighbour is asked."""
+        for weight in self.weights.values():
+            weight.grad = None
         plan, rows = self.plans[number], PROGRAMS[number][1]
 
-        def part(microbatch: int, *tokens: torch.Tensor) -> torch.Tensor:
+        def part(stage: int, microbatch: int, *tokens: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator().manual_seed(1000 * self.iterations + microbatch)
             received = torch.randn(rows, WIDTH, generator=generator).requires_grad_()
-            hidden = torch.nn.functional.gelu(received @ self.weight)
+            hidden = torch.nn.functional.gelu(received @ self.weights[stage])
             alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (received, hidden))
-            output = torch.softmax(hidden @ self.weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
+            output = torch.softmax(hidden @ self.weights[stage].t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
             # What comes from the stage before only has to come: the gradient is the same without it.
             return (output * (0.5 + microbatch)).sum() + sum(token.sum() for token in tokens)
 
         messages: Messages = Edges(self.rank, self.edges, CPU) if engine else Alone(lambda message: (torch.ones(()),))
-        Executor(plan, self.rank, TorchStages({self.rank: part}), messages).run(Watched(self, engine) if engine else None)
-        assert self.weight.grad is not None
-        return self.weight.grad
+        stages = TorchStages({stage: functools.partial(part, stage) for stage in self.weights})
+        Executor(plan, self.rank, stages, messages).run(Watched(self, engine) if engine else None)
+        found = [weight.grad for weight in self.weights.values()]
+        assert all(gradient is not None for gradient in found)
+        return found  # type: ignore[return-value]
 
     def rest(self) -> None:
         if self.chance.random() < 0.2:
@@ -161,8 +173,11 @@ class Rank:
             os.kill(os.getpid(), signal.Signals[fault[2]])
 
     def break_copies(self) -> None:
-        """For the moment "copying": break in the middle of a transfer, in the thread that copies or right after it was asked for."""
-        write, put, host = TensorRegion.write, Distributed.put, Distributed.host
+        """For the moment "copying": break in the middle of a transfer, in the thread that copies or right after it was asked for.
+
+        For the moment "sending": right after a message was sent.
+        """
+        write, put, host, send = TensorRegion.write, Distributed.put, Distributed.host, Edges.send
 
         def half_written(region: TensorRegion, offset: int, source: torch.Tensor) -> None:
             half = source.numel() // 2
@@ -170,16 +185,17 @@ class Rank:
             self.moment("copying")
             write(region, offset + half, source[half:])
 
-        def asked(transfer: Any) -> Any:
+        def asked(transfer: Any, moment: str) -> Any:
             def then_break(*arguments: Any) -> Any:
                 pending = transfer(*arguments)
-                self.moment("copying")
+                self.moment(moment)
                 return pending
 
             return then_break
 
         TensorRegion.write = half_written  # type: ignore[method-assign]
-        Distributed.put, Distributed.host = asked(put), asked(host)  # type: ignore[method-assign]
+        Distributed.put, Distributed.host = asked(put, "copying"), asked(host, "copying")  # type: ignore[method-assign]
+        Edges.send = asked(send, "sending")  # type: ignore[method-assign]
 
     def look(self) -> None:
         """Note what this process holds now."""
@@ -209,7 +225,7 @@ def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
     torch.set_num_threads(1)
     try:
         timeout = timedelta(seconds=scenario.timeout_s)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.stages, timeout=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.ranks, timeout=timeout)
         this = Rank(scenario, rank)
         if scenario.fault is not None:
             this.break_copies()
@@ -233,7 +249,7 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     begin = time.monotonic()
     children = {}
-    for rank in range(scenario.stages):
+    for rank in range(scenario.ranks):
         child = os.fork()
         if child == 0:
             log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -244,7 +260,7 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
             sys.stderr.flush()
             os._exit(code)
         children[child] = rank
-    codes: list[int | None] = [None] * scenario.stages
+    codes: list[int | None] = [None] * scenario.ranks
     broken = scenario.fault[0] if scenario.fault and scenario.fault[2] == "SIGSTOP" else None
     while set(children.values()) - {broken} and time.monotonic() < begin + scenario.limit_s:
         for child, rank in list(children.items()):

@@ -26,8 +26,14 @@ EVICTOR, ACCEPTOR = 0, 3
 TIMEOUT_S = {"SIGKILL": 30.0, "SIGSTOP": 6.0}
 # Of one rank, once links were chosen: the world, and of a pair the group for messages and one a direction. What lost must be gone.
 GROUPS = {None: 1, "peer": 2, "gloo": 4}
+# A rank that moves nothing: who waits for it waits for its messages.
+BETWEEN = 1
 # Of the first program, p=4 and m=8. Stage 3 hosts 0EVICT1 from its start to 3B2, so after 3F1 it holds it.
-MOMENTS = {EVICTOR: ("start", "copying", "0F3", "between"), ACCEPTOR: ("start", "copying", "3F1", "between")}
+MOMENTS = {
+    EVICTOR: ("start", "copying", "0F3", "between"),
+    BETWEEN: ("start", "sending", "1B2", "between"),
+    ACCEPTOR: ("start", "copying", "3F1", "between"),
+}
 
 
 @dataclass
@@ -56,15 +62,15 @@ def run(scenarios: Sequence[Scenario], folder: Path) -> list[Outcome]:
     for scenario in scenarios:
         place = folder / scenario.name
         outcome = json.loads((place / "outcome.json").read_text())
-        logs = [(place / f"rank{rank}.log").read_text(errors="replace") for rank in range(scenario.stages)]
-        paths = [place / f"rank{rank}.json" for rank in range(scenario.stages)]
+        logs = [(place / f"rank{rank}.log").read_text(errors="replace") for rank in range(scenario.ranks)]
+        paths = [place / f"rank{rank}.json" for rank in range(scenario.ranks)]
         records = [json.loads(path.read_text()) for path in paths if path.exists()]
         outcomes.append(Outcome(scenario, outcome["codes"], outcome["seconds"], records, logs))
     return outcomes
 
 
 def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
-    assert outcome.codes == [0] * outcome.scenario.stages, "\n".join(log[-2000:] for log in outcome.logs)
+    assert outcome.codes == [0] * outcome.scenario.ranks, "\n".join(log[-2000:] for log in outcome.logs)
     for rank, record in enumerate(outcome.records):
         where = f"{outcome.scenario.name}, rank {rank}"
         assert record["different"] == [], f"{where}: gradients differ"
@@ -93,9 +99,22 @@ def test_a_short_soak(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["gloo", "peer", "host"])
 def test_a_long_soak(transport: str, tmp_path: Path) -> None:
     """Six stages have two pairs, and host buffers that are filled again while what left them is on its way."""
-    (outcome,) = run([Scenario(transport, transport, stages=6, seconds=60.0, limit_s=300.0)], tmp_path)
+    (outcome,) = run([Scenario(transport, transport, ranks=6, seconds=60.0, limit_s=300.0)], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
     print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of stage 0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_a_long_soak_of_halves_in_groups(transport: str, tmp_path: Path) -> None:
+    """Backwards in halves, two chunks a rank in groups of two micro-batches, two pairs, freed memory poisoned."""
+    grouped = Scenario(transport, transport, 6, "grouped-interleaved", 2, 2, seconds=0.0, microbatches=4000, limit_s=800.0)
+    (outcome,) = run([grouped], tmp_path)
+    assert_nothing_lost_and_nothing_kept(outcome)
+    assert all(record["microbatches"] >= 4000 for record in outcome.records)
+    assert all(outcome.records[rank]["transfers"] > 400 for rank in (0, 1))
+    print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of rank 0")
 
 
 def breaking(transport: str, rank: int, moment: str, what: str) -> Scenario:
@@ -114,13 +133,14 @@ def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
             assert code == (-signal.SIGKILL if what == "SIGKILL" else None), where
             continue
         assert code == 1, where
-        # Either the transfer itself, with its action and state, or how far the rank was when a neighbour was gone.
-        transfer = (
-            rf"rank {rank}, stage {rank}: \d(EVICT|LOAD|HOST|RETURN)\d+ with stage \d did not (end \(it was \w+\)|start); the time-out is"
+        # One error, with its action, what it waited for and how long at most: a transfer, or a message of a neighbour. And how far it was.
+        transfer = rf"rank {rank}, stage {rank}: \d(EVICT|LOAD|HOST|RETURN)\d+ with stage \d did not (end \(it was \w+\)|start)"
+        message = rf"rank {rank}: \d[FB]\d+>\d[FB]\d+ (from|to) rank \d did not pass"
+        found = re.findall(
+            rf"TransferError: ({transfer}|{message})[;:] the time-out is {outcome.scenario.timeout_s:g} s, --bpipe-timeout: ", log
         )
-        place = rf"rank {rank}, stage {rank}, after (the start|\d[FB]\d+)"
-        assert re.search(transfer, log) or re.search(place, log), where
-        assert re.search(place, log), where
+        assert len(found) == 1, where
+        assert re.search(rf"rank {rank}, stage {rank}, after (the start|\d[FB]\d+)", log), where
 
 
 @pytest.mark.timeout(120)
@@ -130,6 +150,7 @@ def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
         breaking("peer", ACCEPTOR, "start", "SIGKILL"),
         breaking("peer", EVICTOR, "copying", "SIGKILL"),
         breaking("gloo", ACCEPTOR, "copying", "SIGSTOP"),
+        breaking("gloo", BETWEEN, "sending", "SIGKILL"),
     ]
     for outcome in run(scenarios, tmp_path):
         assert_the_others_end_and_say_where(outcome)
