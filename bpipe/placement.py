@@ -8,6 +8,7 @@ come as pairs: 0, p-1, 1, p-2, ... Source: Kim et al. 2023, section 3.3.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,24 +52,30 @@ class _Block(NamedTuple):
     replica: int
 
 
-def pair_adjacent(topology: Topology) -> tuple[Part, ...]:
+def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> tuple[Part, ...]:
     """`parts[place]` for every GPU. Every pair is on one node wherever twice a stage's GPUs divide a node's.
+
+    `partners[stage]` is the other stage of its pair or, where it has none, itself; by default the one opposite.
 
     A node is filled with whole pairs, then with middle stages (an odd pipeline has one without a partner), and only then with halves of
     pairs, whose other halves follow on the next node.
     """
     parts: list[Part] = []
-    for block in _order(topology):
+    for block in _order(topology, partners or _opposite(topology)):
         for inner in range(topology.block):
             context, tensor = divmod(inner, topology.tensor)
             parts.append(Part(block.stage, block.replica, context, tensor))
     return tuple(parts)
 
 
-def _order(topology: Topology) -> list[_Block]:
-    last = topology.pipeline - 1
-    pairs = deque((_Block(s, r), _Block(last - s, r)) for r in range(topology.data) for s in range(topology.pipeline // 2))
-    middles = deque(_Block(last // 2, r) for r in range(topology.data) if topology.pipeline % 2)
+def _opposite(topology: Topology) -> Sequence[int]:
+    """Whom a stage is paired with where nobody says: the first with the last, and so on."""
+    return range(topology.pipeline - 1, -1, -1)
+
+
+def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
+    pairs = deque((_Block(s, r), _Block(other, r)) for r in range(topology.data) for s, other in enumerate(partners) if s < other)
+    middles = deque(_Block(s, r) for r in range(topology.data) for s, other in enumerate(partners) if s == other)
     order: list[_Block] = []
     while pairs or middles:
         used = len(order) * topology.block % topology.gpus_per_node
@@ -89,12 +96,13 @@ class Pair(NamedTuple):
     nodes: tuple[int, int]
 
 
-def pairs(topology: Topology, parts: tuple[Part, ...]) -> tuple[Pair, ...]:
-    """Every pair of GPUs that would transfer to each other, by place of the earlier stage."""
+def pairs(topology: Topology, parts: tuple[Part, ...], partners: Sequence[int] | None = None) -> tuple[Pair, ...]:
+    """Every pair of GPUs that would transfer to each other, by place of the earlier stage; `partners` as `pair_adjacent` has them."""
+    other_stage = partners or _opposite(topology)
     place_of = {part: place for place, part in enumerate(parts)}
     found = []
     for place, part in enumerate(parts):
-        partner = topology.pipeline - 1 - part.stage
+        partner = other_stage[part.stage]
         if part.stage < partner:
             other = place_of[part._replace(stage=partner)]
             nodes = (place // topology.gpus_per_node, other // topology.gpus_per_node)

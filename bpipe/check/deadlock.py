@@ -20,7 +20,7 @@ from typing import Any
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured
 from bpipe.ir.needs import Needs
-from bpipe.ir.program import Do, Exchange, Program, Transfer
+from bpipe.ir.program import Do, Exchange, Numbering, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
 
@@ -90,12 +90,11 @@ class _Board:
         if not self.missing[number] and number in self.waiting:
             self.runnable += self.waiting.pop(number)
 
-    def transfer(self, transfer: Transfer, nth: int) -> int:
-        """Transfers of one direction pass in the order in which each end starts them."""
-        if transfer.sender == transfer.receiver:
+    def transfer(self, key: tuple[int, int, int]) -> int:
+        """The number of a transfer: of its sender, its receiver and how many passed so before it."""
+        if key[0] == key[1]:
             # What a rank keeps in its own host memory has no other end.
             return self._expect(1)
-        key = (transfer.sender, transfer.receiver, nth)
         if key not in self.transfers:
             self.transfers[key] = self._expect(2)
         return self.transfers[key]
@@ -138,12 +137,11 @@ class _RankWalk:
 
     def __init__(self, program: Program, board: _Board, waits: Waits) -> None:
         self.program, self.board, self.waits = program, board, waits
-        # The transfers that nobody has waited for; by other rank and whether this one sends, how many there were and the last of them.
+        # The transfers that nobody has waited for, the last one by direction, and the number of each.
         self.outstanding: list[int] = []
-        self.num_started: dict[tuple[int, bool], int] = {}
-        self.last: dict[tuple[int, bool], int] = {}
-        # By half, told apart as values (what leaves a second time is the same to read): its number.
-        self.started: dict[int, int] = {}
+        self.last: dict[tuple[int, int], int] = {}
+        self.halves = Numbering()
+        self.started: dict[tuple[int, int, int], int] = {}
         self.last_sent: dict[tuple[int, ...], int] = {}
         self.telling = board.telling(program)
         self.stays: dict[tuple[int, int], int] = {}
@@ -199,21 +197,18 @@ class _RankWalk:
 
     def _transfer(self, do: int, transfer: Transfer) -> Iterator[int]:
         if do == _FINISH:
-            yield from self._until(self.started[id(transfer)])
+            yield from self._until(self.started[self.halves.of(transfer)])
             return
         kind, stay = transfer.action.kind, self._stay(transfer.action)
         if kind is Kind.HOST:
             sizes = self.board.sizes_of(stay, transfer.sender)
             if sizes is not None:
                 yield from self._until(sizes)
-        outbound = transfer.is_outbound
-        way = (transfer.receiver if outbound else transfer.sender, outbound)
-        nth = self.num_started.get(way, 0)
-        number = self.board.transfer(transfer, nth)
-        self.num_started[way] = nth + 1
+        key = self.halves.start(transfer)
+        way, number = key[:2], self.board.transfer(key)
         if self.waits >= Waits.ONE_QUEUE and way in self.last:
             yield from self._until(self.last[way])
-        self.last[way] = self.started[id(transfer)] = number
+        self.last[way] = self.started[key] = number
         self.board.arrive(number)
         if self.waits >= Waits.AT_ISSUE or (kind is Kind.EVICT and self._needs_room(stay, transfer.receiver)):
             yield from self._until(number)

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bpipe.ir.program import Do, Exchange, Instruction, Message, Program, Transfer
+from bpipe.ir.program import Do, Exchange, Instruction, Message, Numbering, Program, Transfer
 from bpipe.ir.text import header
 
 # What passes: a message by its value, a transfer by its sender, its receiver and how many passed so before it.
@@ -66,18 +66,12 @@ def write_listing_json(programs: Sequence[Program], exchange: Exchange) -> str:
 
 
 def _passing(program: Program) -> list[_Key | None]:
-    """By instruction: what passes in it. Transfers of one direction pass in the order in which each end starts them."""
+    """By instruction: what passes in it."""
     passing: list[_Key | None] = []
-    started: dict[tuple[int, int], int] = {}
-    # By half, told apart as objects: what leaves a second time is the same to read.
-    halves: dict[int, _Key] = {}
+    halves = Numbering()
     for do, what in zip(program.dos, program.whats, strict=True):
         if isinstance(what, Transfer):
-            if do == Do.START:
-                way = (what.sender, what.receiver)
-                halves[id(what)] = (*way, started.get(way, 0))
-                started[way] = started.get(way, 0) + 1
-            passing.append(halves[id(what)])
+            passing.append(halves.start(what) if do == Do.START else halves.of(what))
         else:
             passing.append(what if isinstance(what, int) else None)
     return passing

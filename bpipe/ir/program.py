@@ -77,6 +77,27 @@ class Transfer(NamedTuple):
         return str(self.action)
 
 
+class Numbering:
+    """Which transfer each half of one rank is: the n-th from one rank to another, as both ends start those of a direction in one order."""
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[int, int], int] = {}
+        # By half, told apart as objects: what leaves a second time is the same to read.
+        self._halves: dict[int, tuple[int, int, int]] = {}
+
+    def start(self, half: Transfer) -> tuple[int, int, int]:
+        """Sender, receiver and how many passed so before it. Halves are started in the program's order."""
+        way = (half.sender, half.receiver)
+        nth = self._started.get(way, 0)
+        self._started[way] = nth + 1
+        self._halves[id(half)] = (*way, nth)
+        return self._halves[id(half)]
+
+    def of(self, half: Transfer) -> tuple[int, int, int]:
+        """The same of a half that has been started."""
+        return self._halves[id(half)]
+
+
 class Do(enum.IntEnum):
     """What an instruction does. Transfers are told apart: interpreters meet millions of instructions."""
 

@@ -7,6 +7,7 @@ profile is given, it replaces what it measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.generate.families import exchange_of
@@ -206,9 +207,12 @@ def links(setup: Setup) -> Links:
     return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S), setup.nodes())
 
 
-def one_sided(links: Links, num_ranks: int) -> frozenset[int]:
-    """The ranks whose partner is on their node. There `--bpipe-transport auto` reaches into its memory; between nodes both have to meet."""
-    return frozenset(rank for rank, partner in enumerate(mirrored(num_ranks)) if not links.crosses(rank, partner))
+def one_sided(links: Links, partners: Sequence[int]) -> frozenset[int]:
+    """The ranks whose partner, `partners[rank]`, is on their node.
+
+    There `--bpipe-transport auto` reaches into its memory; between nodes both have to meet.
+    """
+    return frozenset(rank for rank, partner in enumerate(partners) if not links.crosses(rank, partner))
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
@@ -256,7 +260,7 @@ def predict_costs(setup: Setup) -> Costs:
             )
         )
     joined = links(setup)
-    costs = Costs(tuple(stages), joined, exchange_of(setup.schedule).predicted, one_sided=one_sided(joined, setup.pipeline))
+    costs = Costs(tuple(stages), joined, exchange_of(setup.schedule).predicted, one_sided=one_sided(joined, mirrored(setup.pipeline)))
     if not setup.is_sharded:
         return costs
     # No loop of Megatron's runs shards.
