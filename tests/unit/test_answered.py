@@ -15,7 +15,7 @@ from bpipe.ir.text import read_csv
 from bpipe.passes.answered import as_run
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera, far_ahead, v_flat, v_half, v_shaped
+from tests.unit.hand_made import chimera, far_ahead, v_flat
 from tests.unit.interleaving import World, fault_of
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -24,7 +24,6 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
         for name, family in FAMILIES.items()
         for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1)
     },
-    "v-half": partial(v_shaped, "v-half", v_half, 4, 6),
     "v-flat": partial(v_flat, 3, 4),
     "two pipes": partial(chimera, 4),
     "far ahead": far_ahead,
