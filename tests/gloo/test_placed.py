@@ -18,9 +18,9 @@ from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import write_csv
+from bpipe.program import ScheduleConfig, build
 from tests.gloo.conftest import BPIPE, ROOT, Case, Outcome
 from tests.gloo.test_parallelism import EXPERTS, LLAMA, OVERLAPS
-from tests.unit.hand_made import Starts, v_half, v_min, v_shaped
 
 ALIKE = ("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0", "--num-layers", "8", "--global-batch-size", "12")
 BY_LAYER = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
@@ -44,10 +44,9 @@ def whole(schedule: Schedule) -> Schedule:
 
 def written(folder: Path) -> Path:
     """Schedules by name, ranks and micro-batches."""
-    starts: dict[str, Starts] = {"v_half": v_half, "v_min": v_min}
-    for name, begin in starts.items():
+    for name in ("v_half", "v_min"):
         for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
-            schedule = v_shaped(name, begin, ranks, microbatches)
+            schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, 2))
             (folder / f"{name}_{ranks}_{microbatches}.csv").write_text(write_csv(schedule))
             (folder / f"{name}_whole_{ranks}_{microbatches}.csv").write_text(write_csv(whole(schedule)))
     return folder
