@@ -135,7 +135,7 @@ def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
         assert code == 1, where
         # One error, with its action, what it waited for and how long at most: a transfer, or a message of a neighbour. And how far it was.
         transfer = rf"rank {rank}, stage {rank}: \d(EVICT|LOAD|HOST|RETURN)\d+ with stage \d did not (end \(it was \w+\)|start)"
-        message = rf"rank {rank}: \d[FB]\d+>\d[FB]\d+ (from|to) rank \d did not pass"
+        message = rf"rank {rank}: \d[FB]\d+>\d[FB]\d+ (did not pass|could not be (sent|posted)), at its other end is rank \d"
         found = re.findall(
             rf"TransferError: ({transfer}|{message})[;:] the time-out is {outcome.scenario.timeout_s:g} s, --bpipe-timeout: ", log
         )
