@@ -5,6 +5,7 @@ Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output doc
 
     schedule   1F1B of 4 stages and 8 micro-batches, without balancing and with it (Kim et al. 2023, figure 4)
     families   1F1B, V-Half and balanced grouped interleaving of 4 ranks, simulated, to one scale
+    every      every family of schedules at 4 ranks and 8 micro-batches, on the unit grid
     memory     measured peaks of both runs' stages beside the predicted ones (figure 8); needs --runs, with plain/ and balanced/ in it
     overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
     ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +30,10 @@ from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhea
 from bpipe.draw.png import render_png
 from bpipe.draw.svg import render_svg
 from bpipe.draw.timeline import lay_out_simulation
+from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import ALIKE
+from bpipe.generate.timing import pace
+from bpipe.ir.memory import peak_counts, plain
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import PRESETS
 from bpipe.plan.search import search
@@ -65,6 +71,20 @@ def draw_families(stem: Path) -> list[Path]:
         simulations[name] = simulate(build(config), uniform(config.num_ranks * config.num_chunks, cost, links))
     longest = max(float(simulation.makespan_s) for simulation in simulations.values())
     return write_picture(stack([lay_out_simulation(simulation, name, longest) for name, simulation in simulations.items()]), stem)
+
+
+def draw_every_family(stem: Path) -> list[Path]:
+    """One below the other, on the unit grid; svg alone, of which a browser shows any size."""
+    drawn = []
+    for name, family in FAMILIES.items():
+        config = ScheduleConfig(name, 4, 8, family.chunks(2)[-1])
+        schedule = build(config)
+        peak = plain(Fraction(max(peak_counts(schedule)), config.num_chunks))
+        bubble = float(pace(schedule, ALIKE).bubble_percent)
+        drawn.append(lay_out(schedule, f"at most {peak} micro-batches held, bubble {bubble:.1f} %"))
+    file = stem.with_suffix(".svg")
+    file.write_text(render_svg(stack(drawn)), encoding="utf-8")
+    return [file]
 
 
 def write_picture(picture: Picture, stem: Path) -> list[Path]:
@@ -145,7 +165,7 @@ def main() -> int:
     folder: Path = options.output
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = [*draw_schedule(folder / "schedule"), *draw_families(folder / "families")]
+        files = [*draw_schedule(folder / "schedule"), *draw_families(folder / "families"), *draw_every_family(folder / "every")]
         files += [*draw_overhead(folder / "overhead"), *draw_ranking(folder / "ranking")]
         if options.runs is None:
             print("memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs runs/quickstart")
