@@ -18,9 +18,9 @@ from pathlib import Path
 
 from bpipe import __version__
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.commands.parser import Parser, costs, counted, numbers, positive, share
+from bpipe.commands.parser import AUTO, Parser, costs, counted, group_size, hop, numbers, positive, share
 from bpipe.commands.times import splits, times_of, unit_costs
-from bpipe.generate.families import FAMILIES, exchange_of, that_take_delays, that_take_groups, that_take_shards
+from bpipe.generate.families import FAMILIES, exchange_of, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
@@ -35,6 +35,9 @@ from bpipe.passes.align import align
 from bpipe.passes.answered import as_run
 from bpipe.program import BALANCES, ScheduleConfig, adopt, balancing, build
 from bpipe.read import read_file, source_of
+
+# What `--costs` and `--hop` say.
+Times = tuple[tuple[Fraction, ...] | None, Fraction | None]
 
 SUFFIXES = ("grid", "csv", "json", "svg", "png")
 # The last is CSV, too, so a file's name does not tell.
@@ -138,9 +141,9 @@ def _add_arguments(parser: Parser) -> None:
     of_groups = that_take_groups()
     add(
         "--group",
-        type=positive,
-        metavar="G",
-        help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P, or P/2)",
+        type=group_size,
+        metavar="G|auto",
+        help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P, or P/2); auto, or a bound alone: chosen",
     )
     add(
         "--vocabulary",
@@ -156,6 +159,7 @@ def _add_arguments(parser: Parser) -> None:
         metavar="F,B|F,I,W",
         help="what a rank's forward and backward, or its halves, of a micro-batch take, all chunks together (default 1,2 and 1,1,1)",
     )
+    add("--hop", type=hop, metavar="H", help="what a message from one rank to the next takes, in the unit of --costs (default 0)")
     add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
     add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")
@@ -168,6 +172,7 @@ def _add_arguments(parser: Parser) -> None:
     add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: fullest with emptiest)")
     add(
         "--after-input",
+        "--kept",
         type=share,
         metavar="W",
         help="share of a micro-batch held between the halves of its backward, I and W (default: the file's, or 1)",
@@ -196,7 +201,7 @@ def _schedule(options: argparse.Namespace) -> None:
     if options.messages:
         content = _listed(schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)).encode()
     else:
-        content = _written(schedule, form, options.costs, to_terminal=output is None and sys.stdout.isatty())
+        content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and sys.stdout.isatty())
     if output is not None:
         output.write_bytes(content)
         return
@@ -227,18 +232,34 @@ def _generated(options: argparse.Namespace) -> Schedule:
             options.microbatches,
             options.chunks or FAMILIES[options.schedule].usual_chunks,
             balancing(options.balance, options.bound, options.partners),
-            options.group,
+            _group_of(options),
             vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
             input_shards=options.input_shards,
-            costs=unit_costs(options.costs),
+            costs=unit_costs(options.costs, options.hop),
             delay=options.delay or 0,
             after_input=Fraction(1) if options.after_input is None else options.after_input,
         )
     )
 
 
+def _group_of(options: argparse.Namespace) -> int | None:
+    """None where it is chosen, or the schedule's usual one."""
+    if options.group != AUTO:
+        size: int | None = options.group
+        return size
+    if FAMILIES[options.schedule].within is None:
+        raise ValueError(
+            f"--group auto: {options.schedule} makes no orders for a bound: give a number, or choose {that_are_made_for_bounds()}"
+        )
+    if options.bound is None or len(set(options.bound)) > 1:
+        raise ValueError("--group auto is chosen for a bound: give --balance bpipe and --bound N, one for all ranks")
+    if options.partners is not None:
+        raise ValueError("--group auto is made for opposite ranks as partners: leave --partners out, or give a group")
+    return None
+
+
 def _imported(options: argparse.Namespace) -> Schedule:
-    for name in ("schedule", "stages", "microbatches", "chunks", "group", "delay", "vocabulary", "input_shards"):
+    for name in ("schedule", "stages", "microbatches", "chunks", "group", "delay", "vocabulary", "input_shards", "hop"):
         if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
     schedule = read_file(options.input)
@@ -250,13 +271,13 @@ def _imported(options: argparse.Namespace) -> Schedule:
         raise ValueError(f"{source_of(options.input)}: {error}") from None
 
 
-def _written(schedule: Schedule, form: str, given: tuple[Fraction, ...] | None, to_terminal: bool) -> bytes:
+def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> bytes:
     if form == "csv":
         return write_csv(schedule).encode()
     if form == "runtime":
         return write_runtime(schedule).encode()
     if form == "json":
-        return write_json(schedule, times_of(schedule, given)).encode()
+        return write_json(schedule, times_of(schedule, *given)).encode()
     if form == "svg":
         from bpipe.draw.svg import write_svg
 
@@ -285,9 +306,9 @@ def _paint(text: str, action: Action | None) -> str:
     return text if action is None else f"\x1b[{_COLOURS.get(action.kind, '0')}m{text}\x1b[0m"
 
 
-def _remarks(schedule: Schedule, given: tuple[Fraction, ...] | None) -> str:
+def _remarks(schedule: Schedule, given: Times) -> str:
     """What the grid shows, in numbers, as lines its reader passes over; how long it takes where its slots do not say that."""
     evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
     remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
-    found = times_of(schedule, given) if given or splits(schedule) else None
+    found = times_of(schedule, *given) if any(given) or splits(schedule) else None
     return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_delays, that_take_groups, that_take_shards
-from bpipe.generate.family import ALIKE, Asked, Family, UnitCosts
+from bpipe.generate.family import ALIKE, Asked, Family, RankRoom, UnitCosts
 from bpipe.ir.action import Kind
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
@@ -20,7 +20,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import header, read_csv, write_rows
 from bpipe.names import unknown
-from bpipe.passes.balance import balance
+from bpipe.passes.balance import balance, keeps
 
 # What commands and files call no `BalanceConfig`, and one.
 BALANCES = ("none", "bpipe")
@@ -122,7 +122,15 @@ class ScheduleConfig:
     @property
     def asked(self) -> Asked:
         """What a family is asked beside sizes."""
-        return Asked(self.group_size, self.delay, self.costs)
+        return Asked(self.group_size, self.delay, self.costs, self.room)
+
+    @property
+    def room(self) -> RankRoom | None:
+        """What orders are made for: one bound for all, where nobody chose the groups or the pairs, and the family makes orders for one."""
+        bounds = None if self.balance is None or self.balance.partners is not None else self.balance.bounds
+        if self.written is not None or FAMILIES[self.schedule].within is None or self.group_size is not None or bounds is None:
+            return None
+        return RankRoom(bounds[0], self.after_input) if len(set(bounds)) == 1 else None
 
     @property
     def passing(self) -> Exchange:
@@ -169,6 +177,8 @@ def build(config: ScheduleConfig) -> Schedule:
     if config.written is not None:
         return _adopted(config, config.written)
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    if config.room is not None:
+        return run(_made_for(config, config.room), passes(config.balance), config.passing)
     if config.vocabulary is Vocabulary.WHOLE:
         schedule = family.generate(*sizes, config.asked)
     else:
@@ -176,6 +186,21 @@ def build(config: ScheduleConfig) -> Schedule:
     if config.after_input != 1:
         schedule = with_after_input(schedule, config.after_input)
     return run(schedule, passes(config.balance), config.passing)
+
+
+def _made_for(config: ScheduleConfig, room: RankRoom) -> Schedule:
+    """The fastest of the family's orders for a room that pairs can keep. Raises ValueError where there is none."""
+    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    for made in family.generate_within(*sizes, config.asked):
+        schedule = replace(made, after_input=room.after_input)
+        if keeps(schedule, room.bound):
+            return schedule
+    usual = replace(family.generate(*sizes, replace(config.asked, room=None)), after_input=room.after_input)
+    (kept,) = set(balance(usual).bounds or ())
+    raise ValueError(
+        f"no order of {config.schedule} was found that keeps every rank within {room.bound} micro-batches of a chunk: "
+        f"its groups of {family.usual_group(config.num_ranks)} keep {kept}; raise the bound, or take more chunks"
+    )
 
 
 def given(schedule: Schedule, balance: BalanceConfig | None = None) -> ScheduleConfig:

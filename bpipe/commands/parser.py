@@ -19,6 +19,9 @@ from bpipe.names import nearest, unknown
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
 LARGEST = 10**12
 
+# What is chosen, and not given.
+AUTO = "auto"
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes no abbreviations and says which flag or choice was probably meant."""
@@ -54,6 +57,11 @@ def positive(text: str) -> int:
     return number
 
 
+def group_size(text: str) -> int | str:
+    """A whole number from 1 on, or `auto`."""
+    return text if text == AUTO else positive(text)
+
+
 def seconds(text: str) -> float:
     """A duration above 0."""
     try:
@@ -86,6 +94,13 @@ def costs(text: str) -> tuple[Fraction, ...]:
     if not re.fullmatch(f"{one}(,{one}){{1,2}}", text) or re.search("/0+(,|$)", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} are no two or three numbers such as 1,2 or 1,1.5,1/2")
     return tuple(map(Fraction, text.split(",")))
+
+
+def hop(text: str) -> Fraction:
+    """`0.05` or `1/20`: what a message takes, exactly."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9}|/0*[1-9][0-9]{0,8})?", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number such as 0.05 or 1/20")
+    return Fraction(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Knows no transfers and no links: `bpipe simulate` does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 from bpipe.generate.family import ALIKE, UnitCosts
@@ -20,11 +21,12 @@ _DECIMALS = 3
 Given = tuple[Fraction, ...] | None
 
 
-def unit_costs(given: Given) -> UnitCosts:
+def unit_costs(given: Given, hop: Fraction | None = None) -> UnitCosts:
     if given is None:
-        return ALIKE
+        return replace(ALIKE, hop=hop or 0)
     forward, *backward = given
-    return UnitCosts(forward, *(backward if len(backward) == 2 else [backward[0] / 2] * 2))
+    halves = backward if len(backward) == 2 else [backward[0] / 2] * 2
+    return UnitCosts(forward, halves[0], halves[1], hop or 0)
 
 
 def splits(schedule: Schedule) -> bool:
@@ -32,8 +34,8 @@ def splits(schedule: Schedule) -> bool:
     return any(one.kind is Kind.BACKWARD_INPUT for row in schedule.ranks for slot in row for one in slot.computations)
 
 
-def times_of(schedule: Schedule, given: Given) -> dict[str, object] | None:
-    """`costs`, `makespan` and `bubble_percent`. None where shards of the vocabulary take part, whose costs nobody gave.
+def times_of(schedule: Schedule, given: Given, hop: Fraction | None = None) -> dict[str, object] | None:
+    """`costs`, `hop` if it takes time, `makespan`, `bubble_percent`. None where shards of the vocabulary take part: they have no costs.
 
     Raises ValueError for costs that do not fit what the schedule computes.
     """
@@ -44,11 +46,12 @@ def times_of(schedule: Schedule, given: Given) -> dict[str, object] | None:
         if given is not None:
             raise ValueError("--costs: shards of the vocabulary take part in it, and have no cost here: leave it out")
         return None
-    unit = unit_costs(given)
+    unit = unit_costs(given, hop)
     found = pace(schedule, unit)
     halves = (unit.backward_input, unit.backward_weight)
     return {
         "costs": [plain(one) for one in (unit.forward, *(halves if halved else (sum(halves),)))],
+        **({"hop": plain(Fraction(unit.hop))} if unit.hop else {}),
         "makespan": plain(found.makespan),
         "bubble_percent": plain(round(found.bubble_percent, _DECIMALS)),
     }

@@ -38,3 +38,7 @@ def that_take_shards() -> str:
 
 def that_take_chunks() -> str:
     return ", ".join(name for name, family in FAMILIES.items() if family.max_chunks is None)
+
+
+def that_are_made_for_bounds() -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.within is not None)

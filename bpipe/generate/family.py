@@ -5,7 +5,7 @@ Nobody outside of this package compares a schedule's name: what tells families a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -38,16 +38,26 @@ ALIKE = UnitCosts()
 
 
 @dataclass(frozen=True, slots=True)
+class RankRoom:
+    """What every rank has to do with once pairs share their memory: `bound` micro-batches of a chunk, of which `after_input` is the share
+    held between I and W."""
+
+    bound: int
+    after_input: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """What may be asked of a family beside sizes; each takes what its fields in `Family` say, and leaves the rest at its default.
 
     `group_size`: micro-batches that go through a chunk before the next. `delay`: micro-batches whose I stands before a W. `costs`: what a
-    family that knows several orders chooses by.
+    family that knows several orders chooses by. `room`: what a family that makes orders for a bound makes them for.
     """
 
     group_size: int | None = None
     delay: int = 0
     costs: UnitCosts = ALIKE
+    room: RankRoom | None = None
 
 
 NOTHING_ELSE = Asked()
@@ -56,6 +66,8 @@ NOTHING_ELSE = Asked()
 LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, what else is asked) -> one order a rank.
 Orders = Callable[[int, int, int, Asked], Sequence[Order]]
+# The same -> orders made for a room, which is given: those that take least time first.
+OrdersWithin = Callable[[int, int, int, Asked], Iterable[Sequence[Order]]]
 # (num_microbatches, layout, costs) -> the same with shards of the vocabulary, as the layout says.
 ShardedOrders = Callable[[int, Layout, UnitCosts], Sequence[Order]]
 
@@ -69,6 +81,8 @@ class Family:
     `takes_delay`: a delay of W. `splits`: backwards are computed in halves. `exchange` is the rule by which whoever runs it sends and
     receives between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them however many
     follow; None where every rank holds all, and has nothing to share.
+    `within`: orders for the room that is asked, fastest first; whether pairs then keep the bound, balancing says. None where nobody has
+    said how.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how.
     """
 
@@ -84,11 +98,19 @@ class Family:
     splits: bool = False
     fill: int | None = None
     sharded: ShardedOrders | None = None
+    within: OrdersWithin | None = None
 
     def generate(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, asked: Asked = NOTHING_ELSE) -> Schedule:
         """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""
         orders = self.orders(num_ranks, num_microbatches, num_chunks, asked)
         return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
+
+    def generate_within(self, num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterable[Schedule]:
+        """The same for a room, as many as there are orders for it, one after the other."""
+        assert self.within is not None, f"nobody has said how {self.name} is made for a bound"
+        layout = self.layout(num_ranks, num_chunks)
+        for orders in self.within(num_ranks, num_microbatches, num_chunks, asked):
+            yield place(self.name, num_microbatches, layout, orders)
 
     def generate_sharded(
         self, num_ranks: int, num_microbatches: int, num_chunks: int, vocabulary: Vocabulary, input_shards: bool, costs: UnitCosts

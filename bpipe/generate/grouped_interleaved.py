@@ -12,10 +12,11 @@ Source of the order: Wan et al., "PipeOffload: Improving Scalability of Pipeline
 from __future__ import annotations
 
 from bpipe.generate.family import Asked, Family
+from bpipe.generate.grouped_choice import within
 from bpipe.generate.interleaved import layout
-from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, schedule_list, ticks_of
-from bpipe.generate.turns import Turns, groups_of, turns
-from bpipe.ir.action import Action, Kind
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list, ticks_of
+from bpipe.generate.turns import groups_of, turns
+from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
@@ -34,22 +35,15 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
     return actions_of(min(listed, key=lambda one: one.makespan), taken)
 
 
-def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
-    """The order of every rank, with stages and micro-batches."""
-    num_ranks, last_chunk = len(listed.kinds), taken.num_chunks - 1
-    orders = []
-    for rank, kinds in enumerate(listed.kinds):
-        numbers = dict.fromkeys(Kind, 0)
-        order = []
-        for kind in kinds:
-            chunk, microbatch = taken.forwards[numbers[kind]]
-            numbers[kind] += 1
-            stage = (chunk if kind is Kind.FORWARD else last_chunk - chunk) * num_ranks + rank
-            order.append(Action(stage, kind, microbatch))
-        orders.append(order)
-    return orders
-
-
 FAMILY = Family(
-    "grouped-interleaved", layout, orders, Exchange.POSTED, max_chunks=None, takes_groups=True, usual_group=usual_group, splits=True, fill=3
+    "grouped-interleaved",
+    layout,
+    orders,
+    Exchange.POSTED,
+    max_chunks=None,
+    takes_groups=True,
+    usual_group=usual_group,
+    splits=True,
+    fill=3,
+    within=within,
 )

@@ -16,7 +16,7 @@ from math import lcm
 
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.turns import NONE, Turns
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _NEVER = 1 << 62
@@ -54,13 +54,15 @@ def ticks_of(costs: UnitCosts, num_chunks: int) -> Ticks:
 class ChoiceRule:
     """How ranks choose. Rank r holds at most `caps[r]` micro-batches of a chunk, except once at most `tails[r]` of its forwards are left.
 
-    `together`: the most that a rank and its mirror image, p - 1 - r, hold; a rank in the middle half of it.
+    `together`: the most that a rank and its mirror image, p - 1 - r, hold; a rank in the middle half of it. `patient`: where nobody's
+    turn it is, no F and no W starts if the next I arrives within half of it.
     """
 
     caps: tuple[int, ...]
     tails: tuple[int, ...]
     discipline: Discipline = Discipline.TURN
     together: int | None = None
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,22 @@ def schedule_list(turns: Turns, num_ranks: int, ticks: Ticks, rule: ChoiceRule, 
     return Listed(tuple(map(tuple, run.kinds)), Fraction(max(run.free), ticks.per_unit))
 
 
+def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
+    """The order of every rank, with stages and micro-batches."""
+    num_ranks, last_chunk = len(listed.kinds), taken.num_chunks - 1
+    orders = []
+    for rank, kinds in enumerate(listed.kinds):
+        numbers = dict.fromkeys(Kind, 0)
+        order = []
+        for kind in kinds:
+            chunk, microbatch = taken.forwards[numbers[kind]]
+            numbers[kind] += 1
+            stage = (chunk if kind is Kind.FORWARD else last_chunk - chunk) * num_ranks + rank
+            order.append(Action(stage, kind, microbatch))
+        orders.append(order)
+    return orders
+
+
 class _Ranks:
     """The ranks while they choose. `forwards[r]`, `inputs[r]`: the ends of the F and I that rank r has started."""
 
@@ -95,6 +113,7 @@ class _Ranks:
         self.caps = [cap * whole for cap in rule.caps]
         self.together = _NEVER if rule.together is None else rule.together * whole
         self.tails, self.discipline = rule.tails, rule.discipline
+        self.patience = {kind: ticks // 2 * rule.patient for kind, ticks in self.durations.items()}
         self.forwards: list[list[int]] = [[] for _ in range(num_ranks)]
         self.inputs: list[list[int]] = [[] for _ in range(num_ranks)]
         self.done_weights = [0] * num_ranks
@@ -116,7 +135,8 @@ class _Ranks:
                 if gives:
                     held[rank] -= gives
                     awake.add(last - rank)
-            for rank in sorted(awake):
+            # Of two that want a pair's last room, the later rank's micro-batch is the sooner given back.
+            for rank in sorted(awake, reverse=True):
                 if self.free[rank] <= now:
                     kind = self._choice(rank, now)
                     if kind is not None:
@@ -132,11 +152,15 @@ class _Ranks:
                     return turn
                 if self.discipline is Discipline.TURN:
                     return None
-        if self._can(rank, _I, now):
+        arrives = self._input_ready(rank)
+        if arrives <= now:
             return _I
-        if self._can(rank, _F, now):
-            return _F
-        return _W if self.done_weights[rank] < started else None
+        for kind in (_F, _W):
+            if arrives >= now + self.patience[kind] and self._can(rank, kind, now):
+                return kind
+        if arrives < _NEVER:
+            heapq.heappush(self.events, (arrives, rank, 0))
+        return None
 
     def _can(self, rank: int, kind: Kind, now: int) -> bool:
         if kind is _I:

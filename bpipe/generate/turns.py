@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 NONE = -1
@@ -53,3 +54,27 @@ def turns(group_sizes: tuple[int, ...], num_chunks: int) -> Turns:
         before += [NONE] * size + [first + index for index in range((num_chunks - 1) * size)]
         own += [first + chunk * size + index for chunk in reversed(range(num_chunks)) for index in range(size)]
     return Turns(num_chunks, tuple(chunk_turns(group_sizes, num_chunks)), tuple(before), tuple(own))
+
+
+def evenly(num_microbatches: int, num_groups: int) -> tuple[int, ...]:
+    """Groups that differ by one at most, the larger ones first."""
+    size, larger = divmod(num_microbatches, num_groups)
+    return (size + 1,) * larger + (size,) * (num_groups - larger)
+
+
+def spread(num_microbatches: int, num_groups: int) -> tuple[int, ...]:
+    """The same, the larger ones spread over all, one of them first."""
+    ends = [num_microbatches * group // num_groups for group in range(num_groups + 1)]
+    return tuple(ends[group + 1] - ends[group] for group in reversed(range(num_groups)))
+
+
+def tapered(num_microbatches: int, num_groups: int, share: Fraction) -> tuple[int, ...] | None:
+    """Groups that shrink evenly: the first is `share` of the mean above it, the last as much below. None where a group would be empty."""
+    step = Fraction(2, max(1, num_groups - 1)) * share
+    mean = Fraction(num_microbatches, num_groups)
+    sizes: list[int] = []
+    end = Fraction()
+    for group in range(num_groups):
+        end += mean * (1 + share - group * step) if num_groups > 1 else mean
+        sizes.append(round(end) - sum(sizes))
+    return tuple(sizes) if min(sizes) > 0 else None

@@ -5,9 +5,9 @@
      "ranks": [{"rank": 0, "peak": 3, "evictions": 3, "slots": [{"compute": "0F0", "transfers": []}, ...]}, ...]}
 
 `stages` is the number of ranks p; with chunks the stage of a cell runs over p*v, and `stage_to_rank` places them. `peak` and `evictions`
-follow from the slots and must agree with them. Beside them may stand `costs`, `makespan` and `bubble_percent`: how long whoever wrote it
-found that the computations take, for whoever reads it as data. `partners` and `stage_to_rank` may be left out where they are the usual
-ones; a schedule that counts only a share of a micro-batch between the halves of its backward says so in `after_input`.
+follow from the slots and must agree with them. Beside them may stand `costs`, `hop`, `makespan` and `bubble_percent`: how long whoever
+wrote it found that the computations take, for whoever reads it as data. `partners` and `stage_to_rank` may be left out where they are the
+usual ones; a schedule that counts only a share of a micro-batch between the halves of its backward says so in `after_input`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bpipe.values import load_json
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
 _USUAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input")
 # What durations say, of which slots know nothing.
-_TIMES = ("costs", "makespan", "bubble_percent")
+_TIMES = ("costs", "hop", "makespan", "bubble_percent")
 
 
 def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) -> str:
@@ -61,7 +61,7 @@ def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) ->
         head["hosts"] = write_hosts(schedule.hosts)
     if schedule.after_input != 1:
         head["after_input"] = plain(schedule.after_input)
-    head.update({key: times[key] for key in _TIMES} if times else {})
+    head.update({key: times[key] for key in _TIMES if key in times} if times else {})
     peaks = peak_counts(schedule)
     ranks = [
         {

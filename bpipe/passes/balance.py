@@ -31,6 +31,13 @@ def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: S
     return replace(_balance(schedule, bounds, counts_of(schedule), partners), bounds=tuple(bounds))
 
 
+def keeps(schedule: Schedule, bound: int) -> bool:
+    """Whether balancing can keep every rank within so many chunk micro-batches, with the partners that the peaks suggest."""
+    memory = counts_of(schedule)
+    pairs = pairs_of(choose_partners(schedule, None))
+    return all(share(schedule, pair, (bound * memory.parts,) * 2, memory).refusal is None for pair in pairs)
+
+
 def balance_bytes(schedule: Schedule, bound_bytes: Sequence[int], memory: Memory, partners: Sequence[int] | None = None) -> Schedule:
     """The schedule with evictions that keep every rank's activations within its bound in bytes.
 

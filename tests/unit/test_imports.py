@@ -54,8 +54,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "generate": (
         "place turns",
         "family",
-        "gpipe interleaved list_scheduler shards timing",
-        "grouped_interleaved sharded_1f1b",
+        "beats gpipe interleaved list_scheduler shards timing",
+        "grouped_choice sharded_1f1b",
+        "grouped_interleaved",
         "one_f_one_b",
         "halves shift",
         "one_f_one_b_split v_shape zb_h1",

@@ -1,0 +1,169 @@
+"""Make orders of grouped interleaving for a bound. In: sizes, costs, a `RankRoom`. Out: orders, those that take least time first.
+
+A pair that shares its memory pays for what its ranks hold together, so ranks are held to that, and not each to its own. How micro-batches
+are split into groups and how ranks choose is searched: a few splits with two manners of choosing, then the best of them in every
+direction; the published order is among them. Below groups of p / 2, beats are tried besides. Nothing is random, and the number of
+orders tried depends on sizes alone. Whether pairs keep the bound, transfers included, is for `passes.balance` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import ceil, floor
+
+from bpipe.generate.beats import Beat, in_beats
+from bpipe.generate.family import Asked, RankRoom
+from bpipe.generate.interleaved import layout
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, actions_of, schedule_list, ticks_of
+from bpipe.generate.timing import length, tempo, work_of
+from bpipe.generate.turns import evenly, groups_of, spread, tapered, turns
+from bpipe.ir.action import Action
+
+# Computations listed in one choice at most, and orders tried whatever their size: the first is about a second at p = 8.
+_MOST_COMPUTATIONS, _FEWEST_ORDERS, _MOST_ORDERS = 1_000_000, 12, 80
+# How many of the best are varied.
+_VARIED = 2
+_ROUNDS = 2
+_TURN, _SOFT, _GREEDY = Discipline.TURN, Discipline.SOFT, Discipline.GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How ranks choose, for any sizes: `extra` is added to the published caps, None for no caps; `tail` names one of `_tail`. `early`: only
+    the first half of the ranks has caps.
+
+    `spare`: how much of what a pair may hold is left for what is under way; None for no limit together, as published.
+    """
+
+    extra: int | None
+    discipline: Discipline
+    tail: str
+    spare: int | None = 1
+    patient: bool = False
+    early: bool = False
+
+
+PUBLISHED = tuple(Manner(0, discipline, "none", None) for discipline in Discipline)
+_MANNERS = (
+    Manner(0, _TURN, "slanted"),
+    Manner(0, _SOFT, "slanted", patient=True),
+    Manner(0, _TURN, "none", 0),
+    Manner(1, _TURN, "slanted"),
+    Manner(0, _TURN, "short"),
+    Manner(None, _SOFT, "slanted", patient=True),
+    Manner(None, _SOFT, "short", patient=True),
+    Manner(0, _SOFT, "long", patient=True),
+    Manner(0, _GREEDY, "none", patient=True),
+    Manner(1, _GREEDY, "none"),
+    Manner(None, _GREEDY, "none"),
+    Manner(0, _SOFT, "none", patient=True),
+    Manner(1, _SOFT, "short", patient=True),
+    Manner(0, _SOFT, "short", patient=True),
+    Manner(0, _SOFT, "slanted", early=True),
+    Manner(1, _GREEDY, "none", 0),
+)
+_BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2, 4)), (0, 2)))
+
+
+def within(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterator[list[list[Action]]]:
+    """Orders for the room that is asked."""
+    assert asked.room is not None, "orders are made for a bound here"
+    tried = _Trials(num_ranks, num_microbatches, num_chunks, asked, asked.room)
+    for sizes, listed in tried.search():
+        yield actions_of(listed, turns(sizes, num_chunks))
+
+
+class _Trials:
+    """What has been tried: `found` holds it by split and manner, `beaten` the orders in beats."""
+
+    def __init__(self, num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, room: RankRoom) -> None:
+        self.p, self.m, self.v, self.room = num_ranks, num_microbatches, num_chunks, room
+        self.costs, self.ticks = asked.costs, ticks_of(asked.costs, num_chunks)
+        # What is left for whole groups: the pair's slope, and what W needs beyond what its F saved, aside.
+        above = room.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), room.after_input - 1)
+        self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
+        most = _MOST_COMPUTATIONS // (3 * num_ranks * num_microbatches * num_chunks)
+        self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, most))
+        self.found: dict[tuple[tuple[int, ...], Manner], Listed] = {}
+        self.beaten: list[tuple[tuple[int, ...], Listed]] = []
+
+    def search(self) -> Iterator[tuple[tuple[int, ...], Listed]]:
+        splits = self._splits()
+        for size in {min(self.m, max(1, floor(self.group) - less)) for less in (0, 1)}:
+            self._try(product([groups_of(self.m, size)], PUBLISHED))
+        self._try(product(splits, _MANNERS[:2]))
+        if 2 * min(splits[0]) < self.p and self.v > 1:
+            self._try_beats()
+        for _ in range(_ROUNDS):
+            for sizes, _ in self._best():
+                self._try(product([sizes], _MANNERS))
+            for _, manner in self._best():
+                self._try(product(splits, [manner]))
+        every = [*self.beaten, *((sizes, listed) for (sizes, _), listed in self.found.items())]
+        # Of orders that take equally long one is enough, if it is the same order.
+        return iter({(sizes, one.kinds): (sizes, one) for sizes, one in sorted(every, key=lambda pair: pair[1].makespan)}.values())
+
+    def _best(self) -> list[tuple[tuple[int, ...], Manner]]:
+        return sorted(self.found, key=lambda key: self.found[key].makespan)[:_VARIED]
+
+    def _try(self, keys: Iterable[tuple[tuple[int, ...], Manner]]) -> None:
+        for sizes, manner in keys:
+            if self.left and (sizes, manner) not in self.found:
+                self.left -= 1
+                listed = schedule_list(turns(sizes, self.v), self.p, self.ticks, self._rule(manner, max(sizes)), self.room.after_input)
+                if listed is not None:
+                    self.found[sizes, manner] = listed
+
+    def _rule(self, manner: Manner, group: int) -> ChoiceRule:
+        caps = [(self.v - 1) * group + self.p - rank + (manner.extra or 0) for rank in range(self.p)]
+        uncapped = 0 if manner.extra is None else self.p // 2 if manner.early else self.p
+        caps[uncapped:] = [self.m * self.v] * (self.p - uncapped)
+        together = None if manner.spare is None else 2 * self.room.bound - manner.spare
+        return ChoiceRule(tuple(caps), self._tail(manner.tail), manner.discipline, together, manner.patient)
+
+    def _tail(self, name: str) -> tuple[int, ...]:
+        ranks = range(self.p)
+        tails = {
+            "none": [0] * self.p,
+            "slanted": [2 * rank // 3 for rank in ranks],
+            "short": [2 * self.v] * self.p,
+            "long": [max(0, 8 * self.v - 2 * rank) for rank in ranks],
+        }
+        return tuple(tails[name])
+
+    def _splits(self) -> list[tuple[int, ...]]:
+        """Ways to split the micro-batches into groups, the most promising first, each once."""
+        if self.v == 1:
+            return [(self.m,)]
+        fewest = max(1, ceil(self.m / self.group))
+        made: list[tuple[int, ...] | None] = []
+        for more in (0, 1, 2, -1, 3):
+            groups = min(max(1, fewest + more), self.m)
+            made.append(evenly(self.m, groups))
+            if more in (0, 1):
+                made += [tapered(self.m, groups, Fraction(share, 10)) for share in (1, 2, 3)]
+                made.append(spread(self.m, groups))
+            if more == 3:
+                made.append(evenly(self.m, groups)[::-1])
+        return list(dict.fromkeys(sizes for sizes in made if sizes is not None))
+
+    def _try_beats(self) -> None:
+        """Orders in beats for groups from p / 3 to p / 2, as many as the budget leaves."""
+        stages, at = layout(self.p, self.v), tempo(self.costs, self.v)
+        for size in range(-(-self.p // 3), self.p // 2 + 1):
+            if size > min(self.m, ceil(self.group)):
+                continue
+            sizes = groups_of(self.m, size)
+            taken = turns(sizes, self.v)
+            for forwards, backwards, later in _BEATS:
+                if self.left <= _FEWEST_ORDERS:
+                    return
+                self.left -= 1
+                kinds = in_beats(taken, self.p, Beat(forwards, backwards, later, (self.v - 1) * size + self.p + 1))
+                if kinds is not None:
+                    listed = Listed(tuple(map(tuple, kinds)), Fraction())
+                    ticks = length(work_of(stages, self.m, actions_of(listed, taken), at))
+                    self.beaten.append((sizes, Listed(listed.kinds, Fraction(ticks, at.per_unit))))
