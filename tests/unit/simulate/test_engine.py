@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -239,16 +238,3 @@ def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
         StageCost(-1, 1)
     with pytest.raises(ValueError, match="bytes_per_s is 0"):
         Link(0)
-
-
-@pytest.mark.parametrize(("p", "m", "limit_s"), [(16, 256, 0.2), pytest.param(64, 1024, 3.0, marks=pytest.mark.slow)])
-def test_it_is_fast(p: int, m: int, limit_s: float) -> None:
-    """Processor time, the best of three: a shared machine takes its time."""
-    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig()))
-    costs = uniform(p, StageCost(1.0, 2.0, sent_bytes=10, moved_bytes=100, saved_bytes=100), Links(Link(1000.0, 0.01)))
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        simulate(schedule, costs)
-        times.append(time.process_time() - start)
-    assert min(times) < limit_s
