@@ -20,7 +20,7 @@ from bpipe.generate.list_scheduler import ChoiceRule, Discipline, schedule_list,
 from bpipe.generate.timing import pace
 from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Kind
-from bpipe.ir.memory import peak_counts
+from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 
@@ -174,6 +174,23 @@ def test_the_page_shows_what_is_reached() -> None:
     for bound, percents in shown.items():
         for name, percent in zip(("1:1:1", "1:1.2:.8", "h=.05", "h=.1"), percents, strict=True):
             assert chosen(8, 32, 4, int(bound), ALL[name]) == pytest.approx(percent, abs=0.06), (bound, name)
+
+
+def groups_on_the_page() -> list[list[float]]:
+    page = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
+    table = page.partition("| p | v | g | held | balanced | bubble | moved |\n|---|---|---|---|---|---|---|\n")[2].partition("\n\n")[0]
+    return [[float(cell) for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+
+
+@pytest.mark.parametrize("row", groups_on_the_page(), ids=str)
+def test_the_page_shows_what_groups_hold_and_move(row: list[float]) -> None:
+    p, v, g = map(int, row[:3])
+    plain = build(ScheduleConfig(NAME, p, 4 * p, v, group_size=g))
+    balanced = build(ScheduleConfig(NAME, p, 4 * p, v, BalanceConfig(), group_size=g))
+    assert balanced.bounds is not None
+    moved = sum(num_transfers(balanced, rank).evictions for rank in range(p))
+    assert [max(peak_counts(plain)) / v, balanced.bounds[0] / v, moved / v] == [row[3], row[4], row[6]]
+    assert bubble_percent(balanced) == pytest.approx(row[5], abs=0.06)
 
 
 @pytest.mark.parametrize(("p", "m", "v", "bound", "costs", "percent"), MORE)
