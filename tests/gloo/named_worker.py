@@ -35,7 +35,8 @@ if __name__ == "__main__":
                 if name.startswith("decoder.layers."):
                     _, _, number, rest = name.split(".", 3)
                     name = f"decoder.layers.{numbers[int(number)]}.{rest}"
-                if inner.share_embeddings_and_output_weights:
+                # A stage that predicts further tokens embeds, too: the output layer's own weight is there beside it, and nobody uses it.
+                if inner.share_embeddings_and_output_weights and not inner.mtp_process:
                     name = TIED.get(name, name)
                 if "experts" in name:
                     name += f" of {parallel_state.get_expert_model_parallel_rank()}"
