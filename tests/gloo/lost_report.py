@@ -44,7 +44,8 @@ def damage(folder: Path) -> None:
     if "gone" in folder.name:
         dist.barrier()
         if rank == 0:
-            shutil.rmtree(folder)
+            # At once: another rank may be writing into it already.
+            shutil.rmtree(folder.rename(folder.with_name(f"taken_from_{rank}")))
 
 
 if __name__ == "__main__":
