@@ -12,13 +12,16 @@ What it cannot show: anything of a GPU, where the training thread issues what a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.scheduling import startup
 
-startup.prepare()
+# Each process of Megatron's warns of what a CPU lacks, again for every micro-batch, and the table would be lost in it. Errors stay.
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+with contextlib.redirect_stdout(None):
+    startup.prepare()
 
 # isort: split
 import torch
@@ -122,7 +129,8 @@ def main() -> None:
     sizes = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(one_rank, args=(folder, sizes), nprocs=sizes.stages, start_method="spawn")
+        # Forked, because importing Megatron in each process takes longer than the measurement; nothing has started a thread yet.
+        start_processes(one_rank, args=(folder, sizes), nprocs=sizes.stages, start_method="fork")
         found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(sizes.stages)]
     rows = []
     print(

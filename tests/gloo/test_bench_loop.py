@@ -1,0 +1,43 @@
+"""scripts/bench/loop.py measures both loops on every rank, and says so in a table and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gloo.conftest import ROOT
+
+SMALL = ("--stages", "2", "--microbatches", "4", "--hidden", "64", "--sequence", "32", "--rounds", "3")
+
+
+def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/bench/loop.py"), *SMALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.timeout(120)
+def test_the_table_is_all_that_is_said(tmp_path: Path) -> None:
+    """Hundreds of Megatron's warnings stood around it."""
+    written = tmp_path / "loops.json"
+    ended = measure("--json", str(written))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stderr == ""
+    title, head, *rows = ended.stdout.splitlines()
+    assert "1F1B of 2 stages, 4 micro-batches; 3 rounds" in title
+    assert head.startswith("rank ")
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    for rank, entry in enumerate(json.loads(written.read_text())):
+        assert entry["rank"] == rank
+        assert len(entry["megatron_s"]) == len(entry["ours_s"]) == 3
+        assert min(*entry["megatron_s"], *entry["ours_s"], entry["ratio"]) > 0
+
+
+@pytest.mark.timeout(120)
+def test_an_error_of_a_rank_is_shown() -> None:
+    ended = measure("--sequence", "0")
+    assert ended.returncode != 0
+    assert "RuntimeError: cannot reshape tensor of 0 elements" in ended.stderr
