@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_delays, that_take_groups, that_take_shards
-from bpipe.generate.family import ALIKE, Asked, Family, RankRoom, UnitCosts
+from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
 from bpipe.ir.action import Kind
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
@@ -178,7 +178,7 @@ def build(config: ScheduleConfig) -> Schedule:
         return _adopted(config, config.written)
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     if config.room is not None:
-        return run(_made_for(config, config.room), passes(config.balance), config.passing)
+        return run(_made_for(config, config.room)[1], passes(config.balance), config.passing)
     if config.vocabulary is Vocabulary.WHOLE:
         schedule = family.generate(*sizes, config.asked)
     else:
@@ -188,13 +188,19 @@ def build(config: ScheduleConfig) -> Schedule:
     return run(schedule, passes(config.balance), config.passing)
 
 
-def _made_for(config: ScheduleConfig, room: RankRoom) -> Schedule:
+def choice_of(config: ScheduleConfig) -> Choice | None:
+    """What was chosen for its bound; None where nothing was left to choose. Raises ValueError where no order keeps the bound."""
+    return None if config.room is None else _made_for(config, config.room)[0]
+
+
+@lru_cache(maxsize=16)
+def _made_for(config: ScheduleConfig, room: RankRoom) -> tuple[Choice, Schedule]:
     """The fastest of the family's orders for a room that pairs can keep. Raises ValueError where there is none."""
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
-    for made in family.generate_within(*sizes, config.asked):
+    for choice, made in family.generate_within(*sizes, config.asked):
         schedule = replace(made, after_input=room.after_input)
         if keeps(schedule, room.bound):
-            return schedule
+            return choice, schedule
     usual = replace(family.generate(*sizes, replace(config.asked, room=None)), after_input=room.after_input)
     (kept,) = set(balance(usual).bounds or ())
     raise ValueError(

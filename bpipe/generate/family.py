@@ -62,12 +62,21 @@ class Asked:
 
 NOTHING_ELSE = Asked()
 
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What an order made for a room is: sizes of the `groups` in which micro-batches go through chunks, and in words by which `rule`."""
+
+    groups: tuple[int, ...]
+    rule: str
+
+
 # (num_ranks, num_chunks) -> who computes which stage.
 LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, what else is asked) -> one order a rank.
 Orders = Callable[[int, int, int, Asked], Sequence[Order]]
-# The same -> orders made for a room, which is given: those that take least time first.
-OrdersWithin = Callable[[int, int, int, Asked], Iterable[Sequence[Order]]]
+# The same -> orders made for a room, which is given, and what each is: those that take least time first.
+OrdersWithin = Callable[[int, int, int, Asked], Iterable[tuple[Choice, Sequence[Order]]]]
 # (num_microbatches, layout, costs) -> the same with shards of the vocabulary, as the layout says.
 ShardedOrders = Callable[[int, Layout, UnitCosts], Sequence[Order]]
 
@@ -105,12 +114,12 @@ class Family:
         orders = self.orders(num_ranks, num_microbatches, num_chunks, asked)
         return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
 
-    def generate_within(self, num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterable[Schedule]:
+    def generate_within(self, num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterable[tuple[Choice, Schedule]]:
         """The same for a room, as many as there are orders for it, one after the other."""
         assert self.within is not None, f"nobody has said how {self.name} is made for a bound"
         layout = self.layout(num_ranks, num_chunks)
-        for orders in self.within(num_ranks, num_microbatches, num_chunks, asked):
-            yield place(self.name, num_microbatches, layout, orders)
+        for choice, orders in self.within(num_ranks, num_microbatches, num_chunks, asked):
+            yield choice, place(self.name, num_microbatches, layout, orders)
 
     def generate_sharded(
         self, num_ranks: int, num_microbatches: int, num_chunks: int, vocabulary: Vocabulary, input_shards: bool, costs: UnitCosts

@@ -15,7 +15,7 @@ from itertools import product
 from math import ceil, floor
 
 from bpipe.generate.beats import Beat, in_beats
-from bpipe.generate.family import Asked, RankRoom
+from bpipe.generate.family import Asked, Choice, RankRoom
 from bpipe.generate.interleaved import layout
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, actions_of, schedule_list, ticks_of
 from bpipe.generate.timing import length, tempo, work_of
@@ -45,6 +45,14 @@ class Manner:
     patient: bool = False
     early: bool = False
 
+    @property
+    def words(self) -> str:
+        """For a reader of logs."""
+        turns = {_TURN: "I, W and F in turn", _SOFT: "in turn where that can start", _GREEDY: "I, else F, else W"}[self.discipline]
+        if self.spare is None:
+            return f"ranks hold what is published, {turns}"
+        return f"pairs share one room, {turns}"
+
 
 PUBLISHED = tuple(Manner(0, discipline, "none", None) for discipline in Discipline)
 _MANNERS = (
@@ -68,12 +76,12 @@ _MANNERS = (
 _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2, 4)), (0, 2)))
 
 
-def within(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterator[list[list[Action]]]:
-    """Orders for the room that is asked."""
+def within(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterator[tuple[Choice, list[list[Action]]]]:
+    """Orders for the room that is asked, and what each is."""
     assert asked.room is not None, "orders are made for a bound here"
     tried = _Trials(num_ranks, num_microbatches, num_chunks, asked, asked.room)
-    for sizes, listed in tried.search():
-        yield actions_of(listed, turns(sizes, num_chunks))
+    for sizes, rule, listed in tried.search():
+        yield Choice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
 
 
 class _Trials:
@@ -90,7 +98,7 @@ class _Trials:
         self.found: dict[tuple[tuple[int, ...], Manner], Listed] = {}
         self.beaten: list[tuple[tuple[int, ...], Listed]] = []
 
-    def search(self) -> Iterator[tuple[tuple[int, ...], Listed]]:
+    def search(self) -> Iterator[tuple[tuple[int, ...], str, Listed]]:
         splits = self._splits()
         for size in {min(self.m, max(1, floor(self.group) - less)) for less in (0, 1)}:
             self._try(product([groups_of(self.m, size)], PUBLISHED))
@@ -102,9 +110,10 @@ class _Trials:
                 self._try(product([sizes], _MANNERS))
             for _, manner in self._best():
                 self._try(product(splits, [manner]))
-        every = [*self.beaten, *((sizes, listed) for (sizes, _), listed in self.found.items())]
+        every = [(sizes, "in beats", listed) for sizes, listed in self.beaten]
+        every += [(sizes, manner.words, listed) for (sizes, manner), listed in self.found.items()]
         # Of orders that take equally long one is enough, if it is the same order.
-        return iter({(sizes, one.kinds): (sizes, one) for sizes, one in sorted(every, key=lambda pair: pair[1].makespan)}.values())
+        return iter({(one[0], one[2].kinds): one for one in sorted(every, key=lambda one: one[2].makespan)}.values())
 
     def _best(self) -> list[tuple[tuple[int, ...], Manner]]:
         return sorted(self.found, key=lambda key: self.found[key].makespan)[:_VARIED]

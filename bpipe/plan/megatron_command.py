@@ -73,6 +73,8 @@ REFUSED = {
     "--use-checkpoint-args": "sizes that stand in a checkpoint",
     "--yaml-cfg": "flags that stand in a file",
     GROUP: "larger groups of micro-batches",
+    "--bpipe-bound": "a bound of one's own, and an order that is made for one",
+    "--bpipe-kept": "another share of a micro-batch than the model's",
 }
 
 WITHOUT_INFLUENCE = (

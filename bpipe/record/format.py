@@ -19,13 +19,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from bpipe.ir.action import Action
+from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
-from bpipe.ir.text import read_action
+from bpipe.ir.text import read_action, read_share
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing
 from bpipe.record.keys import Rule, by_name, each, keys_of, line, number, values_of, whole, written
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_number, a_text, a_whole, an_object
@@ -106,6 +108,7 @@ End = Annotated[float, number(-LARGEST)]
 Wait = Annotated[float, Rule(lambda value, name: max(0.0, a_number(value, name, -_TIMER_ERROR_S)))]
 HostTime = Annotated[float, Rule(lambda value, _: a_number(value, "host time", -CLOCK_ERROR_S))]
 ExchangeName = Annotated[Exchange, Rule(lambda value, name: _read_exchange(value, name), lambda exchange: exchange.value)]
+ShareText = Annotated[Fraction, Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share)))]
 ActionText = Annotated[Action, Rule(lambda value, _: _read_action(a_text(value, "an action")), str)]
 
 
@@ -154,6 +157,7 @@ class _ProgramKeys:
     group_size: Count | None = None
     exchange: ExchangeName | None = None
     delay: Count | None = None
+    after_input: ShareText | None = None
     written: Text | None = None
 
 
@@ -169,6 +173,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
         how,
         keys.group_size,
         delay=keys.delay or 0,
+        after_input=Fraction(1) if keys.after_input is None else keys.after_input,
         exchange=keys.exchange,
         written=keys.written,
     )
@@ -188,6 +193,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         group_size=config.group_size,
         exchange=config.exchange,
         delay=config.delay or None,
+        after_input=None if config.after_input == 1 else config.after_input,
         written=config.written,
     )
     return {name: value for name, value in written(keys).items() if value is not None}

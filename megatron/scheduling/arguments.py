@@ -9,13 +9,15 @@ import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
-from bpipe.program import ScheduleConfig
+from bpipe.generate.families import DEFAULTS, FAMILIES, that_are_made_for_bounds, that_take_delays, that_take_groups
+from bpipe.ir.text import TextError, read_share
+from bpipe.program import BalanceConfig, ScheduleConfig
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling import upstream
-from megatron.scheduling.choosing import own_schedule, unplaced
+from megatron.scheduling.choosing import balance_of, own_schedule, unplaced
 from megatron.scheduling.placement import PLACEMENTS
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import end_where, reasons, refuse
@@ -28,6 +30,7 @@ TIMERS_LEVEL = 2
 class SchedulingConfig:
     """What driver and hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
+    `bound`: the most micro-batches of a chunk that a balanced rank holds, by default the fewest that all pairs can keep.
     `own` is what our own loop runs, each iteration with its own number of micro-batches; None where Megatron's loops run. Where it splits
     backwards, `keep_weights_halves` says of what W is put off.
     `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
@@ -40,6 +43,7 @@ class SchedulingConfig:
     balance: bool
     num_ranks: int
     num_chunks: int
+    bound: int | None = None
     own: ScheduleConfig | None = None
     keep_weights_halves: str = "linear"
     transport: str = AUTO
@@ -57,6 +61,11 @@ class SchedulingConfig:
     flops_per_microbatch: float | None = None
     micro_batch_size: int | None = None
     logits_per_microbatch: int | None = None
+
+    @property
+    def balancing(self) -> BalanceConfig | None:
+        """How to balance, if at all."""
+        return balance_of(self.balance, self.bound)
 
     @property
     def active(self) -> bool:
@@ -95,7 +104,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_group,
         default=None,
         metavar="G|auto",
-        help=f"Of {that_take_groups()} but Megatron's own: how many micro-batches go through a chunk before the next. auto: chosen.",
+        help=f"Of {that_take_groups()} but Megatron's own: how many micro-batches go through a chunk before the next. auto: for "
+        "--bpipe-bound chosen with the rest of the order, and without a bound the usual number.",
+    )
+    group.add_argument(
+        "--bpipe-bound",
+        type=_microbatches,
+        default=None,
+        metavar="N",
+        help="With --bpipe: the most micro-batches of a chunk that a rank holds; by default the fewest that all pairs of ranks can keep. "
+        f"{that_are_made_for_bounds()} without a number as --bpipe-group has its order chosen for it.",
+    )
+    group.add_argument(
+        "--bpipe-kept",
+        type=_share,
+        default=None,
+        metavar="W",
+        help="Where a schedule splits backwards: the share of what a forward saved that is counted between the halves, such as 0.5; "
+        "by default all of it.",
     )
     group.add_argument(
         "--bpipe-delay",
@@ -182,11 +208,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _group(text: str) -> int | None:
     """None: chosen."""
-    if text == "auto":
-        return None
+    return None if text == "auto" else _microbatches(text, ", and not auto")
+
+
+def _microbatches(text: str, nor: str = "") -> int:
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of micro-batches, and not auto")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of micro-batches{nor}")
     return int(text)
+
+
+def _share(text: str) -> Fraction:
+    try:
+        return read_share(text, "share")
+    except TextError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def config_from_args(args: Any) -> SchedulingConfig:
@@ -208,6 +243,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
+        bound=args.bpipe_bound,
         transport=args.bpipe_transport,
         timeout_s=SchedulingConfig.timeout_s if args.bpipe_timeout is None else args.bpipe_timeout,
         message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,

@@ -7,11 +7,13 @@ ValueError with the way out. Knows no tensors and imports no Megatron.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 from bpipe.check.order import check_microbatch_order
 from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups
 from bpipe.generate.family import Family
+from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
@@ -31,7 +33,9 @@ def own_schedule(args: Any) -> ScheduleConfig | None:
     upstream.require(args, "choosing")
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
     name = args.bpipe_schedule or default(num_chunks)
-    balance = BalanceConfig() if args.bpipe else None
+    balance = balance_of(args.bpipe, args.bpipe_bound)
+    if args.bpipe_bound is not None and balance is None:
+        raise ValueError(f"--bpipe-bound {args.bpipe_bound} says how to balance: give --bpipe, too, or leave it out")
     if name not in FAMILIES:
         return _from_file(args, name, num_chunks, balance)
     family = FAMILIES[name]
@@ -47,13 +51,20 @@ def own_schedule(args: Any) -> ScheduleConfig | None:
             balance=balance,
             group_size=args.bpipe_group,
             delay=args.bpipe_delay or 0,
-            exchange=Exchange.POSTED,
+            after_input=Fraction(1) if args.bpipe_kept is None else args.bpipe_kept,
+            exchange=Exchange.POSTED if ours else None,
         )
-        if ours and first is not None:
+        # Of Megatron's own schedule only a bound can be more than there is.
+        if first is not None and (ours or args.bpipe_bound is not None):
             built(config)
     except ValueError as error:
         raise ValueError(f"--bpipe-schedule {name}: {error}\n  {_WAY_OUT}") from None
     return config if ours else None
+
+
+def balance_of(balance: bool, bound: int | None) -> BalanceConfig | None:
+    """How to balance; None where nobody wants to. `bound`: micro-batches of a chunk, for all ranks."""
+    return BalanceConfig(None if bound is None else (bound,)) if balance else None
 
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
@@ -73,6 +84,10 @@ def _check_asked(args: Any, family: Family) -> None:
         raise ValueError(f"--bpipe-group {args.bpipe_group}: {reason}")
     if args.bpipe_delay is not None and not family.takes_delay:
         raise ValueError(f"--bpipe-delay {args.bpipe_delay}: {family.name} takes none: choose from {that_take_delays()}")
+    if args.bpipe_kept is not None and not family.splits:
+        raise ValueError(
+            f"--bpipe-kept {plain(args.bpipe_kept)}: {family.name} computes whole backwards, which have no halves: leave it out"
+        )
 
 
 def _first_microbatches(args: Any) -> int | None:
@@ -108,9 +123,11 @@ def _unlike(args: Any, schedule: Schedule, num_chunks: int) -> Iterator[str]:
     if microbatches is not None and schedule.num_microbatches != microbatches:
         size = schedule.num_microbatches * args.micro_batch_size * args.data_parallel_size
         yield f"it has {schedule.num_microbatches} micro-batches, and an iteration {microbatches}: --global-batch-size {size}"
-    for flag, value in (("group", args.bpipe_group), ("delay", args.bpipe_delay)):
+    for flag, value in (("group", args.bpipe_group), ("delay", args.bpipe_delay), ("kept", args.bpipe_kept)):
         if value is not None:
             yield f"--bpipe-{flag} is for schedules that are generated: leave it out"
+    if schedule.hosts is not None and args.bpipe_bound is not None:
+        yield "it moves activations itself, within its own bounds: leave --bpipe-bound out"
     if schedule.hosts is not None and not args.bpipe:
         yield "it moves activations: give --bpipe, too"
     if schedule.layout.num_pipes > 1 or schedule.layout.shard_kinds:

@@ -19,7 +19,7 @@ from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.program import ScheduleConfig, built
 from bpipe.record.format import RankSummary
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
@@ -30,7 +30,7 @@ from bpipe.transport.connect import Connection, MeasuredLink
 from megatron.scheduling import links, upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import OwnTime
-from megatron.scheduling.log import FirstIterations, describe, pipeline_begins_with_rank_0, say
+from megatron.scheduling.log import FirstIterations, describe, grouped, pipeline_begins_with_rank_0, say
 from megatron.scheduling.recording import Recorded
 from megatron.scheduling.refusals import refuse
 from megatron.scheduling.stage_report import summary_of
@@ -79,7 +79,7 @@ class Driver:
             num_ranks=self._config.num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=self._config.num_chunks,
-            balance=BalanceConfig() if self._config.balance else None,
+            balance=self._config.balancing,
             group_size=group_size,
             exchange=exchange,
         )
@@ -176,7 +176,9 @@ class Driver:
         self._program = program
         engine = self._engines.get(program)
         if engine is None:
-            schedule = build(program)
+            schedule = built(program)
+            for line in grouped(program, schedule):
+                say(line)
             if self._config.balance:
                 say(describe(schedule))
             transport = self._transport(schedule, self.device, config)

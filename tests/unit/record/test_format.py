@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ PROGRAMS = (
     ScheduleConfig("1f1b-split", 4, 8, delay=2),
     given(build(ScheduleConfig("zb-h1", 4, 8))),
     given(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig()),
+    ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((6,)), after_input=Fraction(1, 2)),
 )
 
 

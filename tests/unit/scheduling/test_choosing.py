@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bpipe import cli
+from bpipe.generate.family import ALIKE
+from bpipe.generate.timing import pace
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
 from bpipe.ir.program import Exchange
 from bpipe.ir.text import write_csv
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.program import BalanceConfig, ScheduleConfig, build, choice_of
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import own_schedule
 from megatron.scheduling.following import complete
 
 # Sound, but sums of gradients come out otherwise.
 LATE_FIRST = "0F0,0F1,,,,,,,0B1,0B0\n,1F0,1F1,,,,,1B1,1B0,\n,,2F0,2F1,,,2B1,2B0,,\n,,,3F0,3F1,3B1,3B0,,,\n"
+GROUPED = {"bpipe": True, "bpipe_schedule": "grouped-interleaved", "virtual_pipeline_model_parallel_size": 2}
 INTERLEAVED = build(ScheduleConfig("interleaved-1f1b", 4, 8, 2))
 
 
@@ -32,6 +40,8 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_executor": False,
             "bpipe_group": None,
             "bpipe_delay": None,
+            "bpipe_bound": None,
+            "bpipe_kept": None,
             "pipeline_model_parallel_size": 4,
             "virtual_pipeline_model_parallel_size": None,
             "num_virtual_stages_per_pipeline_rank": None,
@@ -63,6 +73,51 @@ def test_ours_runs_what_megatrons_does_not() -> None:
     chunks = {"virtual_pipeline_model_parallel_size": 3}
     found = own_schedule(args(bpipe_schedule="grouped-interleaved", bpipe_group=3, **chunks))
     assert found == ScheduleConfig("grouped-interleaved", 4, 8, 3, group_size=3, exchange=Exchange.POSTED)
+
+
+def test_a_bound_holds_for_every_schedule() -> None:
+    found = own_schedule(args(bpipe_executor=True, bpipe=True, bpipe_bound=4))
+    assert found is not None
+    assert build(found).bounds == (4,) * 4
+    assert own_schedule(args(bpipe=True, bpipe_bound=4)) is None, "Megatron's loop runs it, and the driver balances to the bound"
+
+
+@pytest.mark.parametrize("kept", [None, "0.5"])
+def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(kept: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the group is `auto`, which is how the parser says None."""
+    found = own_schedule(args(**GROUPED, bpipe_bound=6, bpipe_kept=None if kept is None else Fraction(kept)))
+    assert found is not None
+    share = [] if kept is None else ["--kept", kept]
+    sizes = ["--stages", "4", "--microbatches", "8", "--chunks", "2", "--balance", "bpipe", "--bound", "6"]
+    assert cli.main(["schedule", "--schedule", "grouped-interleaved", *sizes, *share, "--format", "csv"]) == 0
+    assert write_csv(build(found)) == capsys.readouterr().out
+    usual = own_schedule(args(**GROUPED))
+    assert usual is not None
+    assert pace(build(found), ALIKE).makespan < pace(build(usual), ALIKE).makespan
+
+
+def test_a_group_that_is_given_stays_and_is_balanced_to_the_bound() -> None:
+    found = own_schedule(args(**GROUPED, bpipe_bound=7, bpipe_group=3))
+    assert found is not None
+    assert choice_of(found) is None
+    assert build(found) == build(
+        ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((7,)), group_size=3, exchange=Exchange.POSTED)
+    )
+
+
+def test_every_process_chooses_the_same() -> None:
+    """Ranks do not agree on an order, each computes it: so it may not hang on how a process hashes."""
+    program = (
+        "from bpipe.program import *; import hashlib; from bpipe.ir.text import write_csv;"
+        "print(hashlib.sha256(write_csv(build(ScheduleConfig('grouped-interleaved', 4, 8, 2, BalanceConfig((6,))))).encode()).hexdigest())"
+    )
+    run = [
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
+        )
+        for seed in "12"
+    ]
+    assert run[0].stdout == run[1].stdout
 
 
 def test_a_batch_that_grows_has_no_first_size() -> None:
@@ -113,6 +168,10 @@ REFUSED = [
         "is --microbatch-group-size-per-virtual-pipeline-stage",
     ),
     ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
+    ({"bpipe_bound": 3}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
+    ({"bpipe_bound": 2, "bpipe": True}, "--bpipe-schedule 1f1b: .*The smallest bound that ranks 0 and 3 can both keep is 3 micro-batches"),
+    ({**GROUPED, "bpipe_bound": 1}, "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 5"),
+    ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
     ({"bpipe_schedule": "gpip"}, "did you mean .gpipe..*nor is there a file of that name"),
     ({"bpipe_schedule": "FILE"}, "it has 2 stages a rank, and this run 1: a rank's chunks are its virtual stages"),
     ({"bpipe_schedule": "FILE", "pipeline_model_parallel_size": 8}, "it has 4 ranks, and the pipeline 8: --pipeline-model-parallel-size 4"),
@@ -123,6 +182,14 @@ REFUSED = [
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_group": 4},
         "--bpipe-group is for schedules that are generated",
+    ),
+    (
+        {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_kept": Fraction(1, 2)},
+        "--bpipe-kept is for schedules that are generated",
+    ),
+    (
+        {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_bound": 3},
+        "it moves activations itself, within its own bounds: leave --bpipe-bound out",
     ),
     (
         {"bpipe_schedule": "BROKEN", "virtual_pipeline_model_parallel_size": 2},
@@ -140,10 +207,11 @@ def test_what_does_not_fit_is_refused_with_the_way_out(flags: dict[str, Any], me
         "BROKEN": write_csv(INTERLEAVED).replace("0B0", ""),
         "GARBLED": "what,0F0\n",
         "DISORDERED": LATE_FIRST,
+        "BALANCED": write_csv(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))),
     }
     for name, text in texts.items():
         (tmp_path / f"{name.lower()}.csv").write_text(text)
-        if flags["bpipe_schedule"] == name:
+        if flags.get("bpipe_schedule") == name:
             flags = flags | {"bpipe_schedule": str(tmp_path / f"{name.lower()}.csv")}
     with pytest.raises(ValueError, match=f"(?s){message}"):
         own_schedule(args(**flags))
