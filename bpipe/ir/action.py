@@ -29,6 +29,8 @@ class Kind(enum.Enum):
 # Computations of a rank's shard of the vocabulary: of the output layer with its loss, and of the embedding.
 SHARDS = frozenset({Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD})
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}) | SHARDS
+# What reads the activations that its stage's forward saved.
+READING = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 TRANSFER = frozenset({Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD})
 
 # Both ends of a transfer are actions: the evictor's on the left, its acceptor's on the right.

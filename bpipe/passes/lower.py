@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
-from bpipe.ir.action import COMPUTE, SHARDS, Action, Kind
+from bpipe.ir.action import COMPUTE, READING, SHARDS, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.needs import NOTHING, Needs
@@ -327,7 +327,7 @@ class _Lowering:
 
     def _finish_loads(self, needed_by: Sequence[Action]) -> None:
         for one in needed_by:
-            if one.kind is not _FORWARD and (one.stage, one.microbatch) in self.loading:
+            if one.kind in READING and (one.stage, one.microbatch) in self.loading:
                 self._add(_FINISH, self.loading.pop((one.stage, one.microbatch)))
 
     def _finish_evictions(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import TRANSFER, Action, Kind
+from bpipe.ir.action import READING, TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured, stages_in_buffers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
@@ -156,7 +156,7 @@ class Engine:
         self._start_after(self._steps[0])
 
     def before(self, op: Action) -> None:
-        """`op`, a forward or a backward, is about to run; it has what it needs from its neighbours."""
+        """`op`, a computation, is about to run; it has what it needs from its neighbours."""
         step = self._steps[self._position] if self._position < len(self._steps) else Step(None)
         if self._unsent is not None:
             raise RuntimeFault(f"{self._config.name}: {op} is about to run, but nobody said that what {self._unsent} made has been sent")
@@ -170,7 +170,7 @@ class Engine:
             # earlier: the loop has sent the last one's output meanwhile, and that would have waited too.
             self._evictor.finish_evictions()
         self._transfers(step.before)
-        if op.kind is not Kind.FORWARD and self._evictor:
+        if op.kind in READING and self._evictor:
             self._evictor.finish_load(op)
         held = self._sample()
         if self.recorder:
@@ -186,7 +186,7 @@ class Engine:
             if self._evictor:
                 self._kept.ran(op.stage, op.microbatch, outputs, inputs)
             self._saved(op, outputs, inputs)
-        elif self._meter:
+        elif self._meter and op.kind in READING:
             if op.kind is Kind.BACKWARD_INPUT:
                 self._meter.waiting(op, self._config.waiting(op))
             self._meter.touched(op)
