@@ -1,15 +1,20 @@
 """Run one rank's program: compute, pass on what other ranks need, hand over what stays here.
 
-In: a schedule and a rank of it; a Stage that computes, Messages that carry, and around every computation an engine, or none. Out: all
-computations of an iteration, each with what it needs. Knows no model and no process group.
+In: a schedule and a rank of it; a Stage that computes, Shards of the vocabulary where the schedule has them, Messages that carry, and
+around every computation an engine, or none. Out: all computations of an iteration, each with what it needs. Knows no model and no process
+group.
 
 A computation runs once its own input is there, and what it made is sent at once: no other wait stands between two computations. What
 stays on the rank, as between two stages that are both here, is no message. Transfers are the engine's, which starts them around the
 computations by the same schedule; without one nothing moves.
+
+A collective is sent by everybody who has a part in making it, each right behind its computation, so that all ranks of a sort of collectives
+issue it in one order: that of their S and T, which the schedule's rules hold to be the same on every rank.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -22,7 +27,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.passes.answered import as_run
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.messages import Messages
-from bpipe.runtime.stage import Stage, Tensors
+from bpipe.runtime.stage import Shards, Stage, Tensors
 
 
 class Calls(Protocol):
@@ -51,7 +56,7 @@ def neighbours(schedule: Schedule) -> list[tuple[int, int]]:
 class Executor:
     """One rank's program over real tensors, iteration after iteration."""
 
-    def __init__(self, schedule: Schedule, rank: int, stage: Stage, messages: Messages) -> None:
+    def __init__(self, schedule: Schedule, rank: int, stage: Stage, messages: Messages, shards: Shards | None = None) -> None:
         self.schedule, self.rank = schedule, rank
         self._needs = Needs(schedule.layout, schedule.num_microbatches)
         self._stage, self._messages = stage, messages
@@ -67,11 +72,17 @@ class Executor:
             Kind.BACKWARD_INPUT: stage.backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
         }
+        if shards is not None:
+            self._compute |= {Kind.SHARD_FORWARD: shards.forward, Kind.SHARD_BACKWARD: shards.backward}
         for each in self._instructions:
             if isinstance(each.what, Action) and each.what.kind not in self._compute:
                 raise ValueError(f"rank {rank}: {each.what} is no computation of a stage: nothing here computes it")
-        # What was made or received and is not used yet, by its number.
+        # What was made or received and is not used yet, by its number; how often this rank computes with each value, and how often still.
         self._values: dict[int, Tensors] = {}
+        self._num_uses = Counter(self._needs.needed(each.what) for each in self._instructions if isinstance(each.what, Action))
+        self._left: Counter[int] = Counter()
+        # Collectives that have passed: everybody who has a part in one waits for it where it is used, and at the end.
+        self._passed: set[int] = set()
 
     def run(self, calls: Calls | None = None) -> None:
         """One iteration."""
@@ -81,6 +92,8 @@ class Executor:
     def walk(self, calls: Calls | None = None) -> Iterator[Instruction]:
         """One iteration, pausing before each instruction until the next one is asked for: several ranks can take turns in one thread."""
         self._values.clear()
+        self._passed.clear()
+        self._left = self._num_uses.copy()
         if calls:
             calls.begin()
         for number, instruction in enumerate(self._instructions):
@@ -103,14 +116,20 @@ class Executor:
             return
         assert isinstance(what, Message)
         if do is Do.SEND:
-            passing = self._take(what.value, what)
+            passing = self._values[what.value] if self._keeps(what) else self._take(what.value, what)
             self._pass("could not be sent", what, lambda: self._messages.send(what, passing))
         elif do is Do.POST:
             self._pass("could not be posted", what, lambda: self._messages.post(what))
-        else:
+        elif what.value not in self._passed:
             arrived = self._pass("did not pass", what, lambda: self._messages.wait(what))
-            if what.parties[0] != self.rank:
+            if what.is_collective:
+                self._passed.add(what.value)
+            if self._num_uses[what.value] and not self._keeps(what):
                 self._values[what.value] = arrived
+
+    def _keeps(self, message: Message) -> bool:
+        """Whether this rank alone makes the value for all, and is one of those who need it."""
+        return len(message.made_by) == 1 and message.parties[0] == self.rank and self._num_uses[message.value] > 0
 
     def _pass[T](self, what: str, message: Message, act: Callable[[], T]) -> T:
         """Say of what fails which message it was, and who is at its other end."""
@@ -144,10 +163,14 @@ class Executor:
         return ()
 
     def _take(self, value: int, what: object) -> Tensors:
-        try:
-            return self._values.pop(value)
-        except KeyError:
-            raise RuntimeFault(f"rank {self.rank}: {self._needs.words(value)} is not here for {what}") from None
+        """For a computation, or to be sent: what is needed again stays."""
+        if value not in self._values:
+            raise RuntimeFault(f"rank {self.rank}: {self._needs.words(value)} is not here for {what}")
+        if isinstance(what, Action):
+            self._left[value] -= 1
+            if self._left[value]:
+                return self._values[value]
+        return self._values.pop(value)
 
 
 def _sent_with(instructions: Sequence[Instruction]) -> dict[int, Action]:

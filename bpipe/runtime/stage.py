@@ -40,6 +40,20 @@ class Stage(Protocol):
     def backward_weight(self, action: Action) -> None: ...
 
 
+class Shards(Protocol):
+    """The computations of one rank's shard of the vocabulary's output layer: an action names the rank and the micro-batch.
+
+    The last stage's forward makes what all shards need; its backward, or the inputs' half, receives what they have made together: of each
+    tensor the sum over all shards (algorithm 1).
+    """
+
+    def forward(self, action: Action, received: Tensors) -> Tensors:
+        """S: from what the last stage made to this shard's part of the statistics."""
+
+    def backward(self, action: Action, received: Tensors) -> Tensors:
+        """T: from the statistics of all shards, each tensor with a dimension more in front, to this shard's part of the gradient."""
+
+
 class TorchStages:
     """The stages of a rank in plain torch: `parts[stage]` computes one, autograd goes back.
 
@@ -67,7 +81,8 @@ class TorchStages:
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         received, outputs = self._held.pop((action.stage, action.microbatch))
-        torch.autograd.backward(outputs, gradients or None)
+        # Behind labels or a mask that were passed on is no graph, and nobody makes gradients of them.
+        torch.autograd.backward([output for output in outputs if output.requires_grad], gradients or None)
         return tuple(_gradient(tensor) for tensor in received if tensor.requires_grad)
 
     def backward_input(self, action: Action, gradients: Tensors) -> Tensors:

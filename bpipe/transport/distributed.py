@@ -11,7 +11,8 @@ each other.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
@@ -134,6 +135,17 @@ def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group
         part = tensors[start : start + MAX_BATCHED_OPERATIONS]
         works.extend(dist.batch_isend_irecv([dist.P2POp(operation, tensor, partner, group) for tensor in part]))
     return Works(works, tensors)
+
+
+@contextmanager
+def within(timeout_s: float | None) -> Iterator[None]:
+    """What fails here failed in a group: say how long it would have waited at most, where that is known. Raises what failed so."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if timeout_s is None:
+            raise
+        raise ConnectionError(f"the time-out is {timeout_s:g} s, --bpipe-timeout: {error}") from error
 
 
 class Distributed:

@@ -12,8 +12,7 @@ first message of its sort goes another that says how many tensors there are, of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,18 +20,11 @@ import torch.distributed as dist
 
 from bpipe.ir.action import Kind
 from bpipe.ir.program import Message
-from bpipe.transport.distributed import PairGroups, Works, batched, pair_groups
+from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
+from bpipe.transport.distributed import PairGroups, Works, batched, pair_groups, within
 
 # What a stage makes in its forward, or in its backward: the same for every micro-batch.
 Sort = tuple[int, Kind]
-Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-
-# An announcement is as many whole numbers: how many tensors, and of each its type, how many dimensions it has, and their lengths.
-ANNOUNCEMENT = 64
-DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
 
 
 def connect_edges(pairs: Iterable[tuple[int, int]], backend: str, timeout_s: float, device: torch.device) -> dict[int, PairGroups]:
@@ -78,38 +70,33 @@ class Edges:
         groups = self._inbound[target].groups
         # Some backends know that a send is over without being waited for; what it carried may go.
         self._sent = {value: sent for value, sent in self._sent.items() if not all(works.completed for works in sent)}
-        shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+        shapes = shapes_of(tensors)
         parts = [[tensor.detach().contiguous() for tensor in tensors]]
         if (target, sort) not in self._announced:
             self._announced[target, sort] = shapes
-            parts.insert(0, [_announcement(message, shapes).to(self._device)])
-        elif shapes != (first := self._announced[target, sort]):
-            raise ValueError(
-                f"rank {self._rank}: {message} carries {_words(shapes)}, the first of its sort carried {_words(first)}: micro-batches of "
-                f"differing size are not supported, pad to one length"
-            )
-        with _within(groups):
+            parts.insert(0, [announcement(message, shapes).to(self._device)])
+        check_alike(self._rank, message, shapes, self._announced[target, sort])
+        with within(groups.timeout_s):
             self._sent[message.value] = [batched(dist.isend, part, groups.partner, groups.sending) for part in parts]
 
     def wait(self, message: Message) -> tuple[torch.Tensor, ...]:
         inbound = self._inbound[self._neighbour(message)]
         if message.parties[0] == self._rank:
-            with _within(inbound.groups):
+            with within(inbound.groups.timeout_s):
                 for works in self._sent.pop(message.value, ()):
                     works.wait()
             return ()
         if message.value not in inbound.receiving:
             self._receive(inbound, message)
         tensors, works = inbound.receiving.pop(message.value)
-        with _within(inbound.groups):
+        with within(inbound.groups.timeout_s):
             works.wait()
         return tensors
 
     def _neighbour(self, message: Message) -> int:
         if message.is_collective:
             raise ValueError(
-                f"{message} is of {len(message.parties)} ranks together: an edge has two ends, so a schedule with shards of the vocabulary "
-                f"cannot run over edges"
+                f"{message} is of {len(message.parties)} ranks together and an edge has two ends: carry it by `transport.collectives`"
             )
         maker, taker = message.parties
         return taker if maker == self._rank else maker
@@ -122,17 +109,17 @@ class Edges:
             if sort not in inbound.shapes:
                 if inbound.announcement is None:
                     numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
-                    with _within(groups):
+                    with within(groups.timeout_s):
                         inbound.announcement = numbers, batched(dist.irecv, [numbers], groups.partner, groups.receiving)
                 if needed is None:
                     return
                 numbers, works = inbound.announcement
-                with _within(groups):
+                with within(groups.timeout_s):
                     works.wait()
-                inbound.shapes[sort], inbound.announcement = _read(numbers.tolist()), None
+                inbound.shapes[sort], inbound.announcement = read(numbers), None
             inbound.posted.popleft()
-            tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in inbound.shapes[sort])
-            with _within(groups):
+            tensors = empty(inbound.shapes[sort], self._device)
+            with within(groups.timeout_s):
                 inbound.receiving[message.value] = tensors, batched(dist.irecv, tensors, groups.partner, groups.receiving)
             if message == needed:
                 needed = None
@@ -140,40 +127,6 @@ class Edges:
             raise ValueError(f"rank {self._rank}: waits for {needed}, which it never posted")
 
 
-@contextmanager
-def _within(groups: PairGroups) -> Iterator[None]:
-    """What fails here failed in the group: say how long it would have waited at most. Raises what failed so."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if groups.timeout_s is None:
-            raise
-        raise ConnectionError(f"the time-out is {groups.timeout_s:g} s, --bpipe-timeout: {error}") from error
-
-
 def _sort(message: Message) -> Sort:
     (maker,) = message.made_by
     return maker.stage, maker.kind
-
-
-def _announcement(message: Message, shapes: Shapes) -> torch.Tensor:
-    numbers = [len(shapes)]
-    for dtype, shape in shapes:
-        numbers += [DTYPES.index(dtype), len(shape), *shape]
-    if len(numbers) > ANNOUNCEMENT:
-        raise ValueError(f"{message} carries {len(shapes)} tensors, more than an announcement of {ANNOUNCEMENT} numbers can describe")
-    return torch.tensor(numbers + [0] * (ANNOUNCEMENT - len(numbers)))
-
-
-def _read(numbers: list[int]) -> Shapes:
-    count, *rest = numbers
-    shapes = []
-    for _ in range(count):
-        dtype, dimensions, *rest = rest
-        shapes.append((DTYPES[dtype], tuple(rest[:dimensions])))
-        rest = rest[dimensions:]
-    return tuple(shapes)
-
-
-def _words(shapes: Shapes) -> str:
-    return " and ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in shapes) or "nothing"

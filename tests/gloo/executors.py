@@ -1,7 +1,8 @@
 """Four ranks that run programs with the executor over gloo, one case after another in the same processes.
 
 In: a folder. Out: `<folder>/rank<r>.json`: by case, whether every gradient of this rank's stages has the bits of the model in one piece,
-how many bytes of a micro-batch left this rank, and how many came with the partner's.
+how many bytes of a micro-batch left this rank, and how many came with the partner's. With shards of the output layer: the largest error
+beside the model in one piece, of its stages and its shard, and whether balancing changed no bit.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from bpipe.check.rules import check
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance
@@ -26,10 +29,14 @@ from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.streams import copying_on
+from bpipe.transport.collectives import Collectives, EdgesAndCollectives, connect_shared
 from bpipe.transport.connect import connect
+from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import Edges, connect_edges
 from tests.unit.hand_made import v_flat
 from tests.unit.runtime.pipeline import Model, in_one_piece
+from tests.unit.runtime.sharded import ShardedModel
+from tests.unit.runtime.sharded import in_one_piece as sharded_in_one_piece
 
 CPU = torch.device("cpu")
 RANKS, ITERATIONS, TIMEOUT_S = 4, 2, 60.0
@@ -44,6 +51,7 @@ def v_half_uneven() -> Schedule:
     return balance(build(ScheduleConfig("v-half", RANKS, 8, 2)), (4, 3, 12, 12), (2, 3, 0, 1))
 
 
+SHARDED = ScheduleConfig("1f1b", RANKS, 8, vocabulary=Vocabulary.ONE)
 INTERLEAVED = ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2)
 CASES: dict[str, tuple[Callable[[], Schedule], str | None]] = {
     "1f1b": (partial(build, ScheduleConfig("1f1b", RANKS, 8)), None),
@@ -69,12 +77,39 @@ def engine_of(schedule: Schedule, rank: int, transport: str) -> Engine:
     return Engine(schedule, rank, connection.transport() if connection else None, config)
 
 
+def sharded(rank: int, edges: Mapping[int, PairGroups]) -> dict[str, Any]:
+    everybody = [tuple(range(RANKS))]
+    groups = connect_shared(everybody, everybody, "gloo", TIMEOUT_S, CPU)
+    gradients, moved = [], 0
+    for balance_of in (None, BalanceConfig()):
+        schedule = build(replace(SHARDED, balance=balance_of))
+        model = ShardedModel(RANKS, RANKS)
+        engine = engine_of(schedule, rank, "peer") if balance_of else None
+        collectives = Collectives(rank, groups, schedule.layout.rank_of_action, CPU)
+        carried = EdgesAndCollectives(Edges(rank, edges, CPU), collectives)
+        executor = Executor(schedule, rank, model.parts(schedule, rank), carried, model.shard(rank))
+        for _ in range(ITERATIONS):
+            executor.run(engine)
+        gradients.append([model.weights[rank].grad, model.shards[rank].grad])
+        if engine:
+            moved = sum(engine.moved_bytes.values())
+            engine.release()
+    expected = sharded_in_one_piece(RANKS, RANKS, SHARDED.num_microbatches)
+    rows = expected.output.grad.chunk(RANKS)[rank]  # type: ignore[union-attr]
+    wanted = expected.weights[rank].grad * ITERATIONS, rows * ITERATIONS  # type: ignore[operator]
+    return {
+        "error": max(float((one - other).abs().max()) for one, other in zip(gradients[0], wanted, strict=True)),
+        "balanced_same": all(torch.equal(one, other) for one, other in zip(*gradients, strict=True)),
+        "moved": moved,
+    }
+
+
 def one_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     # A ring, of which the schedules without chunks use the chain.
     groups = connect_edges(neighbours(build(INTERLEAVED)), "gloo", TIMEOUT_S, CPU)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, (made, transport) in CASES.items():
         schedule = made()
         check(schedule)
@@ -93,6 +128,7 @@ def one_rank(rank: int, folder: str) -> None:
         }
         if engine:
             engine.release()
+    found["shards"] = sharded(rank, groups)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -29,3 +29,11 @@ def test_every_gradient_has_the_bits_of_the_model_in_one_piece(case: str, found:
     moved, hosts = [rank[case]["moved"] > 0 for rank in found], [rank[case]["hosts"] > 0 for rank in found]
     assert any(moved) is ("balanced" in case)
     assert hosts == [moved[partner] for partner in ((2, 3, 0, 1) if case.startswith("v-") else (3, 2, 1, 0))]
+
+
+@pytest.mark.timeout(120)
+def test_shards_of_the_output_layer_over_real_collectives(found: list[dict[str, Any]]) -> None:
+    shards = [rank["shards"] for rank in found]
+    assert max(rank["error"] for rank in shards) < 1e-9
+    assert [rank["balanced_same"] for rank in shards] == [True] * RANKS
+    assert any(rank["moved"] for rank in shards)

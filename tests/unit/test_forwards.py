@@ -6,8 +6,9 @@ import pytest
 
 from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.layout import Layout, Vocabulary, one_pipe
 from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
 from bpipe.passes.forwards import forwards_only
 
 LAYOUTS = {
@@ -40,3 +41,23 @@ def test_round_robin_fills_and_then_never_waits() -> None:
     """A rank of two chunks computes two a micro-batch."""
     schedule = forwards_only(one_pipe([*range(4)] * 2), 16)
     assert {len(row) for row in schedule.ranks} <= set(range(2 * 16, 2 * 16 + 8))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_shards_of_the_output_layer_follow_the_last_stage_in_one_order(num_microbatches: int) -> None:
+    layout = Layout((tuple(range(4)),), Vocabulary.ONE)
+    schedule = forwards_only(layout, num_microbatches)
+    shards = [[one for one in computed(schedule, rank) if one.kind is not Kind.FORWARD] for rank in range(4)]
+    assert [[(one.kind, one.microbatch) for one in of_rank] for of_rank in shards] == [[(o.kind, o.microbatch) for o in shards[0]]] * 4
+    assert {one.stage for one in shards[3]} == {3}
+    assert len(shards[0]) == 2 * num_microbatches
+    assert not blocked_ranks(schedule, Waits.ONE_QUEUE, Exchange.POSTED)
+
+
+def computed(schedule: Schedule, rank: int) -> list[Action]:
+    return [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
+
+
+def test_shards_of_the_embedding_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave the embedding whole"):
+        forwards_only(Layout((tuple(range(4)),), Vocabulary.ONE, input_shards=True), 1)

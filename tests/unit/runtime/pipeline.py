@@ -7,6 +7,7 @@ in the order in which they are sent.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import torch
 
@@ -96,18 +97,23 @@ def in_one_piece(num_stages: int, num_microbatches: int, iterations: int = 1, mo
     return model.gradients()
 
 
+def take_turns(executors: Sequence[Executor], mails: Sequence[Mail]) -> None:
+    """One iteration of all ranks."""
+    walks = [executor.walk() for executor in executors]
+    ahead = {rank: next(walk, None) for rank, walk in enumerate(walks)}
+    while any(ahead.values()):
+        going = [rank for rank, instruction in ahead.items() if instruction and mails[rank].can(instruction)]
+        assert going, f"all wait: {', '.join(map(str, ahead.values()))}"
+        for rank in going:
+            ahead[rank] = next(walks[rank], None)
+
+
 def in_a_pipeline(schedule: Schedule, iterations: int = 1) -> list[torch.Tensor]:
     model, post = Model(schedule.num_stages), Post()
     mails = [Mail(rank, post) for rank in range(schedule.num_ranks)]
     executors = [Executor(schedule, rank, model.parts(schedule, rank), mail) for rank, mail in enumerate(mails)]
     for _ in range(iterations):
-        walks = [executor.walk() for executor in executors]
-        ahead = {rank: next(walk, None) for rank, walk in enumerate(walks)}
-        while any(ahead.values()):
-            going = [rank for rank, instruction in ahead.items() if instruction and mails[rank].can(instruction)]
-            assert going, f"all wait: {', '.join(map(str, ahead.values()))}"
-            for rank in going:
-                ahead[rank] = next(walks[rank], None)
+        take_turns(executors, mails)
         assert not any(post.sent.values())
         assert not any(post.posted.values())
     return model.gradients()

@@ -1,0 +1,178 @@
+"""Carry what all shards of the vocabulary have a part in by `torch.distributed` collectives, gloo and NCCL by the same calls.
+
+In: this rank's groups, and a Program's messages in its order. Out: what they carry, or what was made of it. Knows no schedule.
+
+    one rank makes, all need it     broadcast     the same tensors
+    all make a part, all need it    all-gather    of each tensor all parts, in a dimension more in front
+    all make a part, one needs it   reduction     of each tensor the sum, in the type in which it was sent
+
+Every sort of collectives has a process group of its own, made by all ranks in one order and used once before the first step. Within a sort
+all ranks issue theirs in one order, that of their S and T, which are in one order on all ranks; sorts may stand in another order to each
+other on every rank, and in one communicator would wait for each other. Nobody waits for a collective but who needs what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.program import Message
+from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
+from bpipe.transport.distributed import Works, new_group, within
+from bpipe.transport.edges import Edges
+
+Tensors = tuple[torch.Tensor, ...]
+
+# What makes what a sort of collectives carries.
+SORTS = (Kind.FORWARD, Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD)
+
+
+@dataclass(frozen=True)
+class SharedGroups:
+    """This rank's groups by what makes what they carry. `pipeline` are the global ranks of its pipeline, by their places in it."""
+
+    pipeline: tuple[int, ...]
+    of: Mapping[Kind, dist.ProcessGroup]
+    timeout_s: float | None = None
+
+
+def connect_shared(
+    pipelines: Sequence[tuple[int, ...]], sharing: Sequence[tuple[int, ...]], backend: str, timeout_s: float, device: torch.device
+) -> SharedGroups:
+    """Collective over the world: every rank names the same groups in the same order.
+
+    `sharing`: the ranks that hold one vocabulary together. Those of several pipelines, where tensor parallelism splits it, too: then
+    statistics are gathered from all of these, and everything else is a pipeline's own.
+    """
+    rank, found = dist.get_rank(), {}
+    for kind in SORTS:
+        for ranks in sharing if kind is Kind.SHARD_FORWARD else pipelines:
+            group = new_group(ranks, backend, timeout_s, f"SHARDS_{kind.value}_{ranks[0]}_{ranks[-1]}", few_units=False)
+            if rank in ranks:
+                found[kind] = group
+    groups = SharedGroups(next(ranks for ranks in pipelines if rank in ranks), found, timeout_s)
+    # A network that does not connect fails here and not in the middle of a step.
+    for group in found.values():
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return groups
+
+
+class _Passing(NamedTuple):
+    works: Works
+    made: Tensors
+
+
+class Collectives:
+    """One rank's collectives for one program; the groups may serve several. `rank_of(action)` is where a computation runs."""
+
+    def __init__(self, rank: int, groups: SharedGroups, rank_of: Callable[[Action], int], device: torch.device) -> None:
+        self._rank, self._groups, self._rank_of, self._device = rank, groups, rank_of, device
+        self._shapes: dict[Kind, Shapes] = {}
+        self._announcement: tuple[torch.Tensor, Works] | None = None
+        # By message: what carries it, and what will have come of it here.
+        self._passing: dict[int, _Passing] = {}
+
+    def post(self, message: Message) -> None:
+        """Be ready for a broadcast."""
+        if _sort(message) in self._shapes:
+            self._receive(message)
+        elif self._announcement is None:
+            numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
+            self._announcement = numbers, self._broadcast(message, [numbers])
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        """Let this rank's part go: it is not to be used again, and a reduction may write over it."""
+        # Some backends know what is over without being waited for; what nobody here needs may go.
+        self._passing = {value: one for value, one in self._passing.items() if one.made or not one.works.completed}
+        sort, parts = _sort(message), tuple(tensor.detach().contiguous() for tensor in tensors)
+        shapes = shapes_of(parts)
+        first = sort not in self._shapes
+        check_alike(self._rank, message, shapes, self._shapes.setdefault(sort, shapes))
+        if len(message.made_by) == 1:
+            # The announcement is over with what follows it.
+            ahead = [announcement(message, shapes).to(self._device)] if first else []
+            self._passing[message.value] = _Passing(self._broadcast(message, [*ahead, *parts]), ())
+            return
+        takers = {self._rank_of(action) for action in message.needed_by}
+        if len(takers) == 1:
+            (taker,) = takers
+            self._passing[message.value] = _Passing(self._reduce(message, parts, taker), parts if taker == self._rank else ())
+        else:
+            self._passing[message.value] = self._gather(message, parts)
+
+    def wait(self, message: Message) -> Tensors:
+        """What came of it; of a broadcast that this rank sent, and of a reduction for another, nothing."""
+        if message.value not in self._passing and self._receives(message):
+            self._learn(message)
+            self._receive(message)
+        # What a backend knows to be over may be gone already.
+        passing = self._passing.pop(message.value, None)
+        if passing is None:
+            return ()
+        with within(self._groups.timeout_s):
+            passing.works.wait()
+        return passing.made
+
+    def _receives(self, message: Message) -> bool:
+        return len(message.made_by) == 1 and self._rank_of(message.made_by[0]) != self._rank
+
+    def _learn(self, message: Message) -> None:
+        """The shapes of a sort, before its first message."""
+        if self._announcement is None:
+            raise ValueError(f"rank {self._rank}: waits for {message}, which it never posted")
+        numbers, works = self._announcement
+        with within(self._groups.timeout_s):
+            works.wait()
+        self._shapes[_sort(message)], self._announcement = read(numbers), None
+
+    def _receive(self, message: Message) -> None:
+        tensors = empty(self._shapes[_sort(message)], self._device)
+        self._passing[message.value] = _Passing(self._broadcast(message, tensors), tensors)
+
+    def _broadcast(self, message: Message, tensors: Sequence[torch.Tensor]) -> Works:
+        (maker,) = message.made_by
+        source, group = self._groups.pipeline[self._rank_of(maker)], self._groups.of[_sort(message)]
+        with within(self._groups.timeout_s):
+            return Works([dist.broadcast(tensor, source, group=group, async_op=True) for tensor in tensors], tensors)
+
+    def _reduce(self, message: Message, parts: Tensors, taker: int) -> Works:
+        target, group = self._groups.pipeline[taker], self._groups.of[_sort(message)]
+        with within(self._groups.timeout_s):
+            return Works([dist.reduce(part, target, group=group, async_op=True) for part in parts], parts)
+
+    def _gather(self, message: Message, parts: Tensors) -> _Passing:
+        group = self._groups.of[_sort(message)]
+        everybody = tuple(part.new_empty((group.size(), *part.shape)) for part in parts)
+        with within(self._groups.timeout_s):
+            works = [
+                dist.all_gather_into_tensor(whole, part[None], group=group, async_op=True) for whole, part in zip(everybody, parts, strict=True)
+            ]
+        return _Passing(Works(works, [*parts, *everybody]), everybody)
+
+
+class EdgesAndCollectives:
+    """One rank's messages of both sorts: those with two ends over edges, all others as collectives."""
+
+    def __init__(self, edges: Edges, collectives: Collectives) -> None:
+        self._edges, self._collectives = edges, collectives
+
+    def post(self, message: Message) -> None:
+        self._by(message).post(message)
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        self._by(message).send(message, tensors)
+
+    def wait(self, message: Message) -> Tensors:
+        return self._by(message).wait(message)
+
+    def _by(self, message: Message) -> Edges | Collectives:
+        return self._collectives if message.is_collective else self._edges
+
+
+def _sort(message: Message) -> Kind:
+    return message.made_by[0].kind

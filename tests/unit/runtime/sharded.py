@@ -1,0 +1,141 @@
+"""All ranks of a schedule with shards of the output layer in one thread, collectives included.
+
+In: a schedule. Out: gradients of all stages' weights and of the whole output layer, and every token's loss; and the same in one piece, by
+torch's own cross entropy. Collectives have to be sent in one order by all ranks, a sort of them for itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from bpipe.ir.action import SHARDS, Kind
+from bpipe.ir.program import Do, Instruction, Message
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.shards import OutputShard
+from bpipe.runtime.stage import Tensors, TorchStages
+from tests.unit.runtime.pipeline import ROWS, WIDTH, Mail, Post, inputs_of, take_turns
+
+# Of each rank.
+VOCABULARY = 6
+
+
+class SharedPost(Post):
+    """Also the parts of collectives, by value and rank, and in which order each rank sent its own, by what makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[int, dict[int, Tensors]] = defaultdict(dict)
+        self.orders: dict[Kind, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+
+
+class SharedMail(Mail):
+    """One rank's messages, collectives among them."""
+
+    _post: SharedPost
+
+    def post(self, message: Message) -> None:
+        if not message.is_collective:
+            super().post(message)
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        if not message.is_collective:
+            super().send(message, tensors)
+            return
+        assert self._rank not in self._post.parts[message.value], f"{message} is sent a second time"
+        self._post.parts[message.value][self._rank] = tuple(tensor.clone() for tensor in tensors)
+        self._post.orders[message.made_by[0].kind][self._rank].append(message.value)
+
+    def wait(self, message: Message) -> Tensors:
+        if not message.is_collective:
+            return super().wait(message)
+        parts = [tensors for _, tensors in sorted(self._post.parts[message.value].items())]
+        if len(message.made_by) == 1:
+            return tuple(tensor.clone() for tensor in parts[0])
+        together = tuple(map(torch.stack, zip(*parts, strict=True)))
+        # What shards need is gathered, and what a stage needs is added up.
+        return together if any(one.kind in SHARDS for one in message.needed_by) else tuple(one.sum(0) for one in together)
+
+    def can(self, instruction: Instruction) -> bool:
+        what = instruction.what
+        if instruction.do is Do.WAIT and isinstance(what, Message) and what.is_collective:
+            return len(self._post.parts[what.value]) == len(what.made_by)
+        return super().can(instruction)
+
+
+class ShardedModel:
+    """A stage is a layer; the first draws its input, the last makes what the output layer makes tokens' losses of.
+
+    The loss of a micro-batch is its tokens' losses times `token_gradients`.
+    """
+
+    def __init__(self, num_stages: int, num_shards: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+
+        def drawn(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64) / 2)
+
+        self.weights = [drawn(WIDTH, WIDTH) for _ in range(num_stages)]
+        self.output = drawn(num_shards * VOCABULARY, WIDTH)
+        self.shards = [torch.nn.Parameter(rows) for rows in self.output.detach().clone().chunk(num_shards)]
+        self.losses: dict[int, torch.Tensor] = {}
+
+    def labels(self, microbatch: int) -> torch.Tensor:
+        return torch.randint(len(self.output), (ROWS,), generator=torch.Generator().manual_seed(microbatch))
+
+    def token_gradients(self, microbatch: int) -> torch.Tensor:
+        return torch.linspace(0, 1 + microbatch, ROWS, dtype=torch.float64)
+
+    def stage(self, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+        (x,) = received or (inputs_of(microbatch).double(),)
+        return torch.nn.functional.gelu(x @ self.weights[stage]) @ self.weights[stage].t()
+
+    def parts(self, schedule: Schedule, rank: int) -> TorchStages:
+        def part(stage: int) -> object:
+            if stage + 1 < schedule.num_stages:
+                return lambda microbatch, *received: self.stage(stage, microbatch, *received)
+            return lambda microbatch, *received: (
+                self.stage(stage, microbatch, *received),
+                self.labels(microbatch),
+                self.token_gradients(microbatch),
+            )
+
+        return TorchStages({stage: part(stage) for stage in schedule.layout.stages_of(rank)})  # type: ignore[misc]
+
+    def shard(self, rank: int) -> OutputShard:
+        weight = self.shards[rank]
+        return OutputShard(lambda x: x @ weight.t(), rank * VOCABULARY, len(self.output), self.told if rank == 0 else None)
+
+    def told(self, microbatch: int, losses: torch.Tensor) -> None:
+        self.losses[microbatch] = losses
+
+    def gradients(self, shards: bool) -> list[torch.Tensor]:
+        """Of the stages, and of the output layer in one piece."""
+        layers = self.shards if shards else [self.output]
+        return [weight.grad for weight in self.weights] + [torch.cat([layer.grad for layer in layers])]  # type: ignore[misc]
+
+
+def in_one_piece(num_stages: int, num_shards: int, num_microbatches: int) -> ShardedModel:
+    """The gradients and losses that nobody's pipeline made."""
+    model = ShardedModel(num_stages, num_shards)
+    for microbatch in range(num_microbatches):
+        made: Tensors = ()
+        for stage in range(num_stages):
+            made = (model.stage(stage, microbatch, *made),)
+        found = torch.nn.functional.cross_entropy(made[0] @ model.output.t(), model.labels(microbatch), reduction="none")
+        model.losses[microbatch] = found.detach()
+        (found * model.token_gradients(microbatch)).sum().backward()  # type: ignore[no-untyped-call]
+    return model
+
+
+def in_shards(schedule: Schedule) -> ShardedModel:
+    num_ranks = schedule.num_ranks
+    model, post = ShardedModel(schedule.num_stages, num_ranks), SharedPost()
+    mails = [SharedMail(rank, post) for rank in range(num_ranks)]
+    executors = [Executor(schedule, rank, model.parts(schedule, rank), mail, model.shard(rank)) for rank, mail in enumerate(mails)]
+    take_turns(executors, mails)
+    for by_rank in post.orders.values():
+        assert len({tuple(order) for order in by_rank.values()}) == 1, "ranks send one sort of collectives in several orders"
+    return model
