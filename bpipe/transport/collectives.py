@@ -150,7 +150,8 @@ class Collectives:
         everybody = tuple(part.new_empty((group.size(), *part.shape)) for part in parts)
         with within(self._groups.timeout_s):
             works = [
-                dist.all_gather_into_tensor(whole, part[None], group=group, async_op=True) for whole, part in zip(everybody, parts, strict=True)
+                dist.all_gather_into_tensor(whole, part[None], group=group, async_op=True)
+                for whole, part in zip(everybody, parts, strict=True)
             ]
         return _Passing(Works(works, [*parts, *everybody]), everybody)
 
