@@ -19,7 +19,7 @@ from bpipe.runtime.stage import Tensors
 from bpipe.vocabulary.output import logits_gradient, losses, statistics, totals
 
 
-class _Held(NamedTuple):
+class _BetweenPasses(NamedTuple):
     """Of a micro-batch, from S to T. Without gradients there is nothing to go back through, and the logits are gone."""
 
     x: torch.Tensor
@@ -43,7 +43,7 @@ class OutputShard:
         told: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _BetweenPasses] = {}
 
     def begin(self) -> None:
         """Nothing is held of an iteration that did not end."""
@@ -53,7 +53,7 @@ class OutputShard:
         x, labels, token_gradients = received
         back = torch.is_grad_enabled()
         logits = self._layer(x.requires_grad_(back))
-        self._held[action.microbatch] = _Held(x, logits if back else None, labels, token_gradients)
+        self._held[action.microbatch] = _BetweenPasses(x, logits if back else None, labels, token_gradients)
         return (statistics(_rows(logits), labels, self._first_row),)
 
     def backward(self, action: Action, received: Tensors) -> Tensors:

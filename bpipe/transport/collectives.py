@@ -62,7 +62,7 @@ def connect_shared(
     return groups
 
 
-class _Passing(NamedTuple):
+class _UnderWay(NamedTuple):
     works: Works
     made: Tensors
 
@@ -75,7 +75,7 @@ class Collectives:
         self._shapes: dict[Kind, Shapes] = {}
         self._announcement: tuple[torch.Tensor, Works] | None = None
         # By message: what carries it, and what will have come of it here.
-        self._passing: dict[int, _Passing] = {}
+        self._passing: dict[int, _UnderWay] = {}
 
     def post(self, message: Message) -> None:
         """Be ready for a broadcast."""
@@ -96,12 +96,12 @@ class Collectives:
         if len(message.made_by) == 1:
             # The announcement is over with what follows it.
             ahead = [announcement(message, shapes).to(self._device)] if first else []
-            self._passing[message.value] = _Passing(self._broadcast(message, [*ahead, *parts]), ())
+            self._passing[message.value] = _UnderWay(self._broadcast(message, [*ahead, *parts]), ())
             return
         takers = {self._rank_of(action) for action in message.needed_by}
         if len(takers) == 1:
             (taker,) = takers
-            self._passing[message.value] = _Passing(self._reduce(message, parts, taker), parts if taker == self._rank else ())
+            self._passing[message.value] = _UnderWay(self._reduce(message, parts, taker), parts if taker == self._rank else ())
         else:
             self._passing[message.value] = self._gather(message, parts)
 
@@ -132,7 +132,7 @@ class Collectives:
 
     def _receive(self, message: Message) -> None:
         tensors = empty(self._shapes[_sort(message)], self._device)
-        self._passing[message.value] = _Passing(self._broadcast(message, tensors), tensors)
+        self._passing[message.value] = _UnderWay(self._broadcast(message, tensors), tensors)
 
     def _broadcast(self, message: Message, tensors: Sequence[torch.Tensor]) -> Works:
         (maker,) = message.made_by
@@ -145,7 +145,7 @@ class Collectives:
         with within(self._groups.timeout_s):
             return Works([dist.reduce(part, target, group=group, async_op=True) for part in parts], parts)
 
-    def _gather(self, message: Message, parts: Tensors) -> _Passing:
+    def _gather(self, message: Message, parts: Tensors) -> _UnderWay:
         group = self._groups.of[_sort(message)]
         everybody = tuple(part.new_empty((group.size(), *part.shape)) for part in parts)
         with within(self._groups.timeout_s):
@@ -153,7 +153,7 @@ class Collectives:
                 dist.all_gather_into_tensor(whole, part[None], group=group, async_op=True)
                 for whole, part in zip(everybody, parts, strict=True)
             ]
-        return _Passing(Works(works, [*parts, *everybody]), everybody)
+        return _UnderWay(Works(works, [*parts, *everybody]), everybody)
 
 
 class EdgesAndCollectives:
