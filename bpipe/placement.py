@@ -57,8 +57,8 @@ def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> 
 
     `partners[stage]` is the other stage of its pair or, where it has none, itself; by default the one opposite.
 
-    A node is filled with whole pairs, then with middle stages (an odd pipeline has one without a partner), and only then with halves of
-    pairs, whose other halves follow on the next node.
+    A node is filled with whole pairs, then with stages without a partner (an odd pipeline has one in the middle), and only then with halves
+    of pairs, whose other halves follow on the next node. The first place has the first stage of the first replica in any case.
     """
     parts: list[Part] = []
     for block in _order(topology, partners or _opposite(topology)):
@@ -77,6 +77,9 @@ def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
     pairs = deque((_Block(s, r), _Block(other, r)) for r in range(topology.data) for s, other in enumerate(partners) if s < other)
     middles = deque(_Block(s, r) for r in range(topology.data) for s, other in enumerate(partners) if s == other)
     order: list[_Block] = []
+    if middles and not middles[0].stage:
+        # Rank 0 stays where its store is.
+        order.append(middles.popleft())
     while pairs or middles:
         used = len(order) * topology.block % topology.gpus_per_node
         room = topology.gpus_per_node - used

@@ -227,3 +227,8 @@ def num_transfers(schedule: Schedule, rank: int) -> Transfers:
     """How many evictions and loads the rank makes, and how many it answers."""
     kinds = Counter(transfer.kind for slot in schedule.ranks[rank] for transfer in slot.transfers)
     return Transfers(kinds[Kind.EVICT], kinds[Kind.LOAD], kinds[Kind.HOST], kinds[Kind.RETURN])
+
+
+def moves_anything(schedule: Schedule) -> bool:
+    """Whether any rank evicts."""
+    return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))

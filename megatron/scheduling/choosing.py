@@ -7,6 +7,7 @@ ValueError with the way out. Knows no tensors and imports no Megatron.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +31,23 @@ def own_schedule(args: Any) -> ScheduleConfig | None:
 
     Raises ValueError where it does not fit the run's sizes, and for what is no schedule.
     """
+    config, ours = _asked_for(args)
+    return config if ours else None
+
+
+def first_schedule(args: Any) -> Schedule:
+    """What the run begins with, whoever runs it; with a full pipeline, where the first iteration's micro-batches are not known before.
+
+    Raises ValueError as `own_schedule` does.
+    """
+    config, _ = _asked_for(args)
+    if config.written is None and _first_microbatches(args) is None:
+        config = replace(config, num_microbatches=(FAMILIES[config.schedule].fill or 1) * config.num_ranks)
+    return built(config)
+
+
+def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
+    """The schedule, and whether our own loop runs it."""
     upstream.require(args, "choosing")
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
     name = args.bpipe_schedule or default(num_chunks)
@@ -37,7 +55,7 @@ def own_schedule(args: Any) -> ScheduleConfig | None:
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(f"--bpipe-bound {args.bpipe_bound} says how to balance: give --bpipe, too, or leave it out")
     if name not in FAMILIES:
-        return _from_file(args, name, num_chunks, balance)
+        return _from_file(args, name, num_chunks, balance), True
     family = FAMILIES[name]
     ours = args.bpipe_executor or not _is_megatrons(family)
     _check_asked(args, family)
@@ -59,7 +77,7 @@ def own_schedule(args: Any) -> ScheduleConfig | None:
             built(config)
     except ValueError as error:
         raise ValueError(f"--bpipe-schedule {name}: {error}\n  {_WAY_OUT}") from None
-    return config if ours else None
+    return config, ours
 
 
 def balance_of(balance: bool, bound: int | None) -> BalanceConfig | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ScheduleConfig, built
@@ -30,9 +31,10 @@ from bpipe.transport.connect import Connection, MeasuredLink
 from megatron.scheduling import links, upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import OwnTime
-from megatron.scheduling.log import FirstIterations, describe, grouped, pipeline_begins_with_rank_0, say
+from megatron.scheduling.log import FirstIterations, pipeline_begins_with_rank_0, say
 from megatron.scheduling.recording import Recorded
 from megatron.scheduling.refusals import refuse
+from megatron.scheduling.schedule_lines import describe, grouped
 from megatron.scheduling.stage_report import summary_of
 from megatron.scheduling.waiting import refuse_standstill
 from megatron.scheduling.watermark import Watermark
@@ -201,7 +203,7 @@ class Driver:
         )
 
     def _transport(self, schedule: Schedule, device: torch.device, config: Any) -> Transport | None:
-        if not links.moves_anything(schedule):
+        if not moves_anything(schedule):
             return None
         if not self._connected:
             self._connection, self.links, table = links.connect_pairs(

@@ -48,7 +48,6 @@ def _or_end() -> Iterator[None]:
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse_args)
     def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron.scheduling import placement
         from megatron.scheduling.arguments import add_arguments
 
         def provider(parser: Any) -> Any:
@@ -56,12 +55,7 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
             return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
         startup.complete_arguments()
-        args = parse_args(provider, ignore_unknown_args)
-        # Megatron parses again, leniently, to look single values up; this process has its rank by then.
-        if not ignore_unknown_args:
-            with _or_end():
-                placement.apply(args)
-        return args
+        return parse_args(provider, ignore_unknown_args)
 
     return parse
 
@@ -69,11 +63,15 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validated(args: Any, *defaults: Any, **named: Any) -> Any:
-        from megatron.scheduling import following
+        from megatron.scheduling import following, placement
 
         with _or_end():
             following.complete(args)
-        return validate_args(args, *defaults, **named)
+        result = validate_args(args, *defaults, **named)
+        # Only now it is known which schedule this is, and so who is paired with whom; nobody has asked for a rank yet.
+        with _or_end():
+            placement.apply(args)
+        return result
 
     return validated
 

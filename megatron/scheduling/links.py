@@ -45,11 +45,6 @@ def connect_neighbours(edges: Sequence[Pair], positions: Positions, timeout_s: f
     return {mine.index(neighbour): both for neighbour, both in groups.items()}
 
 
-def moves_anything(schedule: Schedule) -> bool:
-    """Whether any rank evicts, so that there are pairs to connect."""
-    return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
-
-
 def connect_pairs(
     schedule: Schedule, positions: Positions, wanted: str, timeout_s: float, device: torch.device
 ) -> tuple[Connection | None, list[MeasuredLink], str]:

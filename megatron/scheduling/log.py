@@ -6,22 +6,14 @@ In: a schedule, and what an engine measured. Out: lines on standard output, from
 from __future__ import annotations
 
 import time
-from itertools import groupby
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from bpipe.generate.families import FAMILIES
-from bpipe.generate.timing import pace
-from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, choice_of
-from bpipe.report.memory import rank_peaks
 from bpipe.runtime.engine import Engine
 from bpipe.transport.connect import MeasuredLink
 from bpipe.transport.table import sufficiency
-from megatron.scheduling.links import moves_anything
 
 
 class FirstIterations:
@@ -68,45 +60,6 @@ def nothing_moves(stage: int, minimum_bytes: int) -> str:
         f"stage {stage} moves nothing: of what a forward saves no storage of at least {minimum_bytes} bytes (--bpipe-min-bytes) is its "
         f"micro-batch's alone; training as usual"
     )
-
-
-def describe(schedule: Schedule) -> str:
-    """One line for the training log: what balancing does, or why it does nothing."""
-    p, m = schedule.num_ranks, schedule.num_microbatches
-    if not moves_anything(schedule):
-        why = "with fewer than 4 stages there is nothing to balance" if p < 4 else "no stage holds more micro-batches than the bound"
-        return f"{schedule.name}, {p} stage{'s' * (p > 1)}, {m} micro-batches: {why}; training as usual"
-    evictors = [s for s in range(p) if num_transfers(schedule, s).evictions]
-    pairs = ", ".join(
-        f"{s} -> {schedule.partners[s] if schedule.partners else '?'} ({num_transfers(schedule, s).evictions} of {m}, "
-        f"{num_host_buffers(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
-        for s in evictors
-    )
-    return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"
-
-
-def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
-    """Of an order that was chosen for a bound: what it is, for the training log; of one in its usual groups, where none were asked for: so.
-
-    Peaks and bounds are in micro-batches of a chunk; the bubble is of computations that last as the choice took them to.
-    """
-    family = None if program.written is not None else FAMILIES[program.schedule]
-    if family is None or family.within is None or program.group_size is not None:
-        return []
-    choice = choice_of(program)
-    if choice is None:
-        usual = min(family.usual_group(program.num_ranks), program.num_microbatches)
-        return [f"{schedule.name}: groups of {usual} micro-batches, the usual ones; with --bpipe and --bpipe-bound N they are chosen"]
-    assert program.room is not None
-    groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))
-    held, bubble = max(peak_counts(schedule)), float(pace(schedule, program.costs).bubble_percent)
-    # A rank that hosts at one time and is full at another has room for both all the time.
-    occupied = max(rank_peaks(schedule, rank, None).microbatches for rank in range(program.num_ranks))
-    reserved = f" ({occupied} with host buffers, which stay)" if occupied > held else ""
-    return [
-        f"{schedule.name}, chosen for a bound of {program.room.bound} micro-batches of a chunk: groups: {groups}; {choice.rule}; at most "
-        f"{plain(held)} held{reserved}, bubble {bubble:.1f} %"
-    ]
 
 
 def pipeline_begins_with_rank_0() -> bool:

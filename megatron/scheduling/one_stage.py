@@ -34,6 +34,8 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
     args = arguments.parse_args(provider)
     if change is not None:
         change(args)
+    # One process stands for all: there is nobody to change places with.
+    args.bpipe_placement = "none"
     args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     arguments.validate_args(args, {})
     upstream.require(args, "one_stage")

@@ -1,8 +1,9 @@
 """Take the place in Megatron's rank order that puts pipeline pairs on one node.
 
-In: Megatron's parsed arguments or the sizes they stand for, and the launcher's environment, before the process group exists. Out: another
-`RANK`, and one table in the log. Megatron orders ranks by dimension and cannot express pairs, so which process takes which rank is
-permuted; `LOCAL_RANK`, and with it the GPU, stays.
+In: Megatron's arguments, once it has judged them, or the sizes they stand for, and the launcher's environment, before the process group
+exists. Out: another `RANK`, and one table in the log. Megatron orders ranks by dimension and cannot express pairs, so which process takes
+which rank is permuted; `LOCAL_RANK`, and with it the GPU, stays. Who is paired with whom is the schedule's to say. In the log, as
+everywhere, a stage is called by its position in the schedule.
 """
 
 from __future__ import annotations
@@ -11,30 +12,50 @@ import os
 from collections import Counter
 from typing import Any
 
+from bpipe.ir.memory import moves_anything
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
 from megatron.scheduling import upstream
+from megatron.scheduling.choosing import first_schedule
+from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import Settings
 
 PLACEMENTS = ("adjacent", "none")
 
 
 def apply(args: Any) -> None:
-    """Change this process's rank as `--bpipe-placement` says. Does nothing without `--bpipe`, or where there are no pairs."""
+    """Change this process's rank as `--bpipe-placement` says. Does nothing without `--bpipe`, or where no pair moves anything."""
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
     if not getattr(args, "bpipe", False) or args.bpipe_placement == "none":
         return
     upstream.require(args, "placement")
     topology = topology_of(args)
-    if topology is not None:
-        args.rank = _take(args.rank, topology, pipeline_before_data=args.use_tp_pp_dp_mapping)
+    found = None if topology is None else _pairs_of(args)
+    if topology is not None and found is not None:
+        args.rank = _take(args.rank, topology, args.use_tp_pp_dp_mapping, *found)
+
+
+def _pairs_of(args: Any) -> tuple[tuple[int, ...], Positions] | None:
+    """The other of each of Megatron's pipeline ranks, and where these are in the schedule; None where no pair moves anything."""
+    try:
+        schedule = first_schedule(args)
+        positions = Positions.of(schedule.layout)
+    except ValueError:
+        # Before training begins it is said, with whatever else is wrong.
+        return None
+    partners = schedule.partners
+    if partners is None or not moves_anything(schedule):
+        return None
+    ranks = range(len(partners))
+    return tuple(positions.rank_at(partners[positions.position_of(rank)]) for rank in ranks), positions
 
 
 def place(*, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_data: bool = False) -> int:
     """Give this process the rank that puts the two stages of a pair on one node, and return it. For programs without Megatron's parser.
 
     Call it once, in every process, before any process group exists and before anybody has read `RANK`: it reads `RANK` and `WORLD_SIZE`,
-    and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`. Below 4
-    stages nothing changes. Raises ValueError for sizes that do not divide the world, RuntimeError where it is too late.
+    and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`. Pairs
+    are those of 1F1B, first and last and so on; below 4 stages it has none, and nothing changes. Raises ValueError for sizes that do not
+    divide the world, RuntimeError where it is too late.
     """
     # Not at the top: what reads this module for its names needs no torch.
     import torch.distributed as dist
@@ -57,22 +78,22 @@ def place(*, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_d
         raise ValueError(f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide a world of {world} processes")
     topology = Topology(**sizes, data=world // (tensor * context * pipeline), gpus_per_node=_gpus_per_node(world))
     os.environ[_PLACED] = str(rank)
-    return _take(rank, topology, pipeline_before_data)
+    if pipeline < 4:
+        return rank
+    return _take(rank, topology, pipeline_before_data, tuple(reversed(range(pipeline))), Positions(pipeline))
 
 
 # In the environment, as the rank is: a process of multiprocessing's that inherits the one inherits the other.
 _PLACED = "BPIPE_PLACED_FROM_RANK"
 
 
-def _take(place: int, topology: Topology, pipeline_before_data: bool) -> int:
-    """Set `RANK` as the placement says, where there are pairs; the table comes from the first process."""
-    if topology.pipeline < 4:
-        return place
-    parts = pair_adjacent(topology)
+def _take(place: int, topology: Topology, pipeline_before_data: bool, partners: tuple[int, ...], positions: Positions) -> int:
+    """Set `RANK` as the placement says; the table comes from the first process. `partners` are by Megatron's pipeline ranks."""
+    parts = pair_adjacent(topology, partners)
     rank = rank_of(parts[place], topology, pipeline_before_data)
     os.environ["RANK"] = str(rank)
     if place == 0:
-        print(describe(topology, parts), flush=True)
+        print(describe(topology, parts, partners, positions), flush=True)
     return rank
 
 
@@ -102,15 +123,16 @@ def rank_of(part: Part, topology: Topology, pipeline_before_data: bool) -> int:
     return inner + topology.block * (part.replica + topology.data * part.stage)
 
 
-def describe(topology: Topology, parts: tuple[Part, ...]) -> str:
+def describe(topology: Topology, parts: tuple[Part, ...], partners: tuple[int, ...], positions: Positions) -> str:
     """Which node holds which stages, and over what each pair will talk."""
+    stage_of = positions.position_of
     lines = [f"bpipe: placement adjacent: {topology.world} ranks on nodes of {topology.gpus_per_node}"]
     for first in range(0, topology.world, topology.gpus_per_node):
-        held = [str(part.stage) for part in parts[first : first + topology.gpus_per_node]]
+        held = [str(stage_of(part.stage)) for part in parts[first : first + topology.gpus_per_node]]
         lines.append(f"bpipe:   node {first // topology.gpus_per_node}: stages {' '.join(held)}")
-    apart = Counter(pair.stages for pair in pairs(topology, parts) if pair.nodes[0] != pair.nodes[1])
+    apart = Counter(pair.stages for pair in pairs(topology, parts, partners) if pair.nodes[0] != pair.nodes[1])
     if apart:
-        named = ", ".join(f"{a}-{b}" for a, b in sorted(apart))
+        named = ", ".join(f"{a}-{b}" for a, b in sorted(tuple(sorted(map(stage_of, both))) for both in apart))
         lines.append(
             f"bpipe:   pairs {named} stand on two nodes and will use the network: a pair needs {2 * topology.block} GPUs "
             f"of one node, and a node has {topology.gpus_per_node}"

@@ -90,7 +90,9 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on one node."""
-    names = {**dict.fromkeys(upstream.OPTIONAL), **dict.fromkeys(upstream.REQUIRED["arguments"])}
+    needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"])
+    ours = (f"bpipe_{name}" for name in ("schedule", "group", "bound", "kept", "delay", "executor"))
+    names = dict.fromkeys((*upstream.OPTIONAL, *needed, *ours))
     for name in upstream._NOT_IN_ARGUMENTS:
         del names[name]
     return SimpleNamespace(

@@ -1,0 +1,69 @@
+"""Say of a schedule, for the training log, what it moves or why it moves nothing, and what was chosen. In: a schedule. Out: lines.
+
+In the log a rank of the schedule is called a stage, by its position. Imports no torch and no Megatron.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from bpipe.generate.families import FAMILIES
+from bpipe.generate.timing import pace
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import moves_anything, num_transfers, peak_counts, plain
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import balance
+from bpipe.program import ScheduleConfig, choice_of
+from bpipe.report.memory import rank_peaks, without_transfers
+
+
+def describe(schedule: Schedule) -> str:
+    """One line for the training log: what balancing does, or why it does nothing."""
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    if not moves_anything(schedule):
+        return f"{schedule.name}, {p} stage{'s' * (p > 1)}, {m} micro-batches: {why_nothing_moves(schedule)}; training as usual"
+    evictors = [s for s in range(p) if num_transfers(schedule, s).evictions]
+    pairs = ", ".join(
+        f"{s} -> {schedule.partners[s] if schedule.partners else '?'} ({num_transfers(schedule, s).evictions} of {m}, "
+        f"{num_host_buffers(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
+        for s in evictors
+    )
+    return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"
+
+
+def why_nothing_moves(schedule: Schedule) -> str:
+    """What of a balanced schedule without transfers leaves nothing to move."""
+    if schedule.num_ranks == 1:
+        return "one stage has no other to share with"
+    peaks = peak_counts(schedule)
+    fullest = f"{plain(max(peaks))} micro-batches{' of a chunk' * (schedule.num_chunks > 1)}"
+    if min(peaks) == max(peaks):
+        return f"every stage holds {fullest}, so there is nothing to share"
+    # A bound may have been given that is above what pairs can keep.
+    if max(balance(without_transfers(schedule)).bounds or ()) < max(peaks):
+        return "no stage holds more than its bound"
+    return f"no pair of stages can keep less than the {fullest} that the fullest holds alone"
+
+
+def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
+    """Of an order that was chosen for a bound: what it is, for the training log; of one in its usual groups, where none were asked for: so.
+
+    Peaks and bounds are in micro-batches of a chunk; the bubble is of computations that last as the choice took them to.
+    """
+    family = None if program.written is not None else FAMILIES[program.schedule]
+    if family is None or family.within is None or program.group_size is not None:
+        return []
+    choice = choice_of(program)
+    if choice is None:
+        usual = min(family.usual_group(program.num_ranks), program.num_microbatches)
+        return [f"{schedule.name}: groups of {usual} micro-batches, the usual ones; with --bpipe and --bpipe-bound N they are chosen"]
+    assert program.room is not None
+    groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))
+    held, bubble = max(peak_counts(schedule)), float(pace(schedule, program.costs).bubble_percent)
+    # A rank that hosts at one time and is full at another has room for both all the time.
+    occupied = max(rank_peaks(schedule, rank, None).microbatches for rank in range(program.num_ranks))
+    reserved = f" ({occupied} with host buffers, which stay)" if occupied > held else ""
+    return [
+        f"{schedule.name}, chosen for a bound of {program.room.bound} micro-batches of a chunk: groups: {groups}; {choice.rule}; at most "
+        f"{plain(held)} held{reserved}, bubble {bubble:.1f} %"
+    ]

@@ -1,0 +1,128 @@
+"""Which ranks are put on one node is the schedule's to say: its pairs, wherever their stages are among Megatron's ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bpipe.ir.memory import moves_anything
+from bpipe.ir.text import write_csv
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from megatron.scheduling import placement
+from megatron.scheduling.schedule_lines import describe, grouped
+from tests.unit.scheduling.test_choosing import args as megatrons
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On nodes of two GPUs; what is set is undone."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+
+def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNamespace:
+    """One pipeline of so many ranks."""
+    sizes = {"pipeline_model_parallel_size": ranks, "world_size": ranks, "global_batch_size": microbatches, "micro_batch_size": 1}
+    dimensions = {"data_parallel_size": 1, "tensor_model_parallel_size": 1, "context_parallel_size": 1, "use_tp_pp_dp_mapping": False}
+    return megatrons(**{"bpipe": True, "bpipe_placement": "adjacent", "rank": rank, **sizes, **dimensions, **more})
+
+
+def placed(ranks: int, microbatches: int, **more: Any) -> list[int]:
+    """Which of Megatron's ranks every process takes."""
+    found = []
+    for rank in range(ranks):
+        one = args(ranks, microbatches, rank, **more)
+        placement.apply(one)
+        assert rank == one.rank or os.environ["RANK"] == str(one.rank)
+        found.append(one.rank)
+    assert found[0] == 0, "rank 0 stays where its store is"
+    return found
+
+
+def test_pairs_are_first_and_last_where_ranks_hold_less_the_later_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+    assert placed(6, 12) == [0, 5, 1, 4, 2, 3]
+    grouped_order = {"bpipe_schedule": "grouped-interleaved", "virtual_pipeline_model_parallel_size": 2}
+    assert placed(6, 12, **grouped_order) == placed(6, 12, **grouped_order, bpipe_bound=9) == [0, 5, 1, 4, 2, 3]
+    assert placed(6, 12, step_batch_size_schedule="0:6 600:12", global_batch_size=None) == [0, 5, 1, 4, 2, 3]
+    assert "bpipe:   node 0: stages 0 5\n" in capsys.readouterr().out
+
+
+def test_a_v_is_named_by_its_positions_and_counts_backwards(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its first stage and its last are on Megatron's last rank."""
+    assert placed(6, 6, bpipe_schedule="zb-v", virtual_pipeline_model_parallel_size=2) == [0, 5, 1, 4, 2, 3]
+    assert capsys.readouterr().out.splitlines()[1:] == [f"bpipe:   node {node}: stages {5 - node} {node}" for node in range(3)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "ranks"), [("1f1b", 1, [0, 4, 1, 3, 2, 5]), ("zb-v", 2, [0, 4, 1, 5, 2, 3])])
+def test_other_pairs_are_taken_from_the_schedule(
+    schedule: str, chunks: int, ranks: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partners = (4, 3, 5, 1, 0, 2) if chunks == 1 else (4, 5, 3, 2, 0, 1)
+    balanced = build(ScheduleConfig(schedule, 6, 6, chunks, BalanceConfig(None, partners)))
+    assert moves_anything(balanced)
+    file = tmp_path / "mine.csv"
+    file.write_text(write_csv(balanced))
+    more = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+    assert placed(6, 6, bpipe_schedule=str(file), **more) == ranks
+    held = [line.partition("stages ")[2].split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {frozenset(map(int, node)) for node in held} == {frozenset((one, other)) for one, other in enumerate(partners)}
+
+
+def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    balanced = build(ScheduleConfig("1f1b", 5, 10, 1, BalanceConfig((5, 3, 3, 3, 3), (0, 4, 3, 2, 1))))
+    file.write_text(write_csv(balanced))
+    assert moves_anything(balanced)
+    assert placed(5, 10, bpipe_schedule=str(file)) == [0, 1, 4, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, {}),
+        (3, {}),
+        (4, {"bpipe_schedule": "v-half", "virtual_pipeline_model_parallel_size": 2}),
+        (4, {"bpipe_schedule": "zb-h1"}),
+        (4, {"bpipe_bound": 4}),
+        (4, {"bpipe": False}),
+        (4, {"bpipe_placement": "none"}),
+        (4, {"bpipe_schedule": "no-such"}),
+    ],
+)
+def test_where_nothing_moves_ranks_stay(ranks: int, more: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert placed(ranks, 8, **more) == list(range(ranks))
+    assert capsys.readouterr().out == ""
+
+
+def test_three_ranks_are_enough_where_chunks_hold_more_than_one_apart() -> None:
+    assert placed(3, 6, bpipe_schedule="interleaved-1f1b", virtual_pipeline_model_parallel_size=2) == [0, 2, 1]
+
+
+WHY = [
+    (("1f1b", 1, 4), None, "1 stage, 4 micro-batches: one stage has no other to share with; training as usual"),
+    (("1f1b", 3, 8), None, "no pair of stages can keep less than the 3 micro-batches that the fullest holds alone; training as usual"),
+    (("v-half", 4, 8, 2), None, "every stage holds 6 micro-batches of a chunk, so there is nothing to share; training as usual"),
+    (("1f1b", 4, 8), 4, "no stage holds more than its bound; training as usual"),
+    (("interleaved-1f1b", 3, 6, 2), None, "at most 7 held; evicting 0 -> 2 (2 of 6, 2 host buffers)"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "bound", "line"), WHY)
+def test_why_nothing_moves_is_said_of_the_schedule_at_hand(sizes: Any, bound: int | None, line: str) -> None:
+    config = ScheduleConfig(*sizes, balance=BalanceConfig(None if bound is None else (bound,)))
+    assert describe(build(config)).endswith(line)
+
+
+def test_what_was_chosen_is_said() -> None:
+    config = ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((6,)))
+    (line,) = grouped(config, build(config))
+    assert "a bound of 6 micro-batches of a chunk: groups: 2 of 3, 1 of 2; pairs share one room" in line
+    assert line.endswith("at most 6 held (7 with host buffers, which stay), bubble 9.4 %")
+    (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, 2), build(config))
+    assert "groups of 2 micro-batches, the usual ones" in usual
+    for other in (ScheduleConfig("grouped-interleaved", 4, 8, 2, group_size=2), ScheduleConfig("1f1b", 4, 8)):
+        assert not grouped(other, build(other))
