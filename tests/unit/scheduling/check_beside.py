@@ -187,7 +187,7 @@ def a_run_that_would_stand_still_is_refused() -> None:
     connected = None, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.links.connect_pairs", return_value=connected),
-        mock.patch("megatron.scheduling.driver.build", return_value=STILL),
+        mock.patch("megatron.scheduling.driver.built", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(ValueError, match="with --bpipe-sync-transfers the ranks would wait for each other"),
     ):
