@@ -152,6 +152,12 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome
     return run
 
 
+def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
+    """The values of these parameters in the tests that pytest is about to run with this fixture: nothing else need be trained."""
+    tests: list[Any] = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    return {tuple(test.callspec.params[name] for name in parameters) for test in tests if test.module is request.module}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No shared memory may outlive a test."""

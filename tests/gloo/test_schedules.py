@@ -14,7 +14,7 @@ import pytest
 
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import EXPERTS, GROUPS, INTERLEAVED, LLAMA, OVERLAPS
 from tests.gloo.test_training import same
 from tests.unit.torch_schedules import as_csv, torch_schedule
@@ -111,11 +111,13 @@ def compared(rows: Rows) -> list[Any]:
 
 
 def cases(rows: Rows, request: pytest.FixtureRequest, common: tuple[str, ...] = (), schedules: Path | None = None) -> list[Case]:
-    wanted = rows if request.config.getoption("--slow") else {name: row for name, row in rows.items() if name in ALWAYS}
+    wanted = asked_for(request, "row", "ours")
     found = []
-    for name, (flags, which) in wanted.items():
-        found.append(Case(name, [*common, *flags]))
-        for ours in which:
+    for name, (flags, which) in rows.items():
+        of_row = [ours for ours in which if (name, ours) in wanted]
+        if of_row:
+            found.append(Case(name, [*common, *flags]))
+        for ours in of_row:
             case = f"{name}_{ours}"
             placed = [flag.replace("{case}", case).replace("{schedules}", str(schedules)) for flag in OURS[ours]]
             found.append(Case(case, [*common, *flags, *placed]))
