@@ -31,6 +31,12 @@ def align(schedule: Schedule) -> Schedule:
     return replace(placed, hosts=schedule.hosts, bounds=schedule.bounds, after_input=schedule.after_input)
 
 
+def is_listing(schedule: Schedule) -> bool:
+    """Whether it says only in which order each rank computes, without a bubble in between, and so nothing of when."""
+    computing = [[bool(slot.computations) for slot in row] for row in schedule.ranks]
+    return not any(slot.transfers for row in schedule.ranks for slot in row) and all(row == sorted(row, reverse=True) for row in computing)
+
+
 def _one(slot: Slot, compute: Action) -> Action | Slot:
     return compute if slot.overlapped is None else slot
 

@@ -15,6 +15,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import NAME
 from bpipe.names import unknown
+from bpipe.passes.align import align, is_listing
 from bpipe.read import read_file
 from megatron.scheduling import upstream
 from megatron.scheduling.positions import Positions
@@ -83,7 +84,10 @@ def _need_equal_stages(args: Any, num_stages: int) -> None:
 
 @lru_cache(maxsize=1)
 def of_file(name: str) -> Schedule:
-    """The schedule of a file. Raises ValueError where there is none, or nothing that can be read."""
+    """The schedule of a file, on the grid. Raises ValueError where there is none, or nothing that can be read.
+
+    Torch prints some of its own, such as DualPipeV, as every rank's order alone: to train, no more is needed.
+    """
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"--bpipe-schedule {name}: {unknown('schedule', name, FAMILIES)}; nor is there a file of that name")
@@ -91,6 +95,11 @@ def of_file(name: str) -> Schedule:
         schedule = read_file(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"--bpipe-schedule {error}") from None
+    if is_listing(schedule):
+        try:
+            schedule = align(schedule)
+        except ValueError as error:
+            raise ValueError(f"--bpipe-schedule {name}: {error}") from None
     # A plain CSV names itself nowhere.
     nameless = schedule.name == "csv" and NAME.fullmatch(path.stem) and path.stem not in FAMILIES
     return replace(schedule, name=path.stem) if nameless else schedule

@@ -18,6 +18,7 @@ from bpipe.generate.timing import pace
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
 from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build, choice_of
 from megatron.scheduling import upstream
@@ -141,6 +142,20 @@ def test_a_file_is_read_and_says_how_many_stages_a_rank_has(write: Any, tmp_path
     assert not found.splits
 
 
+def listing(schedule: Schedule) -> str:
+    """Every rank's order, and nothing of when."""
+    return "".join(",".join(str(slot.compute) for slot in row if slot.compute) + "\n" for row in schedule.ranks)
+
+
+def test_orders_alone_are_placed_on_the_grid(tmp_path: Path) -> None:
+    """As torch prints DualPipeV: no rank but the first could begin in the first slot."""
+    file = tmp_path / "orders.csv"
+    file.write_text(listing(INTERLEAVED))
+    found = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2, bpipe=True))
+    assert found is not None
+    assert build(found).ranks == build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, balance=BalanceConfig())).ranks
+
+
 def test_a_file_that_moves_activations_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "balanced.csv"
     balanced = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -196,6 +211,7 @@ REFUSED = [
         "rank 0, slot 37, a bubble: stage 0 has no B or I of micro-batch 0 in any slot",
     ),
     ({"bpipe_schedule": "DISORDERED", "global_batch_size": 12}, "order of micro-batches: rank 0, slot 9, 0B0: comes behind 0B1"),
+    ({"bpipe_schedule": "WAITING", "pipeline_model_parallel_size": 2}, "waiting.csv: .*wait for each other: rank 0 at 0B0, rank 1 at 1B0"),
     ({"bpipe_schedule": "GARBLED"}, "garbled.csv: line 1, cell 1: 'what' is no action"),
 ]
 
@@ -205,6 +221,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(flags: dict[str, Any], me
     texts = {
         "FILE": write_csv(INTERLEAVED),
         "BROKEN": write_csv(INTERLEAVED).replace("0B0", ""),
+        "WAITING": "0F0,0B0\n1B0,1F0\n",
         "GARBLED": "what,0F0\n",
         "DISORDERED": LATE_FIRST,
         "BALANCED": write_csv(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))),
