@@ -13,6 +13,7 @@ its end of these transfers only with what that message sets going: where anythin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from bpipe.ir.action import Action
@@ -33,6 +34,17 @@ class Step(NamedTuple):
     @property
     def computations(self) -> tuple[Action, ...]:
         return together(self.compute, self.overlapped)
+
+
+def one_by_one(program: Iterable[Step]) -> tuple[Step, ...]:
+    """The same with the two of an overlap one after the other: what starts before both starts before the forward, the rest behind both."""
+    found: list[Step] = []
+    for step in program:
+        if step.overlapped is None:
+            found.append(step)
+        else:
+            found += (Step(step.compute, step.before), Step(step.overlapped, (), step.after))
+    return tuple(found)
 
 
 def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:

@@ -250,7 +250,7 @@ def _shifted(row: Row, shift: float) -> Row:
 
 def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> None:
     """The rows must be those of the program, in its order."""
-    expected = [slot.compute for slot in schedule.ranks[place] if slot.compute is not None]
+    expected = [action for slot in schedule.ranks[place] for action in slot.computations]
     actual = [row.action for row in one.rows if row.action.kind in COMPUTE]
     if actual == expected:
         return

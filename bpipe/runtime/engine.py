@@ -18,7 +18,7 @@ import torch
 from bpipe.ir.action import READING, TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured, stages_in_buffers
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import Step, steps
+from bpipe.ir.steps import Step, one_by_one, steps
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import find
 from bpipe.runtime.errors import RuntimeFault, TransferError
@@ -67,7 +67,8 @@ class Engine:
         self._config = config
         self._meter = meter
         self.recorder: Recorder | None = None
-        self._steps: tuple[Step, ...] = steps(schedule, rank)
+        # Whoever computes runs the two of an overlap one after the other.
+        self._steps: tuple[Step, ...] = one_by_one(steps(schedule, rank))
         self._position = 0
         # The computation that has run and whose output nobody has said to be sent.
         self._unsent: Action | None = None

@@ -78,6 +78,13 @@ def test_a_forward_and_a_backward_in_one_place_are_computed_one_after_the_other(
     assert list(map(str, computed))[6:10] == ["3F1", "0F3", "3B1", "3F2"]
 
 
+def test_an_engine_stands_around_each_of_the_two() -> None:
+    """It took them for one, and ended every run of DualPipeV: it stands around a run's computations where nothing moves, too."""
+    engine = engine_for(OVERLAPPED, rank=0)
+    for _ in range(2):
+        Executor(OVERLAPPED, 0, Small(OVERLAPPED, 0, new_weight()), drawn()).run(engine)
+
+
 def test_what_stays_on_its_rank_is_handed_over_without_a_message() -> None:
     schedule = read_grid(FOLDED)
     sent = [each.what for each in Executor(schedule, 1, TorchStages({}), Alone()).program.instructions if each.do is Do.SEND]
