@@ -11,9 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,13 @@ def _wrap_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _wrap_pretrain(pretrain: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(pretrain)
+
     @functools.wraps(pretrain)
     def run(*positional: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
-        with scheduling(get_args()):
+        with scheduling(get_args(), signature.bind(*positional, **keywords).arguments):
             result = pretrain(*positional, **keywords)
         # Only a run that ended well: after an error the other ranks are gone, and leaving their groups could wait for them.
         atexit.register(_leave_process_groups)
@@ -99,8 +102,11 @@ def _leave_process_groups() -> None:
 
 
 @contextlib.contextmanager
-def scheduling(args: Any) -> Iterator[None]:
-    """Install what the arguments ask for. Without any of our flags Megatron's scheduler is not touched."""
+def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
+    """Install what the arguments ask for. Without any of our flags Megatron's scheduler is not touched.
+
+    `given`: what the script gives `pretrain`, by name.
+    """
     from megatron.scheduling.arguments import config_from_args
 
     with _or_end():

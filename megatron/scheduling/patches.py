@@ -75,6 +75,7 @@ PIPELINE_GROUP = Patch(_STATE, "get_pipeline_model_parallel_group", ("check_init
 PIPELINE_RANK = Patch(_STATE, "get_pipeline_model_parallel_rank", ())
 FIRST_STAGE = Patch(_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
 EMBEDDING_RANKS = Patch(_STATE, "default_embedding_ranks", ("pp_ranks",))
+INITIALIZE = Patch(_STATE, "initialize_model_parallel", ("get_embedding_ranks", "get_position_embedding_ranks"), observes=True)
 POSITION_EMBEDDING_RANKS = Patch(_STATE, "default_position_embedding_ranks", ("pp_ranks",))
 BUILD_CHUNKS = Patch(
     "megatron.training.models.dist_utils",
@@ -113,6 +114,7 @@ PATCHES = (
         PIPELINE_GROUP,
         PIPELINE_RANK,
         FIRST_STAGE,
+        INITIALIZE,
         EMBEDDING_RANKS,
         POSITION_EMBEDDING_RANKS,
         BUILD_CHUNKS,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +65,7 @@ class Placed:
         }
         if self._positions.folded:
             wraps |= {
+                patches.INITIALIZE: self._wrap_initialize,
                 patches.EMBEDDING_RANKS: _last_rank,
                 patches.POSITION_EMBEDDING_RANKS: _last_rank,
                 patches.FIRST_STAGE: self._wrap_first_stage,
@@ -116,6 +118,16 @@ class Placed:
                 return count(layout, **given, vp_stage=vp_stage, pp_rank=pp_rank)
 
         return counted
+
+    def _wrap_initialize(self, initialize: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(initialize)
+
+        @functools.wraps(initialize)
+        def initialized(*args: Any, **kwargs: Any) -> None:
+            refuse_ranks(self._positions, signature.bind(*args, **kwargs).arguments)
+            initialize(*args, **kwargs)
+
+        return initialized
 
     # -- models --------------------------------------------------------------------------------------------------------------------
 
@@ -192,6 +204,20 @@ class Placed:
 def wraps_of(positions: Positions) -> dict[patches.Patch, patches.Wrap]:
     """What to put in place of what, before any model is built; nothing where every stage is where Megatron has it."""
     return {} if positions.native else Placed(positions).wraps()
+
+
+def refuse_ranks(positions: Positions, given: Mapping[str, Any]) -> None:
+    """Raise ValueError where a script says itself which ranks have embeddings, among what it gives `pretrain` or Megatron's own set-up.
+
+    It says so of ranks that have the first stage and the last, and here one has both: the other would be waited for in vain.
+    """
+    said = [name for name in ("get_embedding_ranks", "get_position_embedding_ranks") if given.get(name) is not None]
+    if said and positions.folded:
+        raise ValueError(
+            f"{' and '.join(said)}: the script says which ranks have embeddings, but where the first stage and the last are of one rank, "
+            "as in a V, that one has them alone: leave it out, or take a schedule whose stages go round the ranks, such as "
+            "--bpipe-schedule grouped-interleaved"
+        )
 
 
 def _last_rank(default_ranks: Callable[..., list[int]]) -> Callable[..., list[int]]:

@@ -155,7 +155,8 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome
 def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
     """The values of these parameters in the tests that pytest is about to run with this fixture: nothing else need be trained."""
     tests: list[Any] = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
-    return {tuple(test.callspec.params[name] for name in parameters) for test in tests if test.module is request.module}
+    given = [test.callspec.params for test in tests if test.module is request.module and hasattr(test, "callspec")]
+    return {tuple(values[name] for name in parameters) for values in given if values.keys() >= set(parameters)}
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from bpipe.report.report import report_of
-from tests.gloo.conftest import BPIPE, Case, Outcome
-from tests.gloo.test_parallelism import EXPERTS, LLAMA, OVERLAPS
+from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
+from tests.gloo.test_fused_gradients import DEFERRED
+from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_schedules import Rows
 from tests.gloo.test_training import same
 
@@ -37,7 +38,7 @@ ROWS: Rows = {
     "recomputed": ((*BATCH, *FULL), ("unmeasured",)),
     "selective": ((*BATCH, "--recompute-granularity", "selective"), ("zb_h1",)),
     "bf16": ((*BATCH, "--bf16"), ("zb_h1",)),
-    "fp16": ((*BATCH, "--fp16", "--initial-loss-scale", "4294967296", "--loss-scale-window", "2"), ("zb_h1",)),
+    "fp16": ((*BATCH, *FP16), ("zb_h1",)),
     "llama": ((*BATCH, *LLAMA), ("zb_h1",)),
     "evaluation": ((*BATCH, "--eval-interval", "2", "--eval-iters", "2"), ("zb_h1",)),
     "tokens_ahead": ((*MTP, "--untie-embeddings-and-output-weights"), ("zb_h1",)),
@@ -50,11 +51,17 @@ WIDE_ROWS: Rows = {
     "data": ((), ("zb_h1",)),
     "overlaps": (OVERLAPS, ("zb_h1",)),
     "small_buckets": ((*OVERLAPS, "--ddp-bucket-size", "20000", "--no-align-grad-reduce"), ("zb_h1",)),
+    "context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("zb_h1",)),
     "tensor": (("--tensor-model-parallel-size", "2"), ("zb_h1",)),
     "sequence": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), ("zb_h1", "whole")),
 }
 WIDE_ALWAYS = ("overlaps", "sequence")
-FUSED_ROWS: Rows = {"fused": (BATCH, ("zb_h1",)), "fused_recomputed": ((*BATCH, *FULL), ("zb_h1",))}
+FUSED_ROWS: Rows = {
+    "fused": (BATCH, ("zb_h1",)),
+    "fused_recomputed": ((*BATCH, *FULL), ("zb_h1",)),
+    # The output layer's are put off by Megatron itself, to the end of the iteration.
+    "deferred": (DEFERRED, ("zb_h1",)),
+}
 
 
 def compared(rows: Rows, always: tuple[str, ...]) -> list[Any]:
@@ -68,11 +75,12 @@ def compared(rows: Rows, always: tuple[str, ...]) -> list[Any]:
 
 def cases(rows: Rows, always: tuple[str, ...], request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
     found = []
+    wanted = asked_for(request, "row", "ours")
     for name, (flags, which) in rows.items():
-        if name not in always and not request.config.getoption("--slow"):
-            continue
-        found.append(Case(name, [*common, *flags]))
-        for ours in which:
+        of_row = [ours for ours in which if name in always or (name, ours) in wanted]
+        if of_row:
+            found.append(Case(name, [*common, *flags]))
+        for ours in of_row:
             given = [f"{{folder}}/{name}_{ours}" if flag == "{folder}/" else flag for flag in OURS[ours]]
             found.append(Case(f"{name}_{ours}", [*common, *flags, *given]))
     return found

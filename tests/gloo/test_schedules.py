@@ -15,7 +15,7 @@ import pytest
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
-from tests.gloo.test_parallelism import EXPERTS, GROUPS, INTERLEAVED, LLAMA, OVERLAPS
+from tests.gloo.test_parallelism import EXPERTS, FP16, GROUPS, INTERLEAVED, LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_training import same
 from tests.unit.torch_schedules import as_csv, torch_schedule
 
@@ -63,7 +63,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "evaluation_interleaved": ((*INTERLEAVED, "--global-batch-size", "8", "--eval-interval", "2", "--eval-iters", "1"), ("own",)),
     "batch_that_grows": (("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48"), ("balanced",)),
-    "fp16": (("--global-batch-size", "16", "--fp16", "--initial-loss-scale", "4294967296", "--loss-scale-window", "2"), ("balanced",)),
+    "fp16": (("--global-batch-size", "16", *FP16), ("balanced",)),
     "bf16": (("--global-batch-size", "16", "--bf16"), ("own",)),
     "llama": (("--global-batch-size", "16", *LLAMA), ("balanced",)),
     "per_token_loss": (("--global-batch-size", "16", "--calculate-per-token-loss"), ("own",)),
@@ -87,6 +87,7 @@ CHUNKS = ("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
 # Two stages, and two ranks in another dimension.
 WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tensor": (("--tensor-model-parallel-size", "2"), ("own",)),
+    "context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("own",)),
     "sequence": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), ("own",)),
     "data": ((), ("own",)),
     "overlaps": (OVERLAPS, ("own", "gpipe")),

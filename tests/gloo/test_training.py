@@ -75,8 +75,10 @@ def same(outcome: Outcome, stock: str, other: str, world: int, last: int | None 
         assert found["iterations"] == iterations
         assert last or found["evaluations"] == expected["evaluations"]
         assert found["weights"] == expected["weights"]
-    losses = [step["lm loss"] for step in outcome.record(stock, world - 1)["iterations"]]
+    steps = outcome.record(stock, world - 1)["iterations"]
+    losses = [step["lm loss"] for step in steps]
     assert len(set(losses)) == len(losses), "a loss that does not change would make any two runs equal"
+    assert not all(step["skipped"] for step in steps), "and so would weights that never change"
 
 
 @pytest.mark.timeout(300)
