@@ -44,6 +44,7 @@ class Truth:
     num_microbatches: int = 16
     num_chunks: int = 1
     balance: str = "bpipe"
+    written: str | None = None
     iterations: tuple[int, ...] = (5, 6, 7)
     forward_s: float = 0.010
     backward_s: float = 0.020
@@ -72,7 +73,8 @@ class Truth:
 
     @property
     def program(self) -> ScheduleConfig:
-        return ScheduleConfig(self.schedule, self.num_stages, self.num_microbatches, self.num_chunks, balancing(self.balance))
+        sizes = (self.num_stages, self.num_microbatches, self.num_chunks)
+        return ScheduleConfig(self.schedule, *sizes, balancing(self.balance), written=self.written)
 
 
 COLUMNS = ["action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes", "left_bytes"]
@@ -134,8 +136,9 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
     stages = []
     for stage in range(schedule.num_stages):
         forward, backward = truth.seconds.get(f"{stage}F", truth.forward_s), truth.seconds.get(f"{stage}B", truth.backward_s)
-        cost = StageCost(forward * times, backward * times, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage))
-        stages.append(cost)
+        # Where a backward has halves, each takes half of it; elsewhere nobody asks.
+        seconds = (forward * times, backward * times, backward * times / 2)
+        stages.append(StageCost(*seconds, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage)))
     alone = frozenset(range(schedule.num_ranks)) if truth.transport in ONE_SIDED else frozenset[int]()
     costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), exchange_of(schedule.name).predicted, alone, truth.synchronous)
     source = random.Random(f"{truth.seed} {number}")
@@ -195,6 +198,7 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
             "num_microbatches": truth.num_microbatches,
             "num_chunks": truth.num_chunks,
             "balance": truth.balance,
+            **({} if truth.written is None else {"written": truth.written}),
         },
         "begin_s": BEGIN_S + index * max(10, 2 * float(report.pipeline_s)) + truth.clock_error_s.get(place, 0.0),
         "elapsed_s": float(report.pipeline_s),
@@ -241,7 +245,7 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
         rows.append([str(action), start, end, left if own else 0.0, start, end, truth.moved_bytes, slot, None, None])
         left = 0.0 if own else left
     levels = live_bytes(schedule, place, memory_of([_saved(stage) for stage in range(schedule.num_stages)]))
-    live = [held for held, slot in zip(levels, schedule.ranks[place], strict=True) if slot.compute is not None]
+    live = [held for held, slot in zip(levels, schedule.ranks[place], strict=True) for _ in slot.computations]
     top = live.index(max(live))
     for index, timed in enumerate(report.computations[place]):
         start, end, forward = float(timed.start_s), float(timed.end_s), timed.action.kind is Kind.FORWARD

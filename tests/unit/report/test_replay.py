@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from bpipe.ir.action import Kind
+from bpipe.ir.memory import peak_counts
+from bpipe.program import given
 from bpipe.record.read import read_run
+from bpipe.report.answers import answers
+from bpipe.report.compare import compare
 from bpipe.report.measured import Measured, choose
 from bpipe.report.replay import replay
 from tests.unit.report.recorded import MOVED, write_run
+from tests.unit.test_overlap import OVERLAPPED
 
 
 def measured_of(folder: Path, **changes: Any) -> Measured:
@@ -127,3 +132,22 @@ def test_a_run_without_balancing_says_what_balancing_would_make_of_it(tmp_path: 
     prediction = replay(measured_of(tmp_path, balance="none"))
     assert prediction.balanced_bytes is not None
     assert max(prediction.balanced_bytes) < 0.7 * max(peaks.num_bytes or 0 for peaks in prediction.peaks)
+
+
+def test_a_run_whose_computations_overlap_is_read_and_predicted(tmp_path: Path) -> None:
+    """As DualPipeV's do, which is not balanced: a report of one ended with an error."""
+    program = given(OVERLAPPED)
+    measured = measured_of(
+        tmp_path,
+        iterations=(5,),
+        balance="none",
+        schedule=program.schedule,
+        num_stages=2,
+        num_microbatches=4,
+        num_chunks=2,
+        written=program.written,
+    )
+    prediction = replay(measured)
+    assert [peaks.microbatches for peaks in prediction.peaks] == list(peak_counts(OVERLAPPED))
+    assert prediction.balanced_bytes is None
+    assert answers(compare(measured, prediction))[0] == "Balancing was off."
