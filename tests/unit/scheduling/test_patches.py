@@ -1,4 +1,4 @@
-"""The patch table, what the hooks do around a loop, and backwards in halves, with the installed Megatron; each in a process of its own."""
+"""The patch table, what hooks do around a loop, backwards in halves, and placements, with the installed Megatron; each in a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["check_patches.py", "check_beside.py", "check_halves.py"])
+@pytest.mark.parametrize("name", ["check_patches.py", "check_beside.py", "check_halves.py", "check_placed.py"])
 def test_in_a_process_of_its_own(name: str) -> None:
     script = Path(__file__).with_name(name)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(script.parents[3])}

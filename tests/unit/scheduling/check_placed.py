@@ -1,0 +1,277 @@
+"""What a placement that is not Megatron's own does to Megatron's answers, without a pipeline: in a process of its own, because importing
+Megatron takes seconds. A group of ranks is a pair of numbers here, and a model says what it was built as. Ends with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from megatron.scheduling import startup
+
+startup.prepare()
+
+# isort: split
+import pytest
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.training import training
+from megatron.training.models import dist_utils
+
+from bpipe.ir.layout import Layout, one_pipe
+from megatron.scheduling import patches, tied, twins
+from megatron.scheduling.placed import View, refuse_ranks, wraps_of
+from megatron.scheduling.positions import Positions
+
+RANKS = 4
+
+
+def rounds(*ways: int) -> Layout:
+    """Chunks that go up the ranks (1) or down (-1)."""
+    return one_pipe([rank for way in ways for rank in range(RANKS)[::way]])
+
+
+V, WAVE, LOOPS = rounds(1, -1), rounds(1, -1, 1), rounds(1, 1)
+
+
+class Ranks:
+    """A process group, as far as it is asked who is in it."""
+
+    def __init__(self, rank: int, size: int = RANKS) -> None:
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+class Chunk(torch.nn.Module):
+    """A part of a model, and as what it was built."""
+
+    def __init__(self, pre_process: bool, post_process: bool, shared: bool = True, **built: Any) -> None:
+        super().__init__()
+        self.pre_process, self.post_process = pre_process, post_process
+        self.share_embeddings_and_output_weights = shared
+        self.built = SimpleNamespace(**built)
+        self.pg_collection: Any = None
+        self.weight = torch.nn.Parameter(torch.randn(3, 2))
+        self.weight.shared_embedding = True  # type: ignore[attr-defined]
+
+    def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
+        return self.weight
+
+
+@contextlib.contextmanager
+def of_rank(layout: Layout, rank: int) -> Iterator[SimpleNamespace]:
+    """Inside, this process is one of Megatron's pipeline ranks, with the placement's patches in; gives the groups of its model."""
+    groups = SimpleNamespace(pp=Ranks(rank), tp=Ranks(0, 1))
+    state = {
+        "_PIPELINE_MODEL_PARALLEL_GROUP": groups.pp,
+        "_MPU_PIPELINE_MODEL_PARALLEL_RANK": rank,
+        "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": RANKS,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": layout.num_stages // RANKS,
+    }
+    with mock.patch.multiple(parallel_state, **state):
+        installed = patches.install(wraps_of(Positions.of(layout)))
+        try:
+            yield groups
+        finally:
+            installed.remove()
+
+
+def built(layout: Layout, rank: int, settings: TransformerConfig) -> list[Chunk]:
+    """The chunks of one rank, by Megatron's own function, with the layers that Megatron counts for each."""
+
+    def build(groups: Any, pre_process: bool, post_process: bool, vp_stage: int) -> Chunk:
+        seen = groups.pp.rank()
+        assert parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_pipeline_model_parallel_group().rank() == seen
+        assert groups.tp is of.tp
+        first = get_transformer_layer_offset(settings, vp_stage, seen)
+        layers = range(first, first + get_num_layers_to_build(settings, vp_stage, seen))
+        return Chunk(pre_process, post_process, layers=layers, stage=vp_stage * RANKS + seen)
+
+    with of_rank(layout, rank) as of:
+        chunks = dist_utils.build_virtual_pipeline_stages(build, of, layout.num_stages // RANKS)
+        assert parallel_state.get_pipeline_model_parallel_rank() == rank, "outside of a build it is the rank again"
+    # What counts with a view inside communicates with the others all the same.
+    assert all(chunk.pg_collection is of for chunk in chunks)
+    return chunks
+
+
+def config(layout: Layout, **settings: Any) -> TransformerConfig:
+    sizes = {"num_layers": 24, "hidden_size": 8, "num_attention_heads": 2, "pipeline_dtype": torch.float32}
+    pipeline = {"pipeline_model_parallel_size": RANKS, "virtual_pipeline_model_parallel_size": layout.num_stages // RANKS}
+    return TransformerConfig(**{**sizes, **pipeline, **settings})
+
+
+# Settings, and how many layers each stage of Megatron's own pipeline has with them.
+EVEN: dict[str, Any] = {}
+UNEVEN = {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 8}
+COUNTED = {"num_layers": 22, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+BY_HAND = {"num_layers": 10, "pipeline_model_parallel_layout": "Et|tt|t|t|t|t|t|ttL"}
+CUTS: list[tuple[Layout, dict[str, Any], list[int]]] = [
+    (V, EVEN, [3] * 8),
+    (WAVE, EVEN, [2] * 12),
+    (V, UNEVEN, [2, 3, 3, 4, 2, 3, 3, 4]),
+    (V, COUNTED, [2, 3, 3, 3, 3, 3, 3, 2]),
+    (V, BY_HAND, [1, 2, 1, 1, 1, 1, 1, 2]),
+]
+
+
+def every_stage_is_built_as_what_it_is() -> None:
+    for layout, settings, sizes in CUTS:
+        positions = Positions.of(layout)
+        chunks = [built(layout, rank, config(layout, **settings)) for rank in range(RANKS)]
+        last = layout.num_stages - 1
+        by_stage = [chunks[positions.rank_at(position)][stage // RANKS] for stage, position in enumerate(layout.only_placement)]
+        assert [chunk.built.stage for chunk in by_stage] == list(range(layout.num_stages))
+        assert [(chunk.pre_process, chunk.post_process) for chunk in by_stage] == [(at == 0, at == last) for at in range(last + 1)]
+        assert [len(chunk.built.layers) for chunk in by_stage] == sizes, settings
+        assert [layer for chunk in by_stage for layer in chunk.built.layers] == list(range(sum(sizes))), settings
+
+
+def a_scripts_own_model_is_built_so_too() -> None:
+    """`get_model` calls the script's function with names only, and with some that are not ours."""
+
+    def get_model(provider: Callable[..., Chunk], **given: Any) -> list[Chunk]:
+        return [provider(pre_process=True, post_process=True, vp_stage=chunk, **given) for chunk in range(2)]
+
+    def provider(pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: int, config: str) -> Chunk:
+        assert config == "a script's"
+        return Chunk(pre_process, post_process, stage=vp_stage * RANKS + pg_collection.pp.rank())
+
+    wrapped = wraps_of(Positions.of(V))[patches.GET_MODEL](get_model)
+    for rank in range(RANKS):
+        chunks = wrapped(provider, pg_collection=SimpleNamespace(pp=Ranks(rank)), config="a script's")
+        assert [chunk.built.stage for chunk in chunks] == [RANKS - 1 - rank, RANKS + rank]
+        assert [(chunk.pre_process, chunk.post_process) for chunk in chunks] == [(rank == 3, False), (False, rank == 3)]
+
+
+def nothing_can_be_sent_in_a_view() -> None:
+    view = View(1, RANKS)
+    assert (view.rank(), view.size()) == (1, RANKS)
+    with pytest.raises(
+        AttributeError, match=r"a view of the pipeline has no allreduce: .* communicate in the model's own pg_collection.pp"
+    ):
+        view.allreduce()  # type: ignore[operator]
+
+
+def megatrons_own_placement_is_left_alone() -> None:
+    assert wraps_of(Positions.of(LOOPS)) == {}
+    # With the first stage and the last on different ranks, embeddings, data and checkpoints are where Megatron has them.
+    of_a_wave = wraps_of(Positions.of(WAVE))
+    assert patches.BUILD_CHUNKS in of_a_wave
+    assert not {patches.EMBEDDING_RANKS, patches.FIRST_STAGE, patches.TIED_GRADIENTS, patches.INITIALIZE} & set(of_a_wave)
+
+
+def the_last_rank_has_the_first_stages_data() -> None:
+    """And the first one, of the world, writes its indices."""
+    asked: list[bool] = []
+
+    def is_first() -> list[bool]:
+        return [parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk) for chunk in range(2)]
+
+    def build(build_train_valid_test_datasets_provider: str) -> Any:
+        assert build_train_valid_test_datasets_provider == "sets"
+        asked[:] = is_first()
+        return ["of a chunk", "of another"], "one"
+
+    for rank in range(RANKS):
+        with mock.patch.object(training, "build_train_valid_test_data_iterators", build), of_rank(V, rank):
+            assert is_first() == [rank == 3, False]
+            assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1) is (rank == 3)
+            found = training.build_train_valid_test_data_iterators("sets")
+            assert is_first() == [rank == 3, False]
+        assert asked == [rank in (0, 3), False]
+        assert found == (([None, None], None) if rank == 0 else (["of a chunk", "of another"], "one"))
+
+
+def one_rank_has_both_embeddings() -> None:
+    with of_rank(V, 0):
+        assert parallel_state.default_embedding_ranks([2, 6, 10, 14]) == [14]
+        assert parallel_state.default_position_embedding_ranks([2, 6, 10, 14]) == [14]
+        for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
+            with pytest.raises(ValueError, match=f"^{name}: the script says .* leave it out, or take a schedule whose stages go round"):
+                parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS, **{name: lambda ranks: ranks})
+    assert parallel_state.default_embedding_ranks([2, 6, 10, 14]) == [2, 14]
+    given = {"get_embedding_ranks": print, "get_position_embedding_ranks": print, "store": None}
+    with pytest.raises(ValueError, match=r"^get_embedding_ranks and get_position_embedding_ranks: "):
+        refuse_ranks(Positions.of(V), given)
+    refuse_ranks(Positions.of(WAVE), given)
+    refuse_ranks(Positions.of(V), {"get_embedding_ranks": None})
+
+
+def copies_of_a_tied_weight_stay_equal() -> None:
+    chunks = built(V, 3, config(V))
+    assert torch.equal(chunks[0].weight, chunks[1].weight)
+    assert chunks[0].weight.data_ptr() != chunks[1].weight.data_ptr()
+    alone = built(V, 0, config(V))
+    assert not torch.equal(alone[0].weight, alone[1].weight), "neither is the first stage, nor the last"
+    for name in ("main_grad", "grad"):
+        for number, chunk in enumerate(chunks):
+            setattr(chunk.weight, name, torch.full((3, 2), 1.0 + number))
+        tied.add_up(*chunks)
+        assert all(torch.equal(getattr(chunk.weight, name), torch.full((3, 2), 3.0)) for chunk in chunks), name
+        for chunk in chunks:
+            delattr(chunk.weight, name) if name == "main_grad" else setattr(chunk.weight, name, None)
+    tied.add_up(*chunks)
+    assert chunks[0].weight.grad is None, "frozen weights have no gradients"
+    for first, last in ((Chunk(True, False, shared=False), Chunk(False, True, shared=False)), (Chunk(False, False), Chunk(False, True))):
+        first.weight.grad, last.weight.grad = torch.ones(3, 2), torch.ones(3, 2)
+        tied.add_up(first, last)
+        assert torch.equal(first.weight.grad, torch.ones(3, 2)), "two weights of their own"
+
+
+def a_copy_is_saved_once_and_loaded_apart() -> None:
+    def shard(replica: int) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets("word_embeddings", torch.zeros(4, 2), replica_id=(0, replica, 0))
+
+    state = {"first": {"weight": shard(0)}, "last": {"weight": shard(1)}, "step": 3}
+    for order in (state, dict(reversed(state.items()))):
+        kept = twins.without(order)
+        assert isinstance(kept["first"]["weight"], ShardedTensor)
+        assert not isinstance(kept["last"]["weight"], ShardedTensor)
+        assert kept["step"] == 3
+    one = torch.arange(4.0)
+    apart = twins.apart({"first": one, "last": one, "empty": [one[:0], one[:0]], "step": 3})
+    assert torch.equal(apart["first"], apart["last"])
+    assert apart["first"].data_ptr() != apart["last"].data_ptr()
+    assert apart["step"] == 3
+
+
+def state_that_is_filed_by_rank_is_refused() -> None:
+    wraps = wraps_of(Positions.of(V))
+    known = {
+        "torch": pytest.raises(ValueError, match="is of the format torch, which files weights by rank"),
+        "torch_dist": contextlib.nullcontext(),
+    }
+    for form, outcome in known.items():
+        with outcome:
+            assert wraps[patches.CHECKPOINT_FORMAT](lambda name, args, form=form: form)("iter_1", None) == "torch_dist"
+    for patch in (patches.STATE_BY_BUFFER, patches.STATE_BY_RANK):
+        with pytest.raises(
+            ValueError, match="save it there with --dist-ckpt-optim-fully-reshardable, or go on without it by --no-load-optim"
+        ):
+            wraps[patch](print)("self", {}, True)
+
+
+if __name__ == "__main__":
+    # Megatron asks groups for their size only where there are processes.
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    every_stage_is_built_as_what_it_is()
+    a_scripts_own_model_is_built_so_too()
+    nothing_can_be_sent_in_a_view()
+    megatrons_own_placement_is_left_alone()
+    the_last_rank_has_the_first_stages_data()
+    one_rank_has_both_embeddings()
+    copies_of_a_tied_weight_stay_equal()
+    a_copy_is_saved_once_and_loaded_apart()
+    state_that_is_filed_by_rank_is_refused()
