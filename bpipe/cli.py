@@ -19,7 +19,7 @@ from pathlib import Path
 from bpipe import __version__
 from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.commands.parser import AUTO, Parser, costs, counted, group_size, hop, numbers, positive, share
-from bpipe.commands.times import splits, times_of, unit_costs
+from bpipe.commands.times import times_of, unit_costs
 from bpipe.generate.families import FAMILIES, exchange_of, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import write_json
@@ -310,5 +310,5 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     """What the grid shows, in numbers, as lines its reader passes over; how long it takes where its slots do not say that."""
     evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
     remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
-    found = times_of(schedule, *given) if any(given) or splits(schedule) else None
+    found = times_of(schedule, *given) if any(given) or schedule.split_stages else None
     return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")

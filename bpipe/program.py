@@ -13,7 +13,6 @@ from functools import lru_cache
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_delays, that_take_groups, that_take_shards
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
-from bpipe.ir.action import Kind
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
 from bpipe.ir.program import Exchange
@@ -151,7 +150,7 @@ class ScheduleConfig:
         """Whether backwards are computed in halves."""
         if self.written is None:
             return FAMILIES[self.schedule].splits
-        return any(one.kind is Kind.BACKWARD_WEIGHT for row in _read(self.written).ranks for slot in row for one in slot.computations)
+        return bool(_read(self.written).split_stages)
 
     @property
     def balance_name(self) -> str:

@@ -10,7 +10,6 @@ from fractions import Fraction
 
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import pace
-from bpipe.ir.action import Kind
 from bpipe.ir.memory import plain
 from bpipe.ir.schedule import Schedule
 
@@ -29,17 +28,12 @@ def unit_costs(given: Given, hop: Fraction | None = None) -> UnitCosts:
     return UnitCosts(forward, halves[0], halves[1], hop or 0)
 
 
-def splits(schedule: Schedule) -> bool:
-    """Whether any backward is computed in halves."""
-    return any(one.kind is Kind.BACKWARD_INPUT for row in schedule.ranks for slot in row for one in slot.computations)
-
-
 def times_of(schedule: Schedule, given: Given, hop: Fraction | None = None) -> dict[str, object] | None:
     """`costs`, `hop` if it takes time, `makespan`, `bubble_percent`. None where shards of the vocabulary take part: they have no costs.
 
     Raises ValueError for costs that do not fit what the schedule computes.
     """
-    halved = splits(schedule)
+    halved = bool(schedule.split_stages)
     if given is not None and halved and len(given) == 2:
         raise ValueError("--costs: its backwards are computed in halves, I and W: give three costs, F,I,W")
     if schedule.layout.shard_kinds:

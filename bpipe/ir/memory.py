@@ -147,7 +147,7 @@ def plain(count: Count) -> int | float:
 
 def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
     """The schedule with `share` of a micro-batch counted between I and W. Raises ValueError where no backward is split."""
-    if not any(cell.compute is not None and cell.compute.kind is Kind.BACKWARD_WEIGHT for row in schedule.ranks for cell in row):
+    if not schedule.split_stages:
         raise ValueError("no backward of it has halves (I and W) between which a share could be held: leave --after-input out")
     return replace(schedule, after_input=share)
 

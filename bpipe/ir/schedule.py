@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, Kind
 from bpipe.ir.hosts import Hosts, partners_of, write_hosts
 from bpipe.ir.layout import Layout
 
@@ -73,6 +73,12 @@ class Schedule:
     def num_stages(self) -> int:
         """Stages over all chunks, p*v."""
         return self.layout.num_stages
+
+    @property
+    def split_stages(self) -> tuple[int, ...]:
+        """Stages whose backward is computed in halves, ascending."""
+        computed = (cell.compute for row in self.ranks for cell in row)
+        return tuple(sorted({one.stage for one in computed if one is not None and one.kind is Kind.BACKWARD_WEIGHT}))
 
     @property
     def num_chunks(self) -> int:

@@ -12,7 +12,6 @@ from functools import lru_cache
 from operator import le, mul, sub
 
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
@@ -192,7 +191,7 @@ def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tu
         ones[stage] = base**place
     both = live_bytes(schedule, rank, memory_of(ones))
     found = {(held, 0) for held in both}
-    if any(cell.compute is not None and cell.compute.kind is Kind.BACKWARD_WEIGHT for cell in schedule.ranks[rank]):
+    if schedule.split_stages:
         saved = live_bytes(schedule, rank, memory_of(ones, None, zeros))
         between = live_bytes(schedule, rank, memory_of(zeros, None, ones))
         found = {*zip(saved, map(sub, both, saved), strict=True), *zip(map(sub, both, between), between, strict=True)}
