@@ -24,7 +24,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Program, Transfer
@@ -45,10 +45,8 @@ _Process = Generator[int, None, None]
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Raises ValueError where the costs do not cover the schedule, or its ranks wait for each other."""
-    kinds = {action.kind: action for row in schedule.ranks for cell in row for action in cell.computations}
-    split = sorted({one.stage for row in schedule.ranks for cell in row for one in cell.computations if one.kind is _WEIGHT})
-    check_fits(costs, schedule.num_stages, schedule.num_ranks, split)
-    if not costs.shards and not SHARDS.isdisjoint(kinds):
+    check_fits(costs, schedule.num_stages, schedule.num_ranks, schedule.split_stages)
+    if not costs.shards and schedule.layout.shard_kinds:
         raise ValueError(f"schedule {schedule.name} splits the vocabulary: give the costs of its shards")
     run = _Run(schedule, costs)
     run.execute()
@@ -116,8 +114,11 @@ class _Run:
         self.compute: list[list[Timed]] = [[] for _ in range(schedule.num_ranks)]
         self.exposed: list[Number] = [0] * schedule.num_ranks
         self.clocks: list[Number] = [0] * schedule.num_ranks
+        self.durations = _durations(costs, schedule.num_ranks)
         pipes = range(min(schedule.layout.num_pipes, self.width))
         self.num_pipes, self.paths = len(pipes), [self._paths(pipe) for pipe in pipes]
+        groups = range(self.needs.num_values // self.width)
+        self.num_parties = [[len(self.needs.route(group * self.width + pipe).parties) for group in groups] for pipe in pipes]
         # By group of values.
         self.collective = [path is not None and path.is_collective for path in self.paths[0]]
         # When the last of each sort of collectives is over.
@@ -221,7 +222,7 @@ class _Run:
     def _rank(self, program: Program) -> _Process:
         """One rank's iteration."""
         rank = program.rank
-        done, durations = self.compute[rank].append, _durations(self.costs, self.schedule.num_ranks)
+        done, durations = self.compute[rank].append, self.durations
         clock: Number = 0
         # By half, told apart as values: what leaves a second time is the same to read.
         started: dict[int, _Transfer] = {}
@@ -271,7 +272,7 @@ class _Run:
         """A rank is there with its part of a message, or, where all sides must be, for it: the last lets it go. [5], [6]"""
         group, microbatch = divmod(value, self.width)
         if self.rendezvous or self.collective[group]:
-            missing, latest = self.missing.pop(value, (len(self.needs.route(value).parties), clock))
+            missing, latest = self.missing.pop(value, (self.num_parties[microbatch % self.num_pipes][group], clock))
             clock = max(latest, clock)
             if missing > 1:
                 self.missing[value] = missing - 1, clock
