@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from bpipe.ir.action import COMPUTE, READING, SHARDS, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
@@ -31,9 +31,6 @@ _RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Do)
 # In place of the rank at a message's other end: it is a collective.
 _ALL = -2
 _NOBODY = -1
-
-# One has come, be ready for the next.
-_TAKEN = bytes([_WAIT, _POST])
 
 # With one neighbour in both directions, to one, and from one.
 _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT]), bytes([_POST, _WAIT])
@@ -147,18 +144,20 @@ def _values(row: Sequence[Slot], tables: Sequence[tuple[_Table, _Table]]) -> tup
     found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
     add_needed, add_source, add_made, add_to = (values.append for values in found)
     num_pipes = len(tables)
+    needed, made = tables[0]
     for cell in row:
-        action = cell.compute
-        if action is not None:
-            for one in (action,) if cell.overlapped is None else (action, cell.overlapped):
-                kind, stage, microbatch = one.kind, one.stage, one.microbatch
+        one = cell.compute
+        while one is not None:
+            kind, stage, microbatch = one.kind, one.stage, one.microbatch
+            if num_pipes > 1:
                 needed, made = tables[microbatch % num_pipes]
-                first, other = needed[kind][stage]
-                add_needed(first + microbatch)
-                add_source(other)
-                first, other = made[kind][stage]
-                add_made(first + microbatch)
-                add_to(other)
+            first, other = needed[kind][stage]
+            add_needed(first + microbatch)
+            add_source(other)
+            first, other = made[kind][stage]
+            add_made(first + microbatch)
+            add_to(other)
+            one = None if one is cell.overlapped else cell.overlapped
     return found
 
 
@@ -170,7 +169,13 @@ def _exchanged(num_sent: int, num_received: int) -> bytes:
 
 def _evicted_to(schedule: Schedule, rank: int) -> Iterator[int]:
     """For each eviction of a rank, in order, the rank that hosts it: the rank itself for its own host memory."""
-    hosts = [] if schedule.hosts is None else [host for host in schedule.hosts[rank] if host != OWN_MEMORY]
+    hosts = () if schedule.hosts is None else schedule.hosts[rank]
+    if len(hosts) == 1 and OWN_MEMORY not in hosts:
+        return repeat(hosts[0])
+    return _evicted_to_one_of([host for host in hosts if host != OWN_MEMORY], schedule, rank)
+
+
+def _evicted_to_one_of(hosts: Sequence[int], schedule: Schedule, rank: int) -> Iterator[int]:
     for slot, cell in enumerate(schedule.ranks[rank]):
         for action in cell.transfers:
             if action.kind is _EVICT:
@@ -211,15 +216,18 @@ class _Lowering:
 
     def between(self) -> None:
         """Megatron's loop for one stage a rank: between two computations, what the first made and what the second needs."""
-        dos, whats = self.dos, self.whats
+        dos, whats, add_start = self.dos, self.whats, self.starts.append
         left, left_to = NOTHING, _NOBODY
-        done = 0
-        for step in self.steps:
-            self.starts.append(len(whats))
-            value, source = (NOTHING, _NOBODY) if step.compute is None else (self.needed[done], self.needed_from[done])
-            if left_to == source != _NOBODY:
-                dos += _BOTH
-                whats += (left, value, left, value)
+        # The loop's start and end compute nothing.
+        ends = [*self.needed, NOTHING], [*self.needed_from, _NOBODY], [*self.made, NOTHING], [*self.made_for, _NOBODY]
+        self.starts.append(0)
+        self._step(self.steps[0])
+        for step, value, source, made, made_for in zip(self.steps[1:], *ends, strict=True):
+            add_start(len(whats))
+            if left_to == source:
+                if source != _NOBODY:
+                    dos += _BOTH
+                    whats += (left, value, left, value)
             else:
                 if left_to != _NOBODY:
                     dos += _GIVE
@@ -228,10 +236,7 @@ class _Lowering:
                     dos += _TAKE
                     whats += (value, value)
             self._step(step)
-            left, left_to = NOTHING, _NOBODY
-            if step.compute is not None:
-                left, left_to = self.made[done], self.made_for[done]
-                done += 1
+            left, left_to = made, made_for
 
     def behind(self, received: Sequence[list[int]]) -> None:
         """Megatron's loop for several stages a rank: right behind a computation, what it made and all that comes before the next one."""
@@ -256,21 +261,24 @@ class _Lowering:
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
         sent: list[int] = []
+        needed_from, made, made_for = self.needed_from, self.made, self.made_for
         done = 0
         for step in self.steps:
             self.starts.append(len(self.whats))
-            first = done
-            if step.compute is not None:
-                done += 1 if step.overlapped is None else 2
-            for at in range(first, done):
-                if self.needed_from[at] != _NOBODY:
-                    self._take(self.needed[at], self.needed_from[at], inbound, taken, early)
-            outputs = [self.made[at] for at in range(first, done) if self.made_for[at] != _NOBODY]
+            if step.compute is None:
+                self._step(step)
+                if len(self.starts) == 1:
+                    for messages in inbound.values():
+                        self._add(_POST, messages[0])
+                continue
+            together = (done,) if step.overlapped is None else (done, done + 1)
+            done += len(together)
+            for at in together:
+                if needed_from[at] != _NOBODY:
+                    self._take(self.needed[at], needed_from[at], inbound, taken, early)
+            outputs = [made[at] for at in together if made_for[at] != _NOBODY]
             self._step(step, outputs)
             sent += outputs
-            if len(self.starts) == 1:
-                for messages in inbound.values():
-                    self._add(_POST, messages[0])
         self.dos += bytes([_WAIT] * len(sent))
         self.whats += sent
 
@@ -286,18 +294,19 @@ class _Lowering:
         if value in early:
             early.remove(value)
             return
-        dos, whats = self.dos, self.whats
-        first = place = taken[channel]
-        while messages[place] != value:
+        dos, whats, place = self.dos, self.whats, taken[channel]
+        while True:
+            passed = messages[place]
             place += 1
-        taken[channel] = place + 1
-        early.update(messages[first:place])
-        for passed, posted in zip(messages[first : place + 1], messages[first + 1 : place + 2], strict=False):
-            dos += _TAKEN
-            whats += (passed, posted)
-        if place + 1 == len(messages):
             dos.append(_WAIT)
-            whats.append(value)
+            whats.append(passed)
+            if place < len(messages):
+                dos.append(_POST)
+                whats.append(messages[place])
+            if passed == value:
+                break
+            early.add(passed)
+        taken[channel] = place
 
     def _add(self, do: int, what: Action | int | Transfer) -> None:
         self.dos.append(do)
@@ -318,7 +327,8 @@ class _Lowering:
         if overlapped is not None:
             self._add(_RUN, overlapped)
         for value in sent:
-            self._add(_SEND, value)
+            self.dos.append(_SEND)
+            self.whats.append(value)
         if after:
             if self.leaving and any(action.kind is _LOAD for action in after):
                 self._finish_evictions()
