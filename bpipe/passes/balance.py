@@ -66,11 +66,12 @@ def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Sched
     memory = counts_of(schedule)
     _check_input(schedule, (1,) * schedule.num_ranks, memory)
     curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
-    chosen = given or default_partners([max(curve) for curve in curves])
+    peaks = [max(curve) for curve in curves]
+    chosen = given or default_partners(peaks)
     bound = max(_together([curves[rank] for rank in pair], memory) for pair in pairs_of(chosen))
     found: dict[Pair, tuple[int, Shared]] = {}
     for pair in pairs_of(chosen):
-        outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory, [peaks[rank] for rank in pair])
         if outcome.refusal is not None:
             bound, outcome = _smallest(schedule, pair, memory, bound + 1)
         found[pair] = (bound, outcome)
@@ -113,10 +114,13 @@ class Shared:
     refusal: str | None = None
 
 
-def share(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory) -> Shared:
-    """Balance one pair; a rank paired with itself can only be within its bound as it is. `bounds` and peaks are in parts of a unit."""
+def share(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory, own: Sequence[int] | None = None) -> Shared:
+    """Balance one pair; a rank paired with itself can only be within its bound as it is. `bounds` and peaks are in parts of a unit.
+
+    `own`: the pair's peaks before, where they are known.
+    """
     rows = [schedule.ranks[rank] for rank in pair]
-    peaks = tuple(max(live_bytes(schedule, rank, memory)) for rank in pair)
+    peaks = tuple(own or (max(live_bytes(schedule, rank, memory)) for rank in pair))
     over = [index for index in (0, 1) if peaks[index] > bounds[index]]
     if not over:
         return Shared(tuple(rows), peaks)
