@@ -24,7 +24,7 @@ from bpipe.ir.program import Do, Exchange, Numbering, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
 
-_RUN, _SEND, _WAIT, _FINISH = int(Do.RUN), int(Do.SEND), int(Do.WAIT), int(Do.FINISH)
+_RUN, _SEND, _WAIT, _START = int(Do.RUN), int(Do.SEND), int(Do.WAIT), int(Do.START)
 _OVER = -1
 _SENDING, _ANOTHER_WAIT = bytes([Do.SEND]), bytes([_WAIT])
 
@@ -78,10 +78,11 @@ class _Board:
         if needs.layout.shard_kinds:
             self.missing = [len(needs.route(value).parties) for value in range(needs.num_values)]
         self.transfers: dict[tuple[int, int, int], int] = {}
-        # By evictor: by what leaves it, how many of its stages it has told the sizes of by then; and the numbers of these, in order.
+        # By evictor: by what leaves it, in order, of how many of its stages it has told the sizes by then; and the numbers of these.
         self.told_by: dict[int, dict[Hosting, int]] = {}
         self.told: dict[int, list[int]] = {}
-        self.buffers: dict[int, dict[Hosting, int]] = {}
+        # By host: what it takes, in order, and which of that may make a buffer grow: none of that stage of that rank was in it before.
+        self.hosted: dict[int, dict[Hosting, bool]] = {}
         self.waiting: dict[int, list[_RankWalk]] = {}
         self.runnable: list[_RankWalk] = []
 
@@ -95,9 +96,10 @@ class _Board:
         if key[0] == key[1]:
             # What a rank keeps in its own host memory has no other end.
             return self._expect(1)
-        if key not in self.transfers:
-            self.transfers[key] = self._expect(2)
-        return self.transfers[key]
+        number = self.transfers.get(key)
+        if number is None:
+            number = self.transfers[key] = self._expect(2)
+        return number
 
     def _expect(self, ends: int) -> int:
         self.missing.append(ends)
@@ -121,15 +123,16 @@ class _Board:
         self.told[rank] = list(places.values())
         return places
 
-    def sizes_of(self, stay: Hosting, evictor: int) -> int | None:
-        """The number of the last sizes that are told before this leaves: without them there is no room for it."""
-        count = self.told_by[evictor].get(stay, 0)
-        return self.told[evictor][count - 1] if count else None
-
-    def buffer_of(self, stay: Hosting, host: int) -> int | None:
-        if host not in self.buffers:
-            self.buffers[host] = host_buffers(self.schedule, host)
-        return self.buffers[host].get(stay)
+    def growing(self, host: int) -> dict[Hosting, bool]:
+        """What a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for it."""
+        if host not in self.hosted:
+            seen: set[tuple[int, int, int]] = set()
+            of_host = self.hosted[host] = {}
+            for stay, buffer in host_buffers(self.schedule, host).items():
+                key = (buffer, stay.stage, self.schedule.layout.rank_of(stay.stage, stay.microbatch))
+                of_host[stay] = key not in seen
+                seen.add(key)
+        return self.hosted[host]
 
 
 class _RankWalk:
@@ -137,15 +140,16 @@ class _RankWalk:
 
     def __init__(self, program: Program, board: _Board, waits: Waits) -> None:
         self.program, self.board, self.waits = program, board, waits
-        # The transfers that nobody has waited for, the last one by direction, and the number of each.
+        # The transfers that nobody has waited for, the last one by direction, and the number of each by its half.
         self.outstanding: list[int] = []
         self.last: dict[tuple[int, int], int] = {}
         self.halves = Numbering()
-        self.started: dict[tuple[int, int, int], int] = {}
+        self.started: dict[int, int] = {}
         self.last_sent: dict[tuple[int, ...], int] = {}
         self.telling = board.telling(program)
-        self.stays: dict[tuple[int, int], int] = {}
-        self.room: set[tuple[int, int, int]] = set()
+        # What leaves this rank, in the order of the program, and how much has come to it.
+        self.leaving = iter(board.told_by[program.rank])
+        self.num_hosted = 0
         self.index = 0
         self.run = self._run()
 
@@ -156,11 +160,12 @@ class _RankWalk:
             self.board.arrive(told)
             begin = end
         yield from self._part(begin, len(self.program.dos))
-        yield from self._outstanding(len(self.program.dos) - 1)
+        self.index = len(self.program.dos) - 1
+        yield from self._outstanding()
 
     def _part(self, begin: int, end: int) -> Iterator[int]:
         """The instructions from `begin` to before `end`."""
-        board, outstanding, dos = self.board, self.outstanding, self.program.dos
+        board, outstanding, dos, started = self.board, self.outstanding, self.program.dos, self.started
         missing, waiting, runnable = board.missing, board.waiting, board.runnable
         after_exchanges, in_operations = self.waits >= Waits.AFTER_EXCHANGES, self.waits >= Waits.IN_EVERY_OPERATION
         one_queue = self.waits >= Waits.ONE_QUEUE
@@ -172,20 +177,25 @@ class _RankWalk:
                     self.index = index
                     yield what
                 if outstanding and after_exchanges and dos[index + 1 : index + 2] != _ANOTHER_WAIT:
-                    yield from self._outstanding(index)
+                    self.index = index
+                    yield from self._outstanding()
             elif do == _RUN:
                 if outstanding and in_operations:
-                    yield from self._outstanding(index)
+                    self.index = index
+                    yield from self._outstanding()
             elif do < _WAIT:
                 if one_queue and do == _SEND:
                     self.index = index
                     yield from self._sent_before(what)
-                missing[what] -= 1
-                if not missing[what] and what in waiting:
+                missing[what] = left = missing[what] - 1
+                if not left and what in waiting:
                     runnable += waiting.pop(what)
-            else:
+            elif do == _START:
                 self.index = index
-                yield from self._transfer(do, what)
+                yield from self._start(what)
+            elif missing[started[id(what)]]:
+                self.index = index
+                yield started[id(what)]
 
     def _sent_before(self, value: int) -> Iterator[int]:
         """What was sent to the same ranks last: with one queue the next stands at its head until that has been received."""
@@ -195,46 +205,42 @@ class _RankWalk:
             yield from self._until(before)
         self.last_sent[parties] = value
 
-    def _transfer(self, do: int, transfer: Transfer) -> Iterator[int]:
-        if do == _FINISH:
-            yield from self._until(self.started[self.halves.of(transfer)])
-            return
-        kind, stay = transfer.action.kind, self._stay(transfer.action)
+    def _start(self, transfer: Transfer) -> Iterator[int]:
+        kind, grows = transfer.action.kind, False
         if kind is Kind.HOST:
-            sizes = self.board.sizes_of(stay, transfer.sender)
-            if sizes is not None:
-                yield from self._until(sizes)
-        key = self.halves.start(transfer)
-        way, number = key[:2], self.board.transfer(key)
-        if self.waits >= Waits.ONE_QUEUE and way in self.last:
-            yield from self._until(self.last[way])
-        self.last[way] = self.started[key] = number
+            self.num_hosted += 1
+            yield from self._sizes(transfer.sender)
+        elif kind is Kind.EVICT:
+            stay = next(self.leaving)
+            grows = transfer.receiver != self.program.rank and self.board.growing(transfer.receiver).get(stay, False)
+        number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
+        if self.waits >= Waits.ONE_QUEUE:
+            before = self.last.get(transfer[1:])
+            if before is not None:
+                yield from self._until(before)
+            self.last[transfer[1:]] = number
         self.board.arrive(number)
-        if self.waits >= Waits.AT_ISSUE or (kind is Kind.EVICT and self._needs_room(stay, transfer.receiver)):
+        if grows or self.waits >= Waits.AT_ISSUE:
             yield from self._until(number)
         else:
             self.outstanding.append(number)
 
-    def _stay(self, action: Action) -> Hosting:
-        key = (action.stage, action.microbatch)
-        if action.kind is Kind.EVICT or action.kind is Kind.HOST:
-            self.stays[key] = self.stays.get(key, -1) + 1
-        return Hosting(*key, self.stays.get(key, 0))
-
-    def _needs_room(self, stay: Hosting, host: int) -> bool:
-        """Whether nothing of this stage has left for this buffer before: it may have to grow."""
-        buffer = None if host == self.program.rank else self.board.buffer_of(stay, host)
-        if buffer is None or (host, buffer, stay.stage) in self.room:
-            return False
-        self.room.add((host, buffer, stay.stage))
-        return True
+    def _sizes(self, evictor: int) -> Iterator[int]:
+        """Wait for the sizes of what comes now; the last that an evictor tells come after all others."""
+        board = self.board
+        told = board.told[evictor]
+        if told and board.missing[told[-1]]:
+            stay = next(islice(board.growing(self.program.rank), self.num_hosted - 1, None))
+            # How many of its stages it has told of by then: without them there is no room.
+            count = board.told_by[evictor].get(stay, 0)
+            if count:
+                yield from self._until(told[count - 1])
 
     def _until(self, number: int) -> Iterator[int]:
         if self.board.missing[number]:
             yield number
 
-    def _outstanding(self, index: int) -> Iterator[int]:
-        self.index = index
+    def _outstanding(self) -> Iterator[int]:
         for number in self.outstanding:
             if self.board.missing[number]:
                 yield number

@@ -87,11 +87,11 @@ class Numbering:
 
     def start(self, half: Transfer) -> tuple[int, int, int]:
         """Sender, receiver and how many passed so before it. Halves are started in the program's order."""
-        way = (half.sender, half.receiver)
-        nth = self._started.get(way, 0)
-        self._started[way] = nth + 1
-        self._halves[id(half)] = (*way, nth)
-        return self._halves[id(half)]
+        _, sender, receiver = half
+        nth = self._started.get((sender, receiver), 0)
+        self._started[sender, receiver] = nth + 1
+        numbered = self._halves[id(half)] = (sender, receiver, nth)
+        return numbered
 
     def of(self, half: Transfer) -> tuple[int, int, int]:
         """The same of a half that has been started."""
