@@ -18,7 +18,7 @@ from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.schedule import Schedule, Slot, together
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _SHARD_FORWARD, _SHARD_BACKWARD = Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD
@@ -132,7 +132,7 @@ def check_once(case: Case) -> None:
                 continue
             if cell.overlapped is not None:
                 _check_pair(case, rank, slot, cell)
-            for compute in cell.computations:
+            for compute in together(cell.compute, cell.overlapped):
                 kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
                 if kind not in filled:
                     what = "belongs to a split vocabulary, and here it is whole" if kind in COMPUTE else "is no computation"
@@ -347,25 +347,21 @@ def check_bounds(case: Case) -> None:
 
 
 def check_pair_order(case: Case) -> None:
-    """Both ends of a pair start the transfers of one direction in the same order."""
-    schedule, rule = case.schedule, "order on a pair"
-    hosts = schedule.hosts or ()
-    pairs = {(rank, host) for rank, of_rank in enumerate(hosts) for host in of_rank if host != OWN_MEMORY}
-    for rank, partner in sorted(pairs | {(host, rank) for rank, host in pairs}):
-        sent, received = _between(schedule, rank, partner, _EVICT, _RETURN), _between(schedule, partner, rank, _HOST, _LOAD)
-        for (slot, action), (_, other) in zip(sent, received, strict=True):
-            if (action.stage, OTHER_END[action.kind], action.microbatch) != (other.stage, other.kind, other.microbatch):
-                raise case.error(rule, rank, slot, action, f"here rank {partner} expects the other end of {other}, not of this")
-
-
-def _between(schedule: Schedule, rank: int, other: int, *kinds: Kind) -> list[tuple[int, Action]]:
-    """The rank's halves of these kinds whose other ends are on `other`: rules before have seen that there is one end each."""
-    rows = schedule.ranks[other]
-    return [
-        (slot, action)
-        for slot, action in _of_rank(schedule, rank)
-        if action.kind in kinds and Action(action.stage, OTHER_END[action.kind], action.microbatch) in rows[slot].transfers
-    ]
+    """Both ends of a pair start the transfers of one direction in the same order: those of one slot, where rules before saw both ends."""
+    rule, rows, hosts = "order on a pair", case.schedule.ranks, case.schedule.hosts or ()
+    for rank, of_rank in enumerate(hosts):
+        others = sorted({host for host in of_rank if host != OWN_MEMORY} | {guest for guest, of in enumerate(hosts) if rank in of})
+        for slot, cell in enumerate(rows[rank]):
+            sent = [one for one in cell.transfers if one.kind is _EVICT or one.kind is _RETURN] if len(cell.transfers) > 1 else ()
+            if len(sent) < 2:
+                continue
+            ends = {Action(one.stage, OTHER_END[one.kind], one.microbatch): one for one in sent}
+            for other in others:
+                received = [one for one in rows[other][slot].transfers if one in ends]
+                there = [ends[one] for one in received]
+                for action, end in zip([one for one in sent if one in there], received, strict=True):
+                    if ends[end] != action:
+                        raise case.error(rule, rank, slot, action, f"here rank {other} expects the other end of {end}, not of this")
 
 
 def check_no_deadlock(case: Case) -> None:
