@@ -19,7 +19,8 @@ from bpipe.generate.turns import NONE, Turns
 from bpipe.ir.action import Action, Kind
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-_NEVER = 1 << 62
+# Beyond any time: ticks are as fine as all costs together ask for, and a float may have 1074 binary places.
+_NEVER = 1 << 4096
 
 
 class Discipline(enum.Enum):

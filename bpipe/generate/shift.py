@@ -23,7 +23,8 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import Memory, counting
 
-_NEVER = 1 << 62
+# Beyond any time: ticks are as fine as all costs together ask for, and a float may have 1074 binary places.
+_NEVER = 1 << 4096
 
 # To and fro so often; more changed nothing that was tried.
 _ROUNDS = 2

@@ -214,6 +214,11 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
     assert chosen(p, m, v, bound, ALL[costs]) <= percent + 0.02
 
 
+def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
+    """The bound is kept, and the pipeline still runs."""
+    assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) < 12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("bound", "percent"), [(33, 6.57), (36, 6.0), (48, 3.76), (58, 2.54)])
 def test_the_front_is_reached_on_sixteen_ranks(bound: int, percent: float) -> None:

@@ -107,6 +107,15 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(name: str,
     assert pace(schedule, costs).makespan <= pace(generate(name, p, m), costs).makespan * Fraction(21, 20), "costs are looked at"
 
 
+def test_costs_may_be_as_fine_as_numbers_are() -> None:
+    """Times in ticks of what all costs are multiples of went beyond a number that was taken for never."""
+    for hop in (Fraction(3, 63025129939556336), Fraction(5e-324)):
+        costs = UnitCosts(2, 2, Fraction(3, 4), hop)
+        schedule = generate("v-half", 5, 20, costs)
+        check(schedule)
+        assert pace(schedule, costs).makespan <= pace(generate("v-half", 5, 20, UnitCosts(2, 2, Fraction(3, 4))), costs).makespan + 1
+
+
 # Costs of F, I, W and a hop, and the bubbles of zb-v, v-half, v-min at p = 8 and m = 32 in percent.
 BUBBLES = {
     (1, Fraction(6, 5), Fraction(4, 5), 0): (4.2, 10.1, 19.8),
