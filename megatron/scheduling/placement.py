@@ -103,8 +103,9 @@ def _gpus_per_node(world: int) -> int:
 
 def topology_of(args: Any) -> Topology | None:
     """The run's sizes; None where they do not fit the world, which Megatron refuses itself, or another dimension takes part."""
+    # Megatron's validation sets the shards of a weight where nobody did.
     block = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % block or Settings(args).tensor_parallel_num_weight_shards is not None:
+    if args.world_size % block or Settings(args).tensor_parallel_num_weight_shards not in (None, args.tensor_model_parallel_size):
         return None
     return Topology(
         tensor=args.tensor_model_parallel_size,

@@ -28,6 +28,8 @@ def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNam
     """One pipeline of so many ranks."""
     sizes = {"pipeline_model_parallel_size": ranks, "world_size": ranks, "global_batch_size": microbatches, "micro_batch_size": 1}
     dimensions = {"data_parallel_size": 1, "tensor_model_parallel_size": 1, "context_parallel_size": 1, "use_tp_pp_dp_mapping": False}
+    # Validated, so the shards of a weight are as many as tensor parallelism makes of it.
+    dimensions["tensor_parallel_num_weight_shards"] = 1
     return megatrons(**{"bpipe": True, "bpipe_placement": "adjacent", "rank": rank, **sizes, **dimensions, **more})
 
 
@@ -91,6 +93,7 @@ def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path)
         (4, {"bpipe": False}),
         (4, {"bpipe_placement": "none"}),
         (4, {"bpipe_schedule": "no-such"}),
+        (4, {"tensor_parallel_num_weight_shards": 2}),
     ],
 )
 def test_where_nothing_moves_ranks_stay(ranks: int, more: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
