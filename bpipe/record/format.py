@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from bpipe.ir.action import Action
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.text import read_action, read_share
@@ -158,6 +159,7 @@ class _ProgramKeys:
     exchange: ExchangeName | None = None
     delay: Count | None = None
     after_input: ShareText | None = None
+    vocabulary: Text | None = None
     written: Text | None = None
 
 
@@ -175,6 +177,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
         delay=keys.delay or 0,
         after_input=Fraction(1) if keys.after_input is None else keys.after_input,
         exchange=keys.exchange,
+        vocabulary=Vocabulary.WHOLE if keys.vocabulary is None else Vocabulary(keys.vocabulary),
         written=keys.written,
     )
 
@@ -194,6 +197,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         exchange=config.exchange,
         delay=config.delay or None,
         after_input=None if config.after_input == 1 else config.after_input,
+        vocabulary=None if config.vocabulary is Vocabulary.WHOLE else config.vocabulary.value,
         written=config.written,
     )
     return {name: value for name, value in written(keys).items() if value is not None}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from bpipe.generate.families import DEFAULTS, FAMILIES, that_are_made_for_bounds, that_take_delays, that_take_groups
+from bpipe.generate.families import DEFAULTS, FAMILIES, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
 from bpipe.ir.text import TextError, read_share
 from bpipe.program import BalanceConfig, ScheduleConfig
 from bpipe.transport import AUTO, NAMES
@@ -24,6 +24,9 @@ from megatron.scheduling.refusals import end_where, reasons, refuse
 
 # Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
 TIMERS_LEVEL = 2
+
+# How the output layer may be split in training, and how that is scheduled.
+SPLIT = {"1": "with everything else going on beside it", "interlaced": "all ranks at once with nothing beside it"}
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         metavar="N",
         help=f"Of {that_take_delays()}: how many micro-batches' I stand before a W.",
+    )
+    group.add_argument(
+        "--bpipe-vocabulary",
+        choices=tuple(SPLIT),
+        default=None,
+        help="Split the output layer over all ranks of the pipeline, which compute it between the last stage's forward and its backward: "
+        f"{'; '.join(f'{name}, {what}' for name, what in SPLIT.items())}. Of {that_take_shards()}, run by our own loop. By default the "
+        "last stage computes it.",
     )
     group.add_argument(
         "--bpipe-executor",
@@ -307,7 +318,8 @@ def _logits_per_microbatch(args: Any) -> int | None:
     if args.padded_vocab_size is None or args.seq_length is None:
         return None
     tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-    return int(tokens * args.padded_vocab_size // args.tensor_model_parallel_size)
+    shards = args.pipeline_model_parallel_size if args.bpipe_vocabulary is not None else 1
+    return int(tokens * args.padded_vocab_size // (args.tensor_model_parallel_size * shards))
 
 
 def _flops_per_microbatch(args: Any) -> float | None:

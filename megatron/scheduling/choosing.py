@@ -12,16 +12,18 @@ from fractions import Fraction
 from typing import Any
 
 from bpipe.check.order import check_microbatch_order
-from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups
+from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups, that_take_shards
 from bpipe.generate.family import Family
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
+from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import upstream
 from megatron.scheduling.following import of_file
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import reasons_of_placement
+from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
 
 _WAY_OUT = "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
 
@@ -54,10 +56,13 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     balance = balance_of(args.bpipe, args.bpipe_bound)
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(f"--bpipe-bound {args.bpipe_bound} says how to balance: give --bpipe, too, or leave it out")
+    vocabulary = Vocabulary(args.bpipe_vocabulary or Vocabulary.WHOLE.value)
     if name not in FAMILIES:
+        if vocabulary is not Vocabulary.WHOLE:
+            raise ValueError(f"--bpipe-vocabulary {vocabulary.value}: --bpipe-schedule {name} is a file; choose from {that_take_shards()}")
         return _from_file(args, name, num_chunks, balance), True
     family = FAMILIES[name]
-    ours = args.bpipe_executor or not _is_megatrons(family)
+    ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE
     _check_asked(args, family)
     first = _first_microbatches(args)
     try:
@@ -68,6 +73,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
             num_chunks=num_chunks,
             balance=balance,
             group_size=args.bpipe_group,
+            vocabulary=vocabulary,
             delay=args.bpipe_delay or 0,
             after_input=Fraction(1) if args.bpipe_kept is None else args.bpipe_kept,
             exchange=Exchange.POSTED if ours else None,
@@ -86,9 +92,22 @@ def balance_of(balance: bool, bound: int | None) -> BalanceConfig | None:
 
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
-    """Why these arguments do not go together with where the schedule has its stages: a line each, or none."""
+    """Why these arguments do not go together with where the schedule has its stages, and its shards: a line each, or none."""
     wanted = "--bpipe-executor" if args.bpipe_schedule is None else f"--bpipe-schedule {args.bpipe_schedule}"
-    return [] if Positions.of(own.layout).native else reasons_of_placement(args, wanted)
+    found = [] if Positions.of(own.layout).native else reasons_of(PLACED, args, wanted)
+    if own.vocabulary is not Vocabulary.WHOLE:
+        found += reasons_of(SHARDED, args, f"--bpipe-vocabulary {args.bpipe_vocabulary}")
+        found += _unequal_shards(args)
+    return found
+
+
+def _unequal_shards(args: Any) -> Iterator[str]:
+    if args.padded_vocab_size is None:
+        return
+    try:
+        Rows(args.padded_vocab_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    except ValueError as error:
+        yield f"--bpipe-vocabulary {args.bpipe_vocabulary}: {error}"
 
 
 def _is_megatrons(family: Family) -> bool:

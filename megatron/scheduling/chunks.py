@@ -51,7 +51,7 @@ class ChunkStages:
         self.chunks = dict(chunks)
         self._split = frozenset(split)
         self._halves = halves
-        self._last_stage = last_stage
+        self.last_stage = last_stage
         self.has_last = last_stage in chunks
         self._call: Call | None = None
         # By stage and micro-batch: what its forward received and made, until its backward.
@@ -63,6 +63,20 @@ class ChunkStages:
         self._held.clear()
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
+        call, _ = self._of(action)
+        given, made = self.step(action, received, call.forward_step_func, call.losses, action.stage == self.last_stage)
+        self.hold(action, given, made)
+        return (made,)
+
+    def hold(self, action: Action, given: torch.Tensor | None, made: torch.Tensor) -> None:
+        """Until its backward: what a forward received and made."""
+        if not self._of(action)[0].forward_only:
+            self._held[action.stage, action.microbatch] = given, made
+
+    def step(
+        self, action: Action, received: Tensors, forward_step_func: Callable[..., Any], losses: list[Any], is_last_stage: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What the forward received and made, by Megatron's own step; on the last stage that is the loss."""
         call, chunk = self._of(action)
         given = received[0] if received else None
         if given is not None:
@@ -70,26 +84,27 @@ class ChunkStages:
         key = action.stage, action.microbatch
         with self._halves.deferring(key) if key in self._split and not call.forward_only else contextlib.nullcontext():
             made, num_tokens = schedules.forward_step(
-                call.forward_step_func,
+                forward_step_func,
                 call.data[chunk],
                 call.models[chunk],
                 call.num_microbatches,
                 given,
-                call.losses,
+                losses,
                 call.config,
                 call.cp_size,
                 collect_non_loss_data=call.collect_non_loss_data,
                 is_first_microbatch=schedules.check_first_val_step(call.first_val_step, call.forward_only, action.microbatch == 0),
                 current_microbatch=action.microbatch,
                 vp_stage=chunk if len(call.models) > 1 else None,
-                is_last_stage=action.stage == self._last_stage,
+                is_last_stage=is_last_stage,
             )
         call.num_tokens += num_tokens
         # The model would keep it until its next forward.
         get_attr_wrapped_model(call.models[chunk], "set_input_tensor")([None])
-        if not call.forward_only:
-            self._held[key] = given, made
-        return (made,)
+        return given, made
+
+    def check(self) -> None:
+        """Behind the last computation of a call: raises ValueError for what only then is known to be wrong."""
 
     def let_go(self, made: Tensors) -> None:
         assert self._call is not None
@@ -99,7 +114,7 @@ class ChunkStages:
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         call, _ = self._of(action)
         given, made = self._held.pop((action.stage, action.microbatch))
-        if not gradients and action.stage != self._last_stage:
+        if not gradients and action.stage != self.last_stage:
             raise RuntimeFault(f"{action} was given no gradient, but only the last stage makes its own from the loss")
         gradient = schedules.backward_step(given, made, gradients[0] if gradients else None, call.config)
         return () if gradient is None else (gradient,)

@@ -20,13 +20,15 @@ from megatron.core.utils import get_model_config
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.forwards import forwards_only
 from bpipe.program import ScheduleConfig
 from bpipe.runtime.executor import Executor, neighbours
+from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SharedGroups
 from bpipe.transport.edges import Edges
-from megatron.scheduling import patches, upstream
+from megatron.scheduling import patches, upstream, vocabulary
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import no_barrier
 from megatron.scheduling.chunks import Call, ChunkStages
@@ -34,8 +36,10 @@ from megatron.scheduling.delaying import delaying
 from megatron.scheduling.driver import Driver
 from megatron.scheduling.halves import Halves, Keep
 from megatron.scheduling.hooks import group_of
-from megatron.scheduling.links import connect_neighbours
+from megatron.scheduling.links import connect_neighbours, connect_shards
+from megatron.scheduling.shards import ShardedStages
 from megatron.scheduling.syncing import Marks, Syncing
+from megatron.scheduling.vocabulary import output_shard
 
 # The process groups that finalising gradients, and the embedding's deferred ones, are told of.
 _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
@@ -62,12 +66,14 @@ class Loop:
         driver.waiting = lambda backward: self._halves.storages((backward.stage, backward.microbatch))
         self._prepared: dict[object, _Prepared] = {}
         self._groups: Any = None
+        self._shared: SharedGroups | None = None
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what; Megatron's steps stay as they are, and are called."""
         loops = (patches.ONE_F_ONE_B, patches.INTERLEAVED, patches.NO_PIPELINING)
         halves = self._halves.wraps() if self._own.splits else {}
-        return {**dict.fromkeys(loops, self._wrap), **dict.fromkeys(patches.LEAVES, _as_it_is), **halves}
+        shards = {} if self._own.vocabulary is Vocabulary.WHOLE else vocabulary.wraps()
+        return {**dict.fromkeys(loops, self._wrap), **dict.fromkeys(patches.LEAVES, _as_it_is), **halves, **shards}
 
     def close(self) -> None:
         """Training is over, one way or the other."""
@@ -122,13 +128,13 @@ class Loop:
         )
         sizes = seq_length, micro_batch_size, decoder_seq_length
         if forward_only:
-            prepared = self._prepare((num_microbatches, *sizes), functools.partial(self._forwards, num_microbatches))
+            prepared = self._prepare((num_microbatches, *sizes), functools.partial(self._forwards, num_microbatches), models)
             with _timed(config), _of(prepared.stages, call):
                 prepared.executor.run()
             return call.losses
         program = self._program(num_microbatches, config)
         with self._driver.iteration(program, config) as schedule:
-            prepared = self._prepare((program, *sizes), lambda: schedule)
+            prepared = self._prepare((program, *sizes), lambda: schedule, models)
             with no_barrier(config) if self._driver.changed_over else contextlib.nullcontext(), _timed(config):
                 self._train(prepared, call, config, groups, force_all_reduce)
         return call.losses
@@ -143,6 +149,7 @@ class Loop:
             syncing.begin()
             try:
                 prepared.executor.run(_Around(self._driver, syncing))
+                prepared.stages.check()
             finally:
                 syncing.end()
         if finalize is not None:
@@ -163,7 +170,7 @@ class Loop:
     def _forwards(self, num_microbatches: int) -> Schedule:
         return forwards_only(self._own.layout, num_microbatches)
 
-    def _prepare(self, key: object, schedule_of: Callable[[], Schedule]) -> _Prepared:
+    def _prepare(self, key: object, schedule_of: Callable[[], Schedule], models: Sequence[torch.nn.Module]) -> _Prepared:
         """Collective over the world the first time."""
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -175,10 +182,22 @@ class Loop:
             own = schedule.layout.stages_of(rank)
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
             split = {(action.stage, action.microbatch) for action in order if action.kind is Kind.BACKWARD_WEIGHT}
-            stages = ChunkStages({stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1, split, self._halves)
-            executor = Executor(schedule, rank, stages, Edges(rank, self._groups, self._driver.device))
+            chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
+            edges = Edges(rank, self._groups, self._driver.device)
+            if schedule.layout.vocabulary is Vocabulary.WHOLE:
+                stages = ChunkStages(chunks, last, split, self._halves)
+                executor = Executor(schedule, rank, stages, edges)
+            else:
+                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[0]))
+                executor = Executor(schedule, rank, stages, EdgesAndCollectives(edges, self._collectives(schedule)), sharded.shard)
             prepared = self._prepared[key] = _Prepared(executor, stages, Marks.of(order, stages.chunks))
         return prepared
+
+    def _collectives(self, schedule: Schedule) -> Collectives:
+        """Collective over the world the first time."""
+        if self._shared is None:
+            self._shared = connect_shards(self._config.positions, self._config.message_timeout_s, self._driver.device)
+        return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, self._driver.device)
 
 
 class _Around:

@@ -27,6 +27,9 @@ def complete(args: Any) -> None:
     Before Megatron's `validate_args`, and after it took arguments from a checkpoint.
     """
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
+    if getattr(args, "bpipe_vocabulary", None) is not None:
+        upstream.require(args, "following")
+        _file_by_layer(args)
     name = getattr(args, "bpipe_schedule", None)
     if name is None:
         return
@@ -63,7 +66,13 @@ def follow(args: Any, positions: Positions) -> None:
         if num_ranks == 2:
             # Megatron's interleaved loop needs it between two ranks; that loop does not run.
             args.overlap_p2p_comm = True
-    if not positions.native and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+    if not positions.native:
+        _file_by_layer(args)
+
+
+def _file_by_layer(args: Any) -> None:
+    """What the distributed optimizer files by its buffers is another rank's elsewhere."""
+    if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         args.dist_ckpt_optim_fully_reshardable = True
         upstream.remark("the distributed optimizer's state is saved by layer, as --dist-ckpt-optim-fully-reshardable says")
 

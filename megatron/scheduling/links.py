@@ -17,6 +17,7 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
+from bpipe.transport.collectives import SharedGroups, connect_shared
 from bpipe.transport.connect import Connection, MeasuredLink, connect
 from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import connect_edges
@@ -40,9 +41,23 @@ def connect_neighbours(edges: Sequence[Pair], positions: Positions, timeout_s: f
     """This rank's groups for messages, by the place of the neighbour; `edges` are places of neighbours. Collective over the world."""
     rank, ways = dist.get_rank(), pipelines(positions)
     pairs = sorted((min(both), max(both)) for way in ways for both in ((way[low], way[high]) for low, high in edges))
-    groups = connect_edges(pairs, "nccl" if device.type == "cuda" else "gloo", timeout_s, device)
+    groups = connect_edges(pairs, _backend(device), timeout_s, device)
     mine = next(way for way in ways if rank in way)
     return {mine.index(neighbour): both for neighbour, both in groups.items()}
+
+
+def connect_shards(positions: Positions, timeout_s: float, device: torch.device) -> SharedGroups:
+    """This rank's groups for collectives of all ranks that share a vocabulary. Collective over the world."""
+    ways = pipelines(positions)
+    # With tensor parallelism the ranks of several pipelines.
+    mine = tuple(sorted(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return connect_shared(ways, sorted(set(found)), _backend(device), timeout_s, device)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def connect_pairs(

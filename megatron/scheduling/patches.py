@@ -90,6 +90,7 @@ GET_MODEL = Patch(
     bound_in=("megatron.training",),
 )
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
+GPT_MODEL = Patch("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", ("self",), observes=True)
 LAYERS_BEFORE = Patch(_LAYOUT, "PipelineParallelLayerLayout.get_layer_offset", ("self", "layer_type", "vp_stage", "pp_rank"))
 LAYERS_TO_BUILD = Patch(_LAYOUT, "PipelineParallelLayerLayout.get_num_layers_to_build", ("self", "layer_type", "vp_stage", "pp_rank"))
 DATA_ITERATORS = Patch("megatron.training.training", "build_train_valid_test_data_iterators", ("build_train_valid_test_datasets_provider",))
@@ -119,6 +120,7 @@ PATCHES = (
         POSITION_EMBEDDING_RANKS,
         BUILD_CHUNKS,
         GET_MODEL,
+        GPT_MODEL,
     ),
     *(LAYERS_BEFORE, LAYERS_TO_BUILD, DATA_ITERATORS, TIED_GRADIENTS, SAVE, LOAD, CHECKPOINT_FORMAT, STATE_BY_BUFFER, STATE_BY_RANK),
 )
@@ -126,6 +128,14 @@ PATCHES = (
 LEAVES = (
     FORWARD_STEP,
     BACKWARD_STEP,
+    Patch(
+        _SCHEDULES,
+        "forward_step_calc_loss",
+        (
+            *("model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data", "num_microbatches"),
+            *("forward_data_store", "cp_group_size", "is_last_stage"),
+        ),
+    ),
     Patch(_SCHEDULES, "deallocate_output_tensor", ("out", "deallocate_pipeline_outputs")),
     Patch(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond")),
     Patch(_SCHEDULES, "clear_embedding_activation_buffer", ("config", "model", "is_last_stage")),

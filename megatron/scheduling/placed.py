@@ -59,9 +59,7 @@ class Placed:
             patches.GET_MODEL: self._wrap_get_model,
             patches.LAYERS_BEFORE: self._wrap_layers,
             patches.LAYERS_TO_BUILD: self._wrap_layers,
-            patches.CHECKPOINT_FORMAT: _refuse_files_by_rank,
-            patches.STATE_BY_BUFFER: _refuse_state,
-            patches.STATE_BY_RANK: _refuse_state,
+            **BY_LAYER,
         }
         if self._positions.folded:
             wraps |= {
@@ -265,8 +263,8 @@ def _refuse_files_by_rank(get_format: Callable[..., str]) -> Callable[..., str]:
         found = get_format(checkpoint_name, args)
         if found != "torch_dist":
             raise ValueError(
-                f"{checkpoint_name} is of the format {found}, which files weights by rank, and here ranks have other layers than where it "
-                "was saved: convert it there with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+                f"{checkpoint_name} is of the format {found}, which files weights by rank, and here ranks have other weights than where "
+                "it was saved: convert it there with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
             )
         return found
 
@@ -274,13 +272,21 @@ def _refuse_files_by_rank(get_format: Callable[..., str]) -> Callable[..., str]:
 
 
 def _refuse_state(method: Callable[..., Any]) -> Callable[..., Any]:
-    """State that is filed by buffer or by rank says nothing of which layers it belongs to, and here they are others'."""
+    """State that is filed by buffer or by rank says nothing of which weights it belongs to, and here they are others'."""
 
     @functools.wraps(method)
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            "this checkpoint files the distributed optimizer's state by the buffers of each rank, and here ranks have other layers than "
+            "this checkpoint files the distributed optimizer's state by the buffers of each rank, and here ranks have other weights than "
             "where it was saved: save it there with --dist-ckpt-optim-fully-reshardable, or go on without it by --no-load-optim"
         )
 
     return refuse
+
+
+# Where ranks have other weights than without our flags, a checkpoint must say of each which it is.
+BY_LAYER: dict[patches.Patch, patches.Wrap] = {
+    patches.CHECKPOINT_FORMAT: _refuse_files_by_rank,
+    patches.STATE_BY_BUFFER: _refuse_state,
+    patches.STATE_BY_RANK: _refuse_state,
+}

@@ -197,6 +197,53 @@ PLACED: tuple[Refusal, ...] = (
     ),
 )
 
+# What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has without.
+SHARDED: tuple[Refusal, ...] = (
+    Refusal(
+        "one weight for embedding and output layer",
+        # Of the arguments alone; a model's own is looked at when it is built.
+        lambda s: s.untie_embeddings_and_output_weights is False,
+        "the embedding is not split with the output layer, so one weight cannot serve both",
+        "use --untie-embeddings-and-output-weights",
+    ),
+    Refusal(
+        "prediction of further tokens",
+        lambda s: s.mtp_num_layers,
+        "further tokens' losses are made of logits that no rank has",
+        "drop --mtp-num-layers",
+    ),
+    Refusal(
+        "deferred gradients of the output layer",
+        lambda s: s.defer_embedding_wgrad_compute,
+        "Megatron defers the output layer's weight gradient on the last stage, where here is but a part of it",
+        "drop --defer-embedding-wgrad-compute",
+    ),
+    Refusal(
+        "models without weights at first",
+        lambda s: s.init_model_with_meta_device,
+        "rows are dealt out as soon as a model is built, and on the meta device it has none",
+        "drop --init-model-with-meta-device",
+    ),
+    Refusal(
+        "hybrid models in shards",
+        lambda s: s.hybrid_layer_pattern,
+        "only GPTModel's output layer is split",
+        "drop --hybrid-layer-pattern",
+    ),
+    Refusal(
+        "checkpoints by rank of shards",
+        lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
+        "only checkpoints of the format torch_dist file rows by their place in the vocabulary; others file them by rank",
+        "use --ckpt-format torch_dist",
+    ),
+    Refusal(
+        "local checkpoints of shards",
+        lambda s: s.non_persistent_ckpt_type == "local",
+        "local checkpoints file weights by rank",
+        "use --non-persistent-ckpt-type global",
+    ),
+)
+
 
 def _experts(settings: Settings) -> bool:
     """Whether there are any; the arguments and a model's configuration have different names for it."""
@@ -210,9 +257,9 @@ def reasons(settings: object, balance: bool, executor: bool = False) -> list[str
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in asked if refusal.applies(Settings(settings))]
 
 
-def reasons_of_placement(settings: object, wanted: str) -> list[str]:
-    """Why these settings cannot train with the placement that `wanted`, a flag and its value, brings: a line each, or none."""
-    return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in PLACED if refusal.applies(Settings(settings))]
+def reasons_of(refusals: Sequence[Refusal], settings: object, wanted: str) -> list[str]:
+    """Why these settings cannot train with what `wanted`, a flag and its value, brings: a line each, or none."""
+    return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in refusals if refusal.applies(Settings(settings))]
 
 
 def refuse(settings: object, balance: bool) -> None:

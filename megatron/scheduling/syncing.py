@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import SHARDS, Action, Kind
 
-# What of a chunk's computations makes gradients of weights: each of these halves has a last micro-batch of its own.
-_HALVES = ({Kind.BACKWARD, Kind.BACKWARD_INPUT}, {Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+# What of a chunk's computations makes gradients of weights: each of these has a last micro-batch of its own.
+_HALVES = ({Kind.BACKWARD, Kind.BACKWARD_INPUT}, {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}, {Kind.SHARD_BACKWARD})
+# A shard of the vocabulary belongs to no stage; its weight is with the rank's first chunk.
+_CHUNK_OF_SHARDS = 0
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,15 @@ class Marks:
     @classmethod
     def of(cls, order: Iterable[Action], chunks: Mapping[int, int]) -> Marks:
         """`chunks[stage]` is a stage's place in the list of models."""
+        making = frozenset().union(*_HALVES)
         first: dict[int, Action] = {}
         ends: list[dict[int, Action]] = [{} for _ in _HALVES]
         final: dict[int, Action] = {}
         for action in order:
-            chunk = chunks[action.stage]
+            chunk = _CHUNK_OF_SHARDS if action.kind in SHARDS else chunks[action.stage]
             if action.kind is Kind.FORWARD:
                 first.setdefault(chunk, action)
+            if action.kind not in making:
                 continue
             final[chunk] = action
             for half, end in zip(_HALVES, ends, strict=True):

@@ -104,8 +104,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "beside": ("barrier_with_L1_time", "finalize_model_grads_func"),
     "driver": ("batch_p2p_sync", "timers"),
     "choosing": (
-        *("data_parallel_size", "global_batch_size", "micro_batch_size", "pipeline_model_parallel_size", "step_batch_size_schedule"),
-        "virtual_pipeline_model_parallel_size",
+        *("data_parallel_size", "global_batch_size", "micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size"),
+        *("step_batch_size_schedule", "tensor_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     ),
     "following": (
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers"),
@@ -147,6 +147,7 @@ OPTIONAL: dict[str, str] = {
     "cpu_offloading_num_layers": _NO_OFFLOADING,
     "cuda_graph_impl": _NO_CUDA_GRAPHS,
     "dataloader_inter_document_masking": _NO_PACKING,
+    "defer_embedding_wgrad_compute": "no gradients put off",
     "distribute_saved_activations": "saved activations stay whole",
     "enable_cuda_graph": _NO_CUDA_GRAPHS,
     "expert_gtp_weight_remat_size": _NO_SHARDS,
@@ -158,6 +159,7 @@ OPTIONAL: dict[str, str] = {
     "gtp_weight_remat_size": _NO_SHARDS,
     "hybrid_context_parallel": _NO_PACKING,
     "hybrid_layer_pattern": "layers of one kind",
+    "init_model_with_meta_device": "models are built with their weights",
     "inprocess_restart": "no in-process restart",
     "iterations_to_skip": "no iteration is skipped",
     "load": "nothing is loaded",
@@ -179,6 +181,7 @@ OPTIONAL: dict[str, str] = {
     "sft": _NO_PACKING,
     "tensor_parallel_num_weight_shards": _NO_SHARDS,
     "tp_comm_overlap": "tensor-parallel communication is not overlapped",
+    "untie_embeddings_and_output_weights": "embedding and output layer have weights of their own",
     "use_megatron_fsdp": "no FSDP",
     "use_ring_exchange_p2p": "no ring exchange",
     "use_torch_fsdp2": "no FSDP",
@@ -194,6 +197,7 @@ _NOT_IN_CONFIGURATION = frozenset(
         *("dataloader_inter_document_masking", "fake_process_group", "inprocess_restart", "num_experts", "perform_rl_step", "sft"),
         *("use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
         *("ckpt_format", "hybrid_layer_pattern", "iterations_to_skip", "load", "non_persistent_ckpt_type", "save"),
+        "untie_embeddings_and_output_weights",
     )
 )
 

@@ -17,12 +17,13 @@ from bpipe.generate.family import ALIKE
 from bpipe.generate.timing import pace
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build, choice_of
 from megatron.scheduling import upstream
-from megatron.scheduling.choosing import own_schedule
+from megatron.scheduling.choosing import own_schedule, unplaced
 from megatron.scheduling.following import complete
 
 # Sound, but sums of gradients come out otherwise.
@@ -43,6 +44,9 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_delay": None,
             "bpipe_bound": None,
             "bpipe_kept": None,
+            "bpipe_vocabulary": None,
+            "padded_vocab_size": 1024,
+            "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 4,
             "virtual_pipeline_model_parallel_size": None,
             "num_virtual_stages_per_pipeline_rank": None,
@@ -232,3 +236,20 @@ def test_what_does_not_fit_is_refused_with_the_way_out(flags: dict[str, Any], me
             flags = flags | {"bpipe_schedule": str(tmp_path / f"{name.lower()}.csv")}
     with pytest.raises(ValueError, match=f"(?s){message}"):
         own_schedule(args(**flags))
+
+
+def test_an_output_layer_in_shards_is_run_by_our_own_loop() -> None:
+    found = own_schedule(args(bpipe_vocabulary="1"))
+    assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.ONE, exchange=Exchange.POSTED)
+    assert unplaced(args(bpipe_vocabulary="1"), found) == []
+
+
+def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"interleaved-1f1b has no place for shards of the vocabulary: .* choose from 1f1b"):
+        own_schedule(args(bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2))
+    with pytest.raises(ValueError, match=r"--bpipe-vocabulary interlaced: --bpipe-schedule mine.csv is a file; choose from 1f1b"):
+        own_schedule(args(bpipe_vocabulary="interlaced", bpipe_schedule="mine.csv"))
+    uneven = args(bpipe_vocabulary="1", padded_vocab_size=1028)
+    (problem,) = unplaced(uneven, own_schedule(uneven))  # type: ignore[arg-type]
+    assert problem.startswith("--bpipe-vocabulary 1: a vocabulary of 1028 rows is not to be had in 8 equal shards")
+    assert problem.endswith("--make-vocab-size-divisible-by 128")

@@ -17,7 +17,7 @@ import pytest
 
 from megatron.scheduling.arguments import SchedulingConfig, add_arguments
 from megatron.scheduling.patches import PATCHES
-from megatron.scheduling.refusals import PLACED, REFUSALS, Refusal
+from megatron.scheduling.refusals import PLACED, REFUSALS, SHARDED, Refusal
 from megatron.scheduling.upstream import TRIED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +41,9 @@ def plain(cell: str) -> str:
     return cell.replace("`", "")
 
 
-@pytest.mark.parametrize(("heading", "refusals"), [("What is refused", REFUSALS), ("Stages placed as a V", PLACED)])
+@pytest.mark.parametrize(
+    ("heading", "refusals"), [("What is refused", REFUSALS), ("Stages placed as a V", PLACED), ("The output layer in shards", SHARDED)]
+)
 def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tuple[Refusal, ...]) -> None:
     documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table(heading)}
     assert documented == {refusal.feature: (refusal.reason, refusal.remedy) for refusal in refusals}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.scheduling import upstream
-from megatron.scheduling.following import follow
+from megatron.scheduling.following import complete, follow
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import PLACED, reasons_of_placement
+from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
 
 V = Positions(4, backwards=True, mirrored=(True, False))
 ROUNDS = Positions(4, mirrored=(False, False))
@@ -122,9 +122,35 @@ def test_every_refusal_is_tried() -> None:
 @pytest.mark.parametrize(("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried])
 def test_what_cannot_be_placed_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in PLACED if refusal.feature == feature)
-    assert reasons_of_placement(SimpleNamespace(**settings), WANTED) == [f"{WANTED}: {refusal.reason}; {refusal.remedy}"]
+    assert reasons_of(PLACED, SimpleNamespace(**settings), WANTED) == [f"{WANTED}: {refusal.reason}; {refusal.remedy}"]
 
 
 @pytest.mark.parametrize("settings", ALLOWED)
 def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
-    assert reasons_of_placement(SimpleNamespace(**settings), WANTED) == []
+    assert reasons_of(PLACED, SimpleNamespace(**settings), WANTED) == []
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "one weight for embedding and output layer": {"untie_embeddings_and_output_weights": False},
+    "prediction of further tokens": {"mtp_num_layers": 1},
+    "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
+    "models without weights at first": {"init_model_with_meta_device": True},
+    "hybrid models in shards": {"hybrid_layer_pattern": "M*M-"},
+    "checkpoints by rank of shards": {"load": "here", "ckpt_format": "torch"},
+    "local checkpoints of shards": {"non_persistent_ckpt_type": "local"},
+}
+
+
+def test_what_cannot_be_split_is_refused_for_its_own_reason() -> None:
+    assert {refusal.feature for refusal in SHARDED} == SPLIT.keys()
+    for refusal in SHARDED:
+        settings = SimpleNamespace(**SPLIT[refusal.feature])
+        assert reasons_of(SHARDED, settings, "--x") == [f"--x: {refusal.reason}; {refusal.remedy}"]
+    fine = SimpleNamespace(untie_embeddings_and_output_weights=True, save="here", ckpt_format="torch_dist", mtp_num_layers=None)
+    assert reasons_of(SHARDED, fine, "--x") == []
+
+
+def test_shards_file_the_optimizers_state_by_layer() -> None:
+    args = parsed(bpipe_vocabulary="1", bpipe_schedule=None, use_distributed_optimizer=True)
+    complete(args)
+    assert args.dist_ckpt_optim_fully_reshardable

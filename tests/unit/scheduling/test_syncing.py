@@ -94,6 +94,17 @@ def test_halves_reduce_in_the_last_of_each() -> None:
     assert log == ["0F0", "0F1", "0I0", "0I1 alone", "0W0", "0W1 alone"]
 
 
+def test_a_shard_of_the_output_layer_reduces_in_its_last_t() -> None:
+    """Its weight has no gradient from B, and what has one from B has none from T."""
+    log = Log(1)
+    order = [read_action(text) for text in ("0F0", "0F1", "0S0", "0T0", "0S1", "0B0", "0T1", "0B1")]
+    walked(order, {0: 0}, log, log.config(no_sync_func=log.no_sync))
+    assert log == ["0F0", "0F1", "0S0", "0T0", "0S1", "0B0", "0T1 alone", "0B1 alone"]
+    aligned = Log(1)
+    walked(order, {0: 0}, aligned, aligned.config(no_sync_func=aligned.no_sync, grad_sync_func=aligned.start("reduce", 0)))
+    assert aligned == [*map(str, order), "reduce 0"]
+
+
 def test_an_aligned_reduction_starts_behind_the_last() -> None:
     log = Log(2)
     order = order_of(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2), 1)

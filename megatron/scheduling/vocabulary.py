@@ -1,0 +1,170 @@
+"""Split the output layer of a model over all ranks of its pipeline, as soon as Megatron has built it.
+
+In: a rank's model as Megatron's constructor leaves it. Out: the same with a shard of the output layer, under the name of the whole one. On
+the last rank the model's forward notes what it would have computed logits and losses of, and computes neither. Knows no schedule.
+
+Megatron's constructor runs to its end first, so that all weights are those of a run without shards: each rank draws by a seed of its own,
+and a shard that was drawn where it lies would be another. Then the last rank deals its rows out.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.utils import unwrap_model
+
+from bpipe.vocabulary.rows import Rows
+from megatron.scheduling import patches
+from megatron.scheduling.placed import BY_LAYER
+from megatron.scheduling.refusals import SHARDED, end_where, reasons_of
+
+
+class Noted(NamedTuple):
+    """What a micro-batch's loss is computed of: the last layer's output [s, b, h], of this rank's part of s, and the labels [b, s].
+
+    `losses` [b, s], zeros, stood in for the tokens' losses.
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    losses: torch.Tensor
+
+
+class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's own layer with fewer rows. A model that calls it in its forward gets back what it gave: only `logits` computes."""
+
+    def __init__(self, model: Any) -> None:
+        """New rows, with nothing in them yet. Raises ValueError where the vocabulary does not make equal shards."""
+        config, pipeline = model.config, model.pg_collection.pp
+        self.rows = Rows(model.vocab_size, model.pg_collection.tp.size(), pipeline.size())
+        self.number = self.rows.shard(model.pg_collection.tp.rank(), pipeline.rank())
+        # To draw numbers here would change all that are drawn afterwards, dropout among them.
+        undrawn = copy.copy(config)
+        undrawn.perform_initialization = False
+        super().__init__(
+            config.hidden_size,
+            self.rows.each * self.rows.tensor,
+            config=undrawn,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=model.pg_collection.tp,
+        )
+        self.config = config
+        self._scaled = model._scale_logits
+        self._computes = False
+        self._hidden: torch.Tensor | None = None
+        self._noted: Noted | None = None
+
+    @property
+    def first_row(self) -> int:
+        return self.rows.of(self.number).start
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, r] of the last layer's output, as Megatron makes them. Through the module, so that its hooks see to its weight."""
+        self._computes = True
+        try:
+            return self._scaled(self(x)[0])  # type: ignore[no-any-return]
+        finally:
+            self._computes = False
+
+    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        if self._computes:
+            return super().forward(input_, weight, runtime_gather_output)
+        self._hidden = input_
+        return input_, None
+
+    def note(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """In place of the model's `compute_language_model_loss`: what stands in for the tokens' losses."""
+        assert self._hidden is not None, "a model computes its losses behind its output layer"
+        losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device, requires_grad=torch.is_grad_enabled())
+        self._noted, self._hidden = Noted(self._hidden, labels, losses), None
+        return losses
+
+    def noted(self) -> Noted:
+        """What the model's forward has noted. Raises ValueError where it computed no losses."""
+        noted, self._noted, self._hidden = self._noted, None, None
+        if noted is None:
+            raise ValueError(
+                "with --bpipe-vocabulary no rank has all logits of a micro-batch, and this script asked its model for them: call the model "
+                "with labels, or train without --bpipe-vocabulary"
+            )
+        return noted
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None) -> Any:
+        """The rows of the whole layer's weight, under its key and of its shape."""
+        assert metadata is not None, "Megatron says which ranks have replicas"
+        assert not sharded_offsets, "an output layer is in no layer of a stage"
+        key = f"{prefix}weight"
+        replica = (0, 0, metadata["dp_cp_group"].rank())
+        offsets = (0, self.number, self.rows.num_shards)
+        return {key: ShardedTensor.from_rank_offsets(key, self.weight, offsets, replica_id=replica, allow_shape_mismatch=True)}
+
+
+def wraps() -> dict[patches.Patch, patches.Wrap]:
+    """What to put in place of what, before any model is built."""
+    return {patches.GPT_MODEL: _wrap_constructor, **BY_LAYER}
+
+
+def output_shard(model: Any) -> OutputLayerShard:
+    """A model's shard, whatever is wrapped around it. Raises ValueError for a model that has none."""
+    inner = unwrap_model(model)
+    layer = getattr(inner, "output_layer", None)
+    if not isinstance(layer, OutputLayerShard):
+        raise ValueError(
+            f"--bpipe-vocabulary splits the output layer of a GPTModel when that is built, and this is a {type(inner).__name__}: train "
+            "without --bpipe-vocabulary"
+        )
+    return layer
+
+
+def _wrap_constructor(construct: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(construct)
+    def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        split(self)
+
+    return constructed
+
+
+def split(model: Any) -> None:
+    """Deal the output layer's rows out. Collective over the model's pipeline. Raises ValueError for what cannot be split."""
+    end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model)])
+    whole = model.output_layer.weight if model.post_process else None
+    shard = OutputLayerShard(model)
+    with torch.no_grad():
+        _deal(None if whole is None else whole.data, shard.weight.data, model.pg_collection.pp)
+    # As Megatron marks the whole layer's.
+    shard.weight.is_embedding_or_output_parameter = True
+    if model.config.use_mup:
+        shard.weight.is_embedding_parameter = True
+    model.output_layer = shard
+    if model.post_process:
+        model.compute_language_model_loss = shard.note
+
+
+def _of_model(model: Any) -> Iterator[str]:
+    """What only a model says; flags say the same where the model is made of them."""
+    if model.share_embeddings_and_output_weights:
+        yield "--bpipe-vocabulary: this model's output layer shares its weight with the embedding; build it with weights of their own"
+    if not model.parallel_output:
+        yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
+    if model.vp_stage is not None:
+        yield "--bpipe-vocabulary: this model has virtual stages, and shards of the vocabulary are for one stage a rank"
+
+
+def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any) -> None:
+    """`whole` is the last rank's, of all its rows; into `rows` come this rank's."""
+    last = dist.get_process_group_ranks(pipeline)[-1]
+    # Models may be built on the CPU where the group cannot send from.
+    parts = None if whole is None else [part.contiguous().cuda() for part in whole.chunk(pipeline.size())]
+    mine = rows.cuda()
+    dist.scatter(mine, parts, src=last, group=pipeline)
+    rows.copy_(mine)
