@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # Set up if needed, train a small GPT on real text twice through Megatron's own trainer - first without, then with --bpipe - and show what
-# balancing did and that it changed no result. Usage: scripts/quickstart.sh [more flags of pretrain_gpt.py, for both runs]
+# balancing did and that it changed no result. Usage: scripts/quickstart.sh [--schedule NAME] [more flags of pretrain_gpt.py, for both runs]
 #
-# With 8 GPUs or more it runs one rank a GPU; otherwise on the CPU. Everything it leaves is in runs/quickstart: the corpus, a log of each
-# run, what each stage measured, summary.json, and the balanced run to look at: report.html and trace.json.
+# With --schedule grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b the second run trains by that schedule, and the first by
+# Megatron's own loop for as many virtual stages, on the same text and to the same bits: without dropout, which follows the order.
+#
+# With 8 GPUs or more it runs one rank a GPU; otherwise on the CPU. Everything it leaves is in runs/quickstart, or in the folder that RUNS
+# names: the corpus, a log of each run, what each stage measured, summary.json, and the balanced run to look at: report.html and trace.json.
+# What a schedule of its own leaves lies in a folder of its name there.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
 fi
 
@@ -17,20 +21,49 @@ STAGES=8
 MICROBATCHES=16
 MICRO_BATCH_SIZE=2
 ITERATIONS=40
-# In the middle, when everything has been allocated and touched.
-RECORDED=20-22
 VOCABULARY=512
-RUNS="$ROOT/runs/quickstart"
+RUNS="${RUNS:-$ROOT/runs/quickstart}"
 CORPUS="$RUNS/data/stdlib.jsonl"
 DATA="$RUNS/data/stdlib_text_document"
+RESULTS="$RUNS"
+LAYERS="$STAGES"
+PLAIN="without balancing"
+BALANCED="with --bpipe"
+BOTH_ARGS=()
+SCHEDULE_ARGS=()
+
+if [[ "${1:-}" == --schedule ]]; then
+    case "${2:-}" in
+        grouped-interleaved | interleaved-1f1b)
+            # Twice the layers, a stage of each virtual one, and so half the iterations.
+            LAYERS=$((2 * STAGES)) ITERATIONS=$((ITERATIONS / 2))
+            BOTH_ARGS+=(--num-virtual-stages-per-pipeline-rank 2)
+            ;;
+        1f1b-split | zb-h1) ;;
+        zb-v | v-half | v-min)
+            die "--schedule $2: there each rank has other layers, whose weights begin otherwise, so nothing could be compared with Megatron's" \
+                "own loop. Remedy: --schedule grouped-interleaved; docs/megatron.md says how to train by $2."
+            ;;
+        *) die "--schedule '${2:-}' is none of these: grouped-interleaved, zb-h1, 1f1b-split, interleaved-1f1b. Remedy: name one of them." ;;
+    esac
+    RESULTS="$RUNS/$2"
+    PLAIN="by Megatron's own schedule"
+    BALANCED="by $2, with --bpipe"
+    BOTH_ARGS+=(--attention-dropout 0 --hidden-dropout 0)
+    SCHEDULE_ARGS+=(--bpipe-schedule "$2")
+    shift 2
+fi
+# In the middle, when everything has been allocated and touched.
+RECORDED=$((ITERATIONS / 2))-$((ITERATIONS / 2 + 2))
 
 set_up "then training twice on Python's own source and comparing (about 5 minutes on 2 cores)"
 cd "$ROOT"
 
 # Two of these at once would write into each other's folders.
+mkdir -p "$RUNS"
 if command -v flock >/dev/null; then
-    exec 8<"${BASH_SOURCE[0]}"
-    flock -n 8 || die "another quickstart of this checkout is running. Remedy: wait for it, or stop it."
+    exec 8<"$RUNS"
+    flock -n 8 || die "another quickstart is running in $RUNS. Remedy: wait for it, or stop it."
 fi
 
 # --- The data ---------------------------------------------------------------------------------------------------------------------------
@@ -77,7 +110,7 @@ fi
 # --- The two runs -----------------------------------------------------------------------------------------------------------------------
 
 MODEL_ARGS=(
-    --num-layers "$STAGES" --hidden-size 128 --num-attention-heads 4
+    --num-layers "$LAYERS" --hidden-size 128 --num-attention-heads 4
     --seq-length 256 --max-position-embeddings 256
 )
 TRAINING_ARGS=(
@@ -96,27 +129,32 @@ LOGGING_ARGS=(--log-interval 1 --eval-interval 1000 --eval-iters 0 --distributed
 train() {
     local name=$1 description=$2
     shift 2
-    say "training $description ($ITERATIONS iterations, $STAGES stages, $MICROBATCHES micro-batches; log: $RUNS/$name.log)"
-    rm -rf "${RUNS:?}/$name"
+    say "training $description ($ITERATIONS iterations, $STAGES stages, $MICROBATCHES micro-batches; log: $RESULTS/$name.log)"
+    rm -rf "${RESULTS:?}/$name"
     # When one rank fails, torchrun's own summary is the end of the log, and says nothing of why.
-    CAUSES='^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)(: |$)' run_logged "$RUNS/$name.log" ' iteration +[0-9]+/|^bpipe: ' \
+    CAUSES='^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)(: |$)' run_logged "$RESULTS/$name.log" ' iteration +[0-9]+/|^bpipe: ' \
         "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$STAGES" pretrain_gpt.py \
         "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}" \
-        --bpipe-report "$RUNS/$name" --bpipe-report-iterations "$RECORDED" "$@" || {
+        "${BOTH_ARGS[@]}" --bpipe-report "$RESULTS/$name" --bpipe-report-iterations "$RECORDED" "$@" || {
         local status=$?
-        ((status > 128)) || say "training $description failed; its whole log: $RUNS/$name.log"
+        ((status > 128)) || say "training $description failed; its whole log: $RESULTS/$name.log"
         exit "$status"
     }
 }
 
-rm -f "$RUNS/summary.json"
-train plain "without balancing" "$@"
-train balanced "with --bpipe" --bpipe "$@"
+rm -f "$RESULTS/summary.json"
+train plain "$PLAIN" "$@"
+train balanced "$BALANCED" --bpipe "${SCHEDULE_ARGS[@]}" "$@"
 
 echo
-bpipe compare "$RUNS/plain" "$RUNS/balanced" --balancing --stages "$STAGES" --iterations "$ITERATIONS" --rows 0 --json "$RUNS/summary.json"
+if ((${#SCHEDULE_ARGS[@]} > 0)); then
+    echo "A trained $PLAIN, B $BALANCED"
+    if ((LAYERS > STAGES)); then echo "2 virtual stages a rank: a stage below is a rank, and a micro-batch one of one virtual stage"; fi
+fi
+bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --stages "$STAGES" --iterations "$ITERATIONS" --rows 0 \
+    --json "$RESULTS/summary.json"
 
 # --- The report of the balanced run -----------------------------------------------------------------------------------------------------
 
 echo
-bpipe report "$RUNS/balanced" --html "$RUNS/report.html" --trace "$RUNS/trace.json"
+bpipe report "$RESULTS/balanced" --html "$RESULTS/report.html" --trace "$RESULTS/trace.json"

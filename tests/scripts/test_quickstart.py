@@ -1,0 +1,152 @@
+"""scripts/quickstart.sh with trainings that are made up: which two it runs, what it shows of them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.program import ScheduleConfig, balancing, build
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = {"grouped-interleaved": ["--num-virtual-stages-per-pipeline-rank", "2"], "zb-h1": []}
+
+# In place of Python: whatever is asked of the environment is there, the text is made, and a training leaves its command line and the report
+# of a run that held what the table in $HELD says.
+FAKE = """
+import json, os, sys
+from pathlib import Path
+
+arguments = sys.argv[1:]
+if "scripts/environment.py" in " ".join(arguments):
+    print("as it should be") if "--stamp" in arguments else None
+    sys.exit()
+if arguments[0].startswith("scripts/data/"):
+    sys.exit()
+if "torch.distributed.run" not in arguments:
+    os.execv(sys.executable, [sys.executable, *arguments])
+after = lambda flag: arguments[arguments.index(flag) + 1]
+folder = Path(after("--bpipe-report"))
+folder.mkdir(parents=True)
+(folder / "arguments.json").write_text(json.dumps(arguments))
+balanced = "--bpipe" in arguments
+for stage, (held, moved) in enumerate(json.loads(os.environ["HELD"])[balanced]):
+    report = {"rank": stage, "stage": stage, "balanced": balanced, "evictions": moved, "loads": moved}
+    for name in ("peak", "predicted"):
+        report |= {f"{name}_microbatches": held, f"{name}_bytes": held << 20}
+    (folder / f"rank_{stage:05d}.json").write_text(json.dumps(report))
+with (folder / "iterations.jsonl").open("w") as stream:
+    for iteration in range(1, int(after("--train-iters")) + 1):
+        loss = 7.0 / iteration + (2**-50 if balanced and os.environ["GOES"] == "differs" else 0)
+        stream.write(json.dumps({"iteration": iteration, "lm loss": loss.hex(), "grad_norm": (0.3).hex(), "skipped": 0}) + "\\n")
+print(" iteration 1/ 9 | a line of Megatron's |")
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A virtual environment in which everything is installed, with one command that is ours. Its report is made up, too."""
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "pyvenv.cfg").write_text("")
+    (folder / ".bpipe-installed").write_text("as it should be")
+    (folder / "fake.py").write_text(FAKE)
+    for name, does in (
+        ("python", f'exec {sys.executable} {folder}/fake.py "$@"'),
+        ("bpipe", f'if [ "$1" = report ]; then echo "the report of $2"; else exec {sys.executable} -m bpipe "$@"; fi'),
+    ):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+def held(schedule: str) -> list[list[tuple[int, int]]]:
+    """Of both runs, by rank: the most that it holds, and what leaves it. The first is Megatron's own schedule of as many chunks."""
+    chunks = 2 if FLAGS[schedule] else 1
+    plain = build(ScheduleConfig("interleaved-1f1b" if chunks == 2 else "1f1b", 8, 16, chunks))
+    balanced = build(ScheduleConfig(schedule, 8, 16, chunks, balancing("bpipe")))
+    return [[(peak, num_transfers(one, rank).evictions) for rank, peak in enumerate(peak_counts(one))] for one in (plain, balanced)]
+
+
+def quickstart(tmp_path: Path, environment: Path, *arguments: str, goes: str = "well") -> subprocess.CompletedProcess[str]:
+    schedule = arguments[1] if len(arguments) > 1 and arguments[1] in FLAGS else "zb-h1"
+    given = {"VENV": str(environment), "RUNS": str(tmp_path / "runs"), "HELD": json.dumps(held(schedule)), "GOES": goes}
+    env = {**os.environ, **given, "PYTHONPATH": f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}"}
+    script = ["bash", str(ROOT / "scripts/quickstart.sh"), *arguments]
+    return subprocess.run(script, env=env, capture_output=True, text=True, timeout=55, check=False)
+
+
+def trained(folder: Path, name: str) -> list[str]:
+    """The flags of one of its trainings, from the script on."""
+    arguments: list[str] = json.loads((folder / name / "arguments.json").read_text())
+    return arguments[arguments.index("pretrain_gpt.py") + 1 :]
+
+
+@pytest.mark.parametrize("schedule", FLAGS)
+def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Path, environment: Path) -> None:
+    """The same flags but for what names the schedule, the same text, and the table."""
+    ended = quickstart(tmp_path, environment, "--schedule", schedule, "--lr", "1e-3")
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    folder = tmp_path / "runs" / schedule
+    plain, balanced = trained(folder, "plain"), trained(folder, "balanced")
+    assert " ".join(FLAGS[schedule]) in " ".join(plain)
+    assert any("virtual" in flag for flag in plain) is bool(FLAGS[schedule])
+    for flags, name in ((plain, "plain"), (balanced, "balanced")):
+        flags.remove(str(folder / name))
+    assert plain[-2:] == ["--lr", "1e-3"]
+    assert balanced == [*plain[:-2], "--bpipe", "--bpipe-schedule", schedule, *plain[-2:]]
+    assert plain[plain.index("--hidden-dropout") + 1] == plain[plain.index("--attention-dropout") + 1] == "0"
+    first, last = held(schedule)
+    (row,) = (line.split() for line in ended.stdout.splitlines() if line.startswith("    0 "))
+    assert (row[1], row[5], row[-1]) == (str(first[0][0]), str(last[0][0]), str(last[0][1]))
+    assert f"A trained by Megatron's own schedule, B by {schedule}, with --bpipe\n" in ended.stdout
+    assert ("2 virtual stages a rank" in ended.stdout) == bool(FLAGS[schedule])
+    assert "identical: all numbers of" in ended.stdout
+    assert ended.stdout.endswith(f"the report of {folder}/balanced\n")
+    assert json.loads((folder / "summary.json").read_text())["equal"] is True
+
+
+def test_without_one_it_is_the_table_of_the_readme(tmp_path: Path, environment: Path) -> None:
+    ended = quickstart(tmp_path, environment)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    folder = tmp_path / "runs"
+    plain, balanced = trained(folder, "plain"), trained(folder, "balanced")
+    assert balanced == [*(flag.replace("/plain", "/balanced") for flag in plain), "--bpipe"]
+    assert not any("dropout" in flag or "virtual" in flag for flag in plain)
+    assert "A trained" not in ended.stdout
+    assert "identical: all numbers of 40 iterations" in ended.stdout
+
+
+def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
+    ended = quickstart(tmp_path, environment, "--schedule", "grouped-interleaved", goes="differs")
+    assert ended.returncode == 1
+    assert "NOT identical: lm loss of iteration 1" in ended.stdout
+    assert "the report" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v-half", "--schedule v-half: there each rank has other layers"),
+        ("gpipe", "--schedule 'gpipe' is none of these: grouped-interleaved, "),
+        ("", "--schedule '' is none of these: "),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(name: str, said: str, tmp_path: Path, environment: Path) -> None:
+    ended = quickstart(tmp_path, environment, "--schedule", name)
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Remedy: " in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_its_usage_is_its_head() -> None:
+    ended = subprocess.run(["bash", str(ROOT / "scripts/quickstart.sh"), "--help"], capture_output=True, text=True, timeout=20, check=True)
+    assert "Usage: scripts/quickstart.sh [--schedule NAME]" in ended.stdout
+    assert ended.stdout.endswith("in a folder of its name there.\n")
