@@ -68,8 +68,7 @@ class Edges:
     def send(self, message: Message, tensors: tuple[torch.Tensor, ...]) -> None:
         target, sort = self._neighbour(message), _sort(message)
         groups = self._inbound[target].groups
-        # Some backends know that a send is over without being waited for; what it carried may go.
-        self._sent = {value: sent for value, sent in self._sent.items() if not all(works.completed for works in sent)}
+        self._let_go()
         shapes = shapes_of(tensors)
         parts = [[tensor.detach().contiguous() for tensor in tensors]]
         if (target, sort) not in self._announced:
@@ -92,6 +91,14 @@ class Edges:
         with within(inbound.groups.timeout_s):
             works.wait()
         return tensors
+
+    def _let_go(self) -> None:
+        """Some backends know that a send is over without being waited for; what it carried may go, oldest first."""
+        while self._sent:
+            oldest = next(iter(self._sent))
+            if not all(works.completed for works in self._sent[oldest]):
+                return
+            del self._sent[oldest]
 
     def _neighbour(self, message: Message) -> int:
         if message.is_collective:

@@ -167,3 +167,12 @@ def test_what_fails_says_how_long_it_would_have_waited(step: str, ends: tuple[Ed
     wire.is_broken = True
     with pytest.raises(ConnectionError, match="the time-out is 7 s, --bpipe-timeout: Connection closed by peer"):
         calls[step]()
+
+
+def test_a_backend_that_never_knows_is_asked_of_the_oldest_send_only(ends: tuple[Edges, Edges], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each send once asked all that were under way: an iteration of m micro-batches asked m * m / 2 times."""
+    asked = []
+    monkeypatch.setattr(Pending, "completed", property(lambda pending: asked.append(pending) or False))
+    for microbatch in range(40):
+        ends[0].send(forward(microbatch), (made(microbatch),))
+    assert len(asked) == 39
