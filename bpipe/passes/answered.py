@@ -3,11 +3,13 @@
 Whoever judges or simulates a schedule takes them as `passes.lower` makes them: what was sent is waited for at the end, where nobody waits.
 
 What is sent is kept until it is waited for, and a backend may not say by itself when it has arrived. A message that its receiver sends only
-behind taking it says so: to wait then takes no time, and blocks nobody. Megatron's loops wait for each message at once. Knows no tensors.
+behind taking it says so: to wait then takes no time, and blocks nobody. So does what all shards make together, of what each of them had to
+take before its part. Megatron's loops wait for each message at once. Knows no tensors.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +27,10 @@ def as_run(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     if exchange is not Exchange.POSTED:
         return programs
     answers = _answers(programs)
+    if schedule.layout.shard_kinds:
+        for program, together in zip(programs, _answered_together(programs), strict=True):
+            for message, sent in together.items():
+                answers[program.rank].setdefault(message, []).extend(sent)
     return tuple(_moved(program, answers[program.rank]) for program in programs)
 
 
@@ -48,6 +54,39 @@ def _answers(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
     return answers
 
 
+def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]]:
+    """The same of what several ranks take, or make: by what comes later from all who take it, each of whom has taken it before its part."""
+    positions = [_positions(program) for program in programs]
+    answers: list[dict[int, list[int]]] = [{} for _ in programs]
+    for program, (waited, sent) in zip(programs, positions, strict=True):
+        route = program.messages.needs.route
+        received = sorted((place, value) for value, place in waited.items() if program.rank in route(value).takers)
+        for value, place in sent.items():
+            makers, takers = route(value)
+            others = set(takers) - {program.rank}
+            between_two, waited_anyway = len(makers) == len(takers) == 1, len(makers) > 1 and program.rank in takers
+            if between_two or waited_anyway:
+                continue
+            first = bisect_right(received, (place, -1))
+            for _, message in received[first:]:
+                if others <= set(route(message).makers) and all(
+                    positions[other][0][value] < positions[other][1].get(message, -1) for other in others
+                ):
+                    answers[program.rank].setdefault(message, []).append(value)
+                    break
+    return answers
+
+
+def _positions(program: Program) -> tuple[dict[int, int], dict[int, int]]:
+    """Where a rank first waits for each message, and where it sends."""
+    waited: dict[int, int] = {}
+    sent: dict[int, int] = {}
+    for place, (do, what) in enumerate(zip(program.dos, program.whats, strict=True)):
+        if isinstance(what, int) and do in (_SEND, _WAIT):
+            (sent if do == _SEND else waited).setdefault(what, place)
+    return waited, sent
+
+
 def _moved(program: Program, answers: Mapping[int, Sequence[int]]) -> Program:
     dos = bytearray()
     whats: list[Action | int | Transfer] = []
@@ -66,6 +105,8 @@ def _moved(program: Program, answers: Mapping[int, Sequence[int]]) -> Program:
         elif do == _WAIT and isinstance(what, int):
             arrived = [value for value in answers.get(what, ()) if value in kept]
             gone.update(arrived)
+            # Everybody waits for a collective where it is used and again at the end.
+            kept.difference_update(arrived)
             dos += bytes([_WAIT] * len(arrived))
             whats += arrived
     places.append(len(whats))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.program import Do, Exchange, Instruction, Message
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.program import Do, Exchange, Instruction, Message, Program
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv
 from bpipe.passes.answered import as_run
@@ -106,3 +107,80 @@ def test_megatrons_loops_wait_as_they_do() -> None:
     for exchange in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_INTERLEAVED):
         programs = [[program.instructions for program in made(schedule, exchange)] for made in (lower, as_run)]
         assert programs[0] == programs[1]
+
+
+SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 16)])
+def test_of_what_all_shards_share_little_is_kept(p: int, m: int, vocabulary: Vocabulary) -> None:
+    """The last rank keeps what it made until all have it, which statistics say; and each its part of a gradient until it was taken."""
+    for program in as_run(build(ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)), Exchange.POSTED):
+        needs, kept = program.messages.needs, set[int]()
+        most: Counter[str] = Counter()
+        for do, what in zip(program.dos, program.whats, strict=True):
+            if isinstance(what, int) and do == Do.WAIT:
+                kept.discard(what)
+            elif isinstance(what, int) and do == Do.SEND:
+                kept.add(what)
+                most |= Counter(needs.sort(value) for value in kept)
+        assert most["statistics"] == 1
+        assert most["last gradient"] <= 3
+        assert program.rank < p - 1 or most["output"] <= 3
+        assert not kept
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+def test_whoever_lets_go_of_what_shards_share_waits_for_nobody(vocabulary: Vocabulary) -> None:
+    """All who take it have, in any order in which the ranks can run."""
+    schedule = build(ScheduleConfig("1f1b", 4, 9, vocabulary=vocabulary))
+    programs = as_run(schedule, Exchange.POSTED)
+    needs = programs[0].messages.needs
+    judged = lower(schedule, Exchange.POSTED)
+    for program, plain in zip(programs, judged, strict=True):
+        assert Counter(program.instructions) == Counter(plain.instructions)
+    # What must have happened when each instruction is over: by rank, how far every rank has come.
+    come = _come(programs)
+    ends = [max(index for index, do in enumerate(program.dos) if do == Do.RUN) for program in programs]
+    for program in programs:
+        for index, (do, what) in enumerate(zip(program.dos, program.whats, strict=True)):
+            if do != Do.WAIT or not isinstance(what, int) or index > ends[program.rank]:
+                continue
+            makers, takers = needs.route(what)
+            if program.rank not in makers or program.rank in takers:
+                continue
+            for taker in takers:
+                taken = _place(programs[taker], Do.WAIT, what)
+                assert come[program.rank][index][taker] >= taken, f"rank {program.rank} may wait for {needs.words(what)}"
+
+
+def _place(program: Program, do: Do, what: int) -> int:
+    return next(index for index, each in enumerate(zip(program.dos, program.whats, strict=True)) if each == (do, what))
+
+
+def _come(programs: Sequence[Program]) -> list[list[list[int]]]:
+    """By rank and instruction, before it: how far each rank must have come, as far as what was received says so."""
+    needs = programs[0].messages.needs
+    come: list[list[list[int]]] = [[] for _ in programs]
+    at = [[-1] * len(programs) for _ in programs]
+    sent: dict[tuple[int, int], list[int]] = {}
+    while any(len(done) < len(program.dos) for done, program in zip(come, programs, strict=True)):
+        for program in programs:
+            rank = program.rank
+            while len(come[rank]) < len(program.dos):
+                index = len(come[rank])
+                do, what = program.dos[index], program.whats[index]
+                if do == Do.WAIT and isinstance(what, int):
+                    makers, takers = needs.route(what)
+                    parts = [sent.get((maker, what)) for maker in makers if maker != rank] if rank in takers else []
+                    if None in parts:
+                        break
+                    come[rank].append(list(at[rank]))
+                    at[rank] = [max(places) for places in zip(at[rank], *filter(None, parts), strict=True)]
+                else:
+                    come[rank].append(list(at[rank]))
+                at[rank][rank] = index
+                if do == Do.SEND and isinstance(what, int):
+                    sent[rank, what] = list(at[rank])
+    return come

@@ -66,9 +66,9 @@ def test_what_the_last_stage_makes_stays_until_its_own_shard_has_used_it() -> No
     program = Executor(build(schedule(3, 1, Vocabulary.ONE)), 2, TorchStages({}), Alone(), _Nothing()).program
     assert list(map(str, program.instructions)) == [
         *("post 1F0>2F0", "wait 1F0>2F0", "run 2F0", "send 2F0>0S0+1S0+2S0", "run 2S0"),
-        *("send 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0S0+1S0+2S0>0T0+1T0+2T0", "run 2T0", "send 0T0+1T0+2T0>2B0"),
+        *("send 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 2F0>0S0+1S0+2S0", "run 2T0", "send 0T0+1T0+2T0>2B0"),
         *("wait 0T0+1T0+2T0>2B0", "run 2B0", "send 2B0>1B0"),
-        *("wait 2F0>0S0+1S0+2S0", "wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0T0+1T0+2T0>2B0", "wait 2B0>1B0"),
+        *("wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0T0+1T0+2T0>2B0", "wait 2B0>1B0"),
     ]
 
 
