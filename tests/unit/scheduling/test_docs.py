@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.generate.families import FAMILIES
 from megatron.scheduling.arguments import SchedulingConfig, add_arguments
 from megatron.scheduling.patches import PATCHES
 from megatron.scheduling.refusals import PLACED, REFUSALS, SHARDED, Refusal
@@ -75,6 +76,58 @@ def test_what_is_supported_names_its_test() -> None:
         named = re.findall(r"`(\w+)`", tests)
         assert named, f"{feature}: no test named"
         assert set(named) <= exists, f"{feature}: {set(named) - exists} is no test and no row of one in tests/gloo"
+
+
+def tables_of(test: str) -> dict[str, list[str]]:
+    """The keys of every table of a test in tests/gloo, by its name."""
+    found = {}
+    for node in ast.parse((ROOT / f"tests/gloo/test_{test}.py").read_text()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            found[ast.unparse(target)] = [ast.literal_eval(key) for key in node.value.keys if key is not None]
+    return found
+
+
+def tables(heading: str) -> list[list[list[str]]]:
+    """The rows of every table of a section, without their heads."""
+    section = re.split(r"^##", TEXT.split(f"## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    return [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]] for block in blocks]
+
+
+def test_what_our_own_loop_trains_is_what_its_tests_compare() -> None:
+    """Every row of theirs, and no other, under the test that has it."""
+    shown, _, _ = tables("By our own loop")
+    exists = names_in_gloo_tests()
+    for column, test in enumerate(("schedules", "halves", "placed"), start=1):
+        rows = {row for name, keys in tables_of(test).items() if name.endswith("ROWS") or name == "FROM_STOCK" for row in keys}
+        named = {name for row in shown for name in re.findall(r"`(\w+)`", row[column])}
+        if test == "schedules":
+            named |= {name for row in shown for name in re.findall(r"`(\w+)`, a row of `test_schedules.py`", row[2])}
+        else:
+            named -= {name for row in shown for name in re.findall(r"`(\w+)`, a row of `test_schedules.py`", row[column])}
+        assert {name for name in named if not name.startswith("test_")} == rows, test
+        assert {name for name in named if name.startswith("test_")} <= exists
+
+
+def test_every_schedule_says_which_runs_show_it() -> None:
+    _, shown, _ = tables("By our own loop")
+    runs = {run for test, table in (("schedules", "OURS"), ("halves", "OURS"), ("placed", "FAMILIES")) for run in tables_of(test)[table]}
+    assert {name for row in shown for name in re.findall(r"`([a-z0-9][\w-]+)`", row[0])} == set(FAMILIES)
+    assert {name for row in shown for name in re.findall(r"`([\w-]+)`", row[1])} == runs
+
+
+def test_what_our_own_loop_says_is_in_the_code() -> None:
+    """Across the pieces of its messages, whatever stands in their places."""
+    said = []
+    for path in (*(ROOT / "megatron/scheduling").glob("*.py"), ROOT / "bpipe/check/order.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
+    _, _, shown = tables("By our own loop")
+    assert shown
+    for row in shown:
+        assert any(row[0] in message for message in said), row[0]
 
 
 def test_nothing_is_supported_and_refused_at_once() -> None:
