@@ -17,7 +17,7 @@ from math import ceil, floor
 from bpipe.generate.beats import Beat, in_beats
 from bpipe.generate.family import Asked, Choice, RankRoom
 from bpipe.generate.interleaved import layout
-from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, actions_of, schedule_list, ticks_of
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, actions_of, schedule_list
 from bpipe.generate.timing import length, tempo, work_of
 from bpipe.generate.turns import evenly, groups_of, spread, tapered, turns
 from bpipe.ir.action import Action
@@ -89,7 +89,7 @@ class _Trials:
 
     def __init__(self, num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, room: RankRoom) -> None:
         self.p, self.m, self.v, self.room = num_ranks, num_microbatches, num_chunks, room
-        self.costs, self.ticks = asked.costs, ticks_of(asked.costs, num_chunks)
+        self.at = tempo(asked.costs, num_chunks)
         # What is left for whole groups: the pair's slope, and what W needs beyond what its F saved, aside.
         above = room.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), room.after_input - 1)
         self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
@@ -122,7 +122,7 @@ class _Trials:
         for sizes, manner in keys:
             if self.left and (sizes, manner) not in self.found:
                 self.left -= 1
-                listed = schedule_list(turns(sizes, self.v), self.p, self.ticks, self._rule(manner, max(sizes)), self.room.after_input)
+                listed = schedule_list(turns(sizes, self.v), self.p, self.at, self._rule(manner, max(sizes)), self.room.after_input)
                 if listed is not None:
                     self.found[sizes, manner] = listed
 
@@ -161,7 +161,7 @@ class _Trials:
 
     def _try_beats(self) -> None:
         """Orders in beats for groups from p / 3 to p / 2, as many as the budget leaves."""
-        stages, at = layout(self.p, self.v), tempo(self.costs, self.v)
+        stages, at = layout(self.p, self.v), self.at
         for size in range(-(-self.p // 3), self.p // 2 + 1):
             if size > min(self.m, ceil(self.group)):
                 continue

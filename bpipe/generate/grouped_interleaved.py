@@ -14,7 +14,8 @@ from __future__ import annotations
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.grouped_choice import within
 from bpipe.generate.interleaved import layout
-from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list, ticks_of
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
+from bpipe.generate.timing import tempo
 from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
@@ -28,10 +29,10 @@ def usual_group(num_ranks: int) -> int:
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> list[list[Action]]:
     """Groups of the size that is asked."""
     group = min(usual_group(num_ranks) if asked.group_size is None else asked.group_size, num_microbatches)
-    taken, ticks = turns(groups_of(num_microbatches, group), num_chunks), ticks_of(asked.costs, num_chunks)
+    taken, at = turns(groups_of(num_microbatches, group), num_chunks), tempo(asked.costs, num_chunks)
     caps = tuple((num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks))
     rules = [ChoiceRule(caps, (0,) * num_ranks, discipline) for discipline in Discipline]
-    listed = [one for rule in rules if (one := schedule_list(taken, num_ranks, ticks, rule)) is not None]
+    listed = [one for rule in rules if (one := schedule_list(taken, num_ranks, at, rule)) is not None]
     return actions_of(min(listed, key=lambda one: one.makespan), taken)
 
 

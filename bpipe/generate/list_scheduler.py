@@ -12,9 +12,8 @@ import enum
 import heapq
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
 
-from bpipe.generate.family import UnitCosts
+from bpipe.generate.timing import Tempo
 from bpipe.generate.turns import NONE, Turns
 from bpipe.ir.action import Action, Kind
 
@@ -29,26 +28,6 @@ class Discipline(enum.Enum):
     TURN = "turn"  # I, W, F in turn, and it waits for each
     SOFT = "soft"  # the same, and where the one whose turn it is cannot start, I, else F, else W
     GREEDY = "greedy"  # I, else F, else W
-
-
-@dataclass(frozen=True, slots=True)
-class Ticks:
-    """Durations of a chunk's computations and of a message between ranks, in whole ticks of which a unit of the costs has `per_unit`."""
-
-    forward: int
-    backward_input: int
-    backward_weight: int
-    hop: int
-    per_unit: int
-
-
-def ticks_of(costs: UnitCosts, num_chunks: int) -> Ticks:
-    """The costs of a chunk, a v-th of those of a rank, exactly."""
-    parts = [Fraction(cost, num_chunks) for cost in (costs.forward, costs.backward_input, costs.backward_weight)]
-    parts.append(Fraction(costs.hop))
-    per_unit = lcm(*(part.denominator for part in parts))
-    forward, backward_input, backward_weight, hop = (int(part * per_unit) for part in parts)
-    return Ticks(forward, backward_input, backward_weight, hop, per_unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +53,13 @@ class Listed:
     makespan: Fraction
 
 
-def schedule_list(turns: Turns, num_ranks: int, ticks: Ticks, rule: ChoiceRule, after_input: Fraction = Fraction(1)) -> Listed | None:
+def schedule_list(turns: Turns, num_ranks: int, at: Tempo, rule: ChoiceRule, after_input: Fraction = Fraction(1)) -> Listed | None:
     """What the ranks choose; None where the rule lets them wait for each other. `after_input`: the share held between I and W."""
-    run = _Ranks(turns, num_ranks, ticks, rule, after_input)
+    run = _Ranks(turns, num_ranks, at, rule, after_input)
     run.go()
     if min(run.done_weights) < len(turns.forwards):
         return None
-    return Listed(tuple(map(tuple, run.kinds)), Fraction(max(run.free), ticks.per_unit))
+    return Listed(tuple(map(tuple, run.kinds)), Fraction(max(run.free), at.per_unit))
 
 
 def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
@@ -102,11 +81,11 @@ def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
 class _Ranks:
     """The ranks while they choose. `forwards[r]`, `inputs[r]`: the ends of the F and I that rank r has started."""
 
-    def __init__(self, turns: Turns, num_ranks: int, ticks: Ticks, rule: ChoiceRule, after_input: Fraction) -> None:
+    def __init__(self, turns: Turns, num_ranks: int, at: Tempo, rule: ChoiceRule, after_input: Fraction) -> None:
         self.last = num_ranks - 1
         self.total, self.before, self.own = len(turns.forwards), turns.before, turns.own
-        self.hop = ticks.hop if num_ranks > 1 else 0
-        self.durations = {_F: ticks.forward, _I: ticks.backward_input, _W: ticks.backward_weight}
+        self.hop = at.hop if num_ranks > 1 else 0
+        self.durations = {kind: at.lasts[kind] for kind in (_F, _I, _W)}
         whole, after = after_input.denominator, after_input.numerator
         self.whole = whole
         self.takes = {_F: whole, _I: max(0, after - whole), _W: 0}

@@ -19,6 +19,7 @@ from fractions import Fraction
 from math import lcm
 
 from bpipe.generate.family import UnitCosts
+from bpipe.generate.timing import tempo
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.needs import NOTHING, Needs
@@ -123,13 +124,9 @@ class _SimulatedRanks:
 
 def _ticks(costs: UnitCosts, num_chunks: int) -> tuple[dict[Kind, int], int]:
     """How long everything takes, in whole numbers of the same part: computations of one chunk by kind, and a collective."""
-    whole = Fraction(costs.forward)
-    exact = {
-        _FORWARD: whole / num_chunks,
-        _BACKWARD: Fraction(costs.backward_input + costs.backward_weight) / num_chunks,
-        _INPUT: Fraction(costs.backward_input) / num_chunks,
-        _WEIGHT: Fraction(costs.backward_weight) / num_chunks,
-        **{kind: share * whole for kind, share in _SHARES.items()},
-    }
-    scale = lcm(*(one.denominator for one in exact.values()), (_COLLECTIVE * whole).denominator)
-    return {kind: int(one * scale) for kind, one in exact.items()}, int(_COLLECTIVE * whole * scale)
+    at = tempo(costs, num_chunks)
+    whole = Fraction(costs.forward) * at.per_unit
+    exact = {**{kind: Fraction(ticks) for kind, ticks in at.lasts.items()}, **{kind: share * whole for kind, share in _SHARES.items()}}
+    collective = _COLLECTIVE * whole
+    scale = lcm(*(one.denominator for one in exact.values()), collective.denominator)
+    return {kind: int(one * scale) for kind, one in exact.items()}, int(collective * scale)

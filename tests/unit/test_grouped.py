@@ -17,8 +17,8 @@ from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import Asked, RankRoom, UnitCosts
-from bpipe.generate.list_scheduler import ChoiceRule, Discipline, schedule_list, ticks_of
-from bpipe.generate.timing import pace
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, schedule_list
+from bpipe.generate.timing import pace, tempo
 from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import num_transfers, peak_counts
@@ -140,7 +140,7 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
     caps = tuple(data.draw(st.lists(st.integers(1, 20), min_size=p, max_size=p)))
     rule = ChoiceRule(caps, (0,) * p, data.draw(st.sampled_from(Discipline)), data.draw(st.none() | st.integers(2, 30)))
     taken = turns(groups_of(m, min(group, m)), v)
-    listed = schedule_list(taken, p, ticks_of(costs, v), rule)
+    listed = schedule_list(taken, p, tempo(costs, v), rule)
     if listed is None:
         return
     for rank, kinds in enumerate(listed.kinds):
