@@ -10,16 +10,12 @@ to the weights whose gradients cost nothing to compute at once, the weights' hal
 from __future__ import annotations
 
 from bpipe.check.rules import Case
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, Action, Kind
 from bpipe.ir.schedule import Schedule
 
 RULE = "order of micro-batches"
 # What runs once for every micro-batch, and in order: forwards, what passes gradients on, and what completes the weights'.
-_PASSES = (
-    frozenset({Kind.FORWARD}),
-    frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT}),
-    frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT}),
-)
+_PASSES = (frozenset({Kind.FORWARD}), OF_THE_INPUT, OF_THE_WEIGHTS)
 
 
 def check_microbatch_order(schedule: Schedule) -> None:

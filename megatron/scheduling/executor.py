@@ -35,7 +35,7 @@ from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.delaying import delaying
 from megatron.scheduling.driver import Driver
 from megatron.scheduling.halves import Halves, Keep
-from megatron.scheduling.hooks import group_of
+from megatron.scheduling.hooks import as_list, group_of
 from megatron.scheduling.links import connect_neighbours, connect_shards
 from megatron.scheduling.shards import ShardedStages
 from megatron.scheduling.syncing import Marks, Syncing
@@ -105,7 +105,7 @@ class Loop:
         force_all_reduce: bool | None = False,
     ) -> Any:
         """As Megatron's loops are called. `p2p_communicator` is not asked: messages have groups of their own."""
-        models = _as_list(model)
+        models = as_list(model)
         config = get_model_config(models[0])
         for module in ("executor", "syncing"):
             upstream.require(config, module)
@@ -118,7 +118,7 @@ class Loop:
         call = Call(
             config=config,
             models=models,
-            data=_as_list(data_iterator),
+            data=as_list(data_iterator),
             forward_step_func=forward_step_func,
             num_microbatches=num_microbatches,
             cp_size=groups.cp.size(),
@@ -240,7 +240,3 @@ def _of(stages: ChunkStages, call: Call) -> Iterator[None]:
 def _as_it_is(leaf: Callable[..., Any]) -> Callable[..., Any]:
     """Its signature is looked at like that of what is replaced."""
     return leaf
-
-
-def _as_list(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]

@@ -58,7 +58,7 @@ class Hooks:
         def run(**kwargs: Any) -> Any:
             if kwargs.get("forward_only"):
                 return loop(**kwargs)
-            config = get_model_config(_as_list(kwargs["model"])[0])
+            config = get_model_config(as_list(kwargs["model"])[0])
             for module in ("hooks", "beside"):
                 upstream.require(config, module)
             try:
@@ -92,7 +92,7 @@ class Hooks:
             op = Action(stage, Kind.FORWARD, given["current_microbatch"])
             driver.before(op)
             outputs, num_tokens = forward_step(*args, **kwargs)
-            tensors, inputs = _as_list(outputs), _as_list(given["input_tensor"])
+            tensors, inputs = as_list(outputs), as_list(given["input_tensor"])
             self._forward_of[id(tensors[0])] = op
             driver.after(op, tensors, inputs)
             driver.sent(op)
@@ -108,7 +108,7 @@ class Hooks:
             if not driver.running:
                 return backward_step(input_tensor, output_tensor, output_tensor_grad, config)
             # Megatron does not say which micro-batch this is; the loop holds the very output its forward returned.
-            forward = self._forward_of.pop(id(_as_list(output_tensor)[0]))
+            forward = self._forward_of.pop(id(as_list(output_tensor)[0]))
             op = Action(forward.stage, Kind.BACKWARD, forward.microbatch)
             driver.before(op)
             gradient = backward_step(input_tensor, output_tensor, output_tensor_grad, config)
@@ -125,5 +125,6 @@ def group_of(config: Any, family: Family, num_ranks: int) -> int | None:
     return group_size if family.takes_groups and group_size != num_ranks else None
 
 
-def _as_list(tensors: Any) -> list[Any]:
-    return tensors if isinstance(tensors, list) else [tensors]
+def as_list(given: Any) -> list[Any]:
+    """What Megatron gives as one or as a list, as a list."""
+    return given if isinstance(given, list) else [given]

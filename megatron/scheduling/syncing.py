@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, SHARDS, Action, Kind
 
 # What of a chunk's computations makes gradients of weights: each of these has a last micro-batch of its own.
-_HALVES = ({Kind.BACKWARD, Kind.BACKWARD_INPUT}, {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}, {Kind.SHARD_BACKWARD})
+_HALVES = (OF_THE_INPUT, OF_THE_WEIGHTS, frozenset({Kind.SHARD_BACKWARD}))
 # A shard of the vocabulary belongs to no stage; its weight is with the rank's first chunk.
 _CHUNK_OF_SHARDS = 0
 

@@ -54,7 +54,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "generate": (
         "place turns",
         "family",
-        "beats gpipe interleaved list_scheduler shards timing",
+        "beats gpipe interleaved timing",
+        "list_scheduler shards",
         "grouped_choice sharded_1f1b",
         "grouped_interleaved",
         "one_f_one_b",
