@@ -348,20 +348,25 @@ def check_bounds(case: Case) -> None:
 
 def check_pair_order(case: Case) -> None:
     """Both ends of a pair start the transfers of one direction in the same order: those of one slot, where rules before saw both ends."""
-    rule, rows, hosts = "order on a pair", case.schedule.ranks, case.schedule.hosts or ()
+    hosts = case.schedule.hosts or ()
     for rank, of_rank in enumerate(hosts):
         others = sorted({host for host in of_rank if host != OWN_MEMORY} | {guest for guest, of in enumerate(hosts) if rank in of})
-        for slot, cell in enumerate(rows[rank]):
-            sent = [one for one in cell.transfers if one.kind is _EVICT or one.kind is _RETURN] if len(cell.transfers) > 1 else ()
-            if len(sent) < 2:
-                continue
-            ends = {Action(one.stage, OTHER_END[one.kind], one.microbatch): one for one in sent}
-            for other in others:
-                received = [one for one in rows[other][slot].transfers if one in ends]
-                there = [ends[one] for one in received]
-                for action, end in zip([one for one in sent if one in there], received, strict=True):
-                    if ends[end] != action:
-                        raise case.error(rule, rank, slot, action, f"here rank {other} expects the other end of {end}, not of this")
+        for slot, cell in enumerate(case.schedule.ranks[rank]):
+            if len(cell.transfers) > 1:
+                sent = [one for one in cell.transfers if one.kind is _EVICT or one.kind is _RETURN]
+                for other in others if len(sent) > 1 else ():
+                    _check_received(case, rank, slot, sent, other)
+
+
+def _check_received(case: Case, rank: int, slot: int, sent: Sequence[Action], other: int) -> None:
+    """What `other` receives of this comes in this order."""
+    ends = {Action(one.stage, OTHER_END[one.kind], one.microbatch): one for one in sent}
+    received = [one for one in case.schedule.ranks[other][slot].transfers if one in ends]
+    there = [ends[one] for one in received]
+    for action, end in zip([one for one in sent if one in there], received, strict=True):
+        if ends[end] != action:
+            reason = f"here rank {other} expects the other end of {end}, not of this"
+            raise case.error("order on a pair", rank, slot, action, reason)
 
 
 def check_no_deadlock(case: Case) -> None:
