@@ -26,6 +26,7 @@ from bpipe.runtime import host_buffers, streams
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.streams import StreamLane
+from bpipe.transport import announcement as announcing
 from bpipe.transport import distributed, edges
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.edges import Edges
@@ -264,7 +265,8 @@ def fakes(machine: Machine, turns: Turns) -> Iterator[FakeDist]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "torch", torch_there)
         patch.setattr(host_buffers, "torch", torch_there)
-        patch.setattr(edges, "torch", SimpleNamespace(empty=received, tensor=announcement, int64=torch.int64))
+        for module in (edges, announcing):
+            patch.setattr(module, "torch", SimpleNamespace(empty=received, tensor=announcement, int64=torch.int64))
         patch.setattr(edges, "dist", dist)
         patch.setattr(distributed, "dist", dist)
         patch.setattr(evictor_module, "find", fake_find)

@@ -12,13 +12,14 @@ import pytest
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
-from bpipe.ir.program import Instruction
+from bpipe.ir.program import Do, Instruction
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime import streams
 from bpipe.runtime.evictor import ActivationsState, Evictor
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import Streams
 from bpipe.transport import edges
 from bpipe.transport.base import Done
@@ -83,6 +84,19 @@ def with_programs(patch: pytest.MonkeyPatch, change: Callable[[list[Instruction]
 
 def without_one(text: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: with_programs(patch, lambda program: [each for each in program if str(each) != text])
+
+
+def without_handing_over(patch: pytest.MonkeyPatch) -> None:
+    """What the same rank's next stage needs is lost: no message carries it."""
+    run = Executor._run
+
+    def lost(self: Executor, action: Action, calls: Any) -> None:
+        run(self, action, calls)
+        sent = {each.what.value for each in self._instructions if each.do is Do.SEND and not isinstance(each.what, Action)}
+        if (value := self._needs.made(action)) not in sent:
+            self._values.pop(value, None)
+
+    patch.setattr(Executor, "_run", lost)
 
 
 def with_receives_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -152,6 +166,7 @@ BROKEN: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "a receive is missing": ("split", without_one("post 1F1>2F1"), "never posted|wait for each other|is not here for|never begin"),
     "a wait is missing": ("grouped", without_one("wait 1F1>2F1"), "the output of 1F1 is not here for 2F1"),
     "a send is missing": ("v-half", without_one("send 1F1>2F1"), "nothing used|wait for each other|reads|never begin"),
+    "a hand-over is missing": ("v-half", without_handing_over, "the output of 3F0 is not here for 4F0"),
     "two receives are swapped": ("split", with_receives_swapped, "waits for 0F0>1F0, which it never posted"),
     "an output is sent as it is": ("v-half", with_the_very_output, "memory that was freed is used|reads"),
     "the inputs' half does not wait for its load": ("split", with_halves_that_do_not_wait, "not ordered behind"),
