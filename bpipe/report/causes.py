@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, quantiles
 
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
 from bpipe.record.format import Row
 from bpipe.report.compare import Comparison
 from bpipe.report.handover import late_starts
@@ -162,7 +162,7 @@ class OfComputation:
     kind: Kind
 
     def __call__(self, comparison: Comparison) -> str | None:
-        place = comparison.measured.schedule.layout.only_rank_of(self.stage)
+        place = comparison.measured.schedule.layout.rank_of_action(Action(self.stage, self.kind, 0))
         samples = [
             (timeline.iteration, row, lane)
             for timeline, lane in lanes_of(comparison.measured.typical, place)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
 from bpipe.report import causes
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Timeline
@@ -27,6 +27,10 @@ NAMES = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward for inputs",
     Kind.BACKWARD_WEIGHT: "backward for weights",
+    Kind.SHARD_FORWARD: "shard of the output layer, logits",
+    Kind.SHARD_BACKWARD: "shard of the output layer, gradients",
+    Kind.INPUT_FORWARD: "shard of the embedding",
+    Kind.INPUT_BACKWARD: "shard of the embedding, gradients",
 }
 
 
@@ -98,7 +102,7 @@ def _iterations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Fin
 def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
     """The mean of an iteration, the median over iterations, against the median of all: they differ by what is rare and slow."""
     for (stage, kind), predicted in comparison.prediction.basis.seconds.items():
-        place = comparison.measured.schedule.layout.only_rank_of(stage)
+        place = comparison.measured.schedule.layout.rank_of_action(Action(stage, kind, 0))
         samples = [_durations(timeline, place, stage, kind) for timeline in comparison.measured.typical]
         present = [one for one in samples if one]
         if present:

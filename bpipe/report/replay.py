@@ -19,7 +19,7 @@ from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.record.format import ONE_SIDED, Row
 from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
-from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Level, Simulation, levels_of
 
@@ -111,6 +111,7 @@ def replay(measured: Measured) -> Prediction:
         exchange=measured.program.passing.predicted,
         one_sided=_one_sided(measured),
         synchronous=measured.run.info.synchronous,
+        shards=_shards(seconds, schedule.num_ranks) if schedule.layout.shard_kinds else (),
     )
     plain = without_transfers(schedule)
     return Prediction(
@@ -120,6 +121,23 @@ def replay(measured: Measured) -> Prediction:
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
         unbalanced=tuple(rank_peaks(plain, place, _without_buffers(size)) for place, size in enumerate(sizes)),
         balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance is None else None,
+    )
+
+
+def _shards(seconds: Mapping[tuple[int, Kind], float], num_ranks: int) -> tuple[ShardCost, ...]:
+    """What passes between shards takes no more than a message does: nobody measured how long."""
+
+    def of(rank: int, kind: Kind) -> float:
+        return seconds.get((rank, kind), 0.0)
+
+    return tuple(
+        ShardCost(
+            forward_s=of(rank, Kind.SHARD_FORWARD),
+            backward_s=of(rank, Kind.SHARD_BACKWARD),
+            input_forward_s=of(rank, Kind.INPUT_FORWARD),
+            input_backward_s=of(rank, Kind.INPUT_BACKWARD),
+        )
+        for rank in range(num_ranks)
     )
 
 

@@ -13,7 +13,7 @@ from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
-from bpipe.ir.action import SHARDS, Kind
+from bpipe.ir.action import Kind
 from bpipe.ir.text import TextError, read_action
 
 TICK_S = 1e-7
@@ -21,8 +21,7 @@ TICK_S = 1e-7
 NOTHING = -1
 
 SCRIPTS = ("data.js", "format.js", "tables.js", "bars.js", "paint.js", "lanes.js", "layout.js", "timeline.js", "input.js", "main.js")
-# No training computes shards of the vocabulary yet, and no record holds any.
-_KINDS = tuple(kind.value for kind in Kind if kind not in SHARDS)
+_KINDS = tuple(kind.value for kind in Kind)
 _COLUMNS = 6
 # A table of distinct values pays only while its indices are shorter than what they stand for.
 _MOST_DISTINCT = 1000

@@ -16,15 +16,16 @@ from typing import Any
 from unittest import mock
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.record.format import ONE_SIDED
 from bpipe.report.memory import own_peak
 from bpipe.simulate import engine
-from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost
 from bpipe.simulate.report import Simulation
 
 SAVED, MOVED, RECEIVED = 11_000_000, 10_500_000, 32_768
@@ -44,6 +45,7 @@ class Truth:
     num_microbatches: int = 16
     num_chunks: int = 1
     balance: str = "bpipe"
+    vocabulary: str = "none"
     written: str | None = None
     iterations: tuple[int, ...] = (5, 6, 7)
     forward_s: float = 0.010
@@ -74,7 +76,7 @@ class Truth:
     @property
     def program(self) -> ScheduleConfig:
         sizes = (self.num_stages, self.num_microbatches, self.num_chunks)
-        return ScheduleConfig(self.schedule, *sizes, balancing(self.balance), written=self.written)
+        return ScheduleConfig(self.schedule, *sizes, balancing(self.balance), vocabulary=Vocabulary(self.vocabulary), written=self.written)
 
 
 COLUMNS = ["action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes", "left_bytes"]
@@ -140,7 +142,11 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
         seconds = (forward * times, backward * times, backward * times / 2)
         stages.append(StageCost(*seconds, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage)))
     alone = frozenset(range(schedule.num_ranks)) if truth.transport in ONE_SIDED else frozenset[int]()
-    costs = Costs(tuple(stages), Links(Link(latency_s=truth.message_s)), exchange_of(schedule.name).predicted, alone, truth.synchronous)
+    links = Links(Link(latency_s=truth.message_s))
+    shards = tuple(
+        ShardCost(truth.seconds.get(f"{rank}S", 0.001), truth.seconds.get(f"{rank}T", 0.002)) for rank in range(schedule.num_ranks)
+    )
+    costs = Costs(tuple(stages), links, exchange_of(schedule.name).predicted, alone, truth.synchronous, shards)
     source = random.Random(f"{truth.seed} {number}")
     plain = engine._durations
 
@@ -198,6 +204,7 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
             "num_microbatches": truth.num_microbatches,
             "num_chunks": truth.num_chunks,
             "balance": truth.balance,
+            **({} if truth.vocabulary == "none" else {"vocabulary": truth.vocabulary}),
             **({} if truth.written is None else {"written": truth.written}),
         },
         "begin_s": BEGIN_S + index * max(10, 2 * float(report.pipeline_s)) + truth.clock_error_s.get(place, 0.0),
@@ -250,7 +257,7 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
     for index, timed in enumerate(report.computations[place]):
         start, end, forward = float(timed.start_s), float(timed.end_s), timed.action.kind is Kind.FORWARD
         held = peak if index == top else min(live[index], peak)
-        saved = _saved(timed.action.stage)
+        saved = _saved(timed.action.stage) * (timed.action.kind not in SHARDS)
         rows.append([str(timed.action), start, end, 0.0, start, end, saved if forward else None, None, held, held - saved * (not forward)])
     return sorted(rows, key=lambda row: row[1])
 

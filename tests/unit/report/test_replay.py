@@ -50,6 +50,8 @@ def same_times(measured: Measured) -> None:
         {"speed": 0.7e9, "probe": None},
         {"balance": "none"},
         {"synchronous": True},
+        {"num_stages": 4, "num_microbatches": 8, "vocabulary": "1", "seconds": {"2S": 0.003, "1T": 0.004}},
+        {"num_stages": 4, "num_microbatches": 8, "vocabulary": "interlaced", "balance": "none"},
         {"schedule": "interleaved-1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2},
     ],
 )

@@ -78,6 +78,7 @@ def test_the_answers_of_a_run_without_balancing(tmp_path: Path) -> None:
         {"warm_up": 5, "noise": 0.3, "speed": 0.4e9},
         {"num_stages": 64, "num_microbatches": 64, "iterations": (5,)},
         {"balance": "none"},
+        {"num_stages": 4, "num_microbatches": 8, "vocabulary": "1", "noise": 0.3},
         {"num_pipelines": 2, "num_stages": 4},
         {"iterations": tuple(range(100, 130)), "num_stages": 4, "num_microbatches": 4},
     ],

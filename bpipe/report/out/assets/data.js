@@ -62,7 +62,7 @@ function actionAt(lane, time, slack = 0) {
 }
 
 const GROUPS = ["forward", "backward", "weight", "away", "towards"];
-const GROUP_OF = { F: 0, B: 1, I: 1, W: 2, EVICT: 3, RETURN: 3, LOAD: 4, HOST: 4 };
+const GROUP_OF = { F: 0, B: 1, I: 1, W: 2, S: 2, T: 2, IF: 2, IB: 2, EVICT: 3, RETURN: 3, LOAD: 4, HOST: 4 };
 
 function unpackTrack(packed, kinds, tick) {
   const columns = { name: (place) => `${columns.stage[place]}${columns.kindOf(place)}${columns.microbatch[place]}` };

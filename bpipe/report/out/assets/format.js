@@ -39,7 +39,8 @@ function countText(count) {
 
 const KIND_TEXT = {
   F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights", EVICT: "eviction to the partner",
-  LOAD: "load from the partner", HOST: "hosting for the partner", RETURN: "return to the partner",
+  S: "shard of the output layer, logits", T: "shard of the output layer, gradients",
+  IF: "shard of the embedding", IB: "shard of the embedding, gradients", LOAD: "load from the partner", HOST: "hosting for the partner", RETURN: "return to the partner",
 };
 
 function element(name, properties = {}, ...children) {
