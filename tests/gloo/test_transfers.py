@@ -34,6 +34,9 @@ MOMENTS = {
     BETWEEN: ("start", "sending", "1B2", "between"),
     ACCEPTOR: ("start", "copying", "3F1", "between"),
 }
+# Backwards in halves and two chunks a rank, in groups of two micro-batches: stage 3's rank hosts 0EVICT1 from before 7F0 on.
+GROUPED = ("grouped-interleaved", 2, 2)
+GROUPED_MOMENTS = {EVICTOR: ("copying", "4I0"), BETWEEN: ("sending", "5W1"), ACCEPTOR: ("copying", "7F0")}
 
 
 @dataclass
@@ -117,9 +120,11 @@ def test_a_long_soak_of_halves_in_groups(transport: str, tmp_path: Path) -> None
     print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of rank 0")
 
 
-def breaking(transport: str, rank: int, moment: str, what: str) -> Scenario:
-    fault = (rank, moment, what)
-    return Scenario(f"{transport}-{what}-{rank}-{moment}", transport, seconds=1.0, timeout_s=TIMEOUT_S[what], limit_s=60.0, fault=fault)
+def breaking(transport: str, rank: int, moment: str, what: str, how: tuple[str, int, int | None] = ("1f1b", 1, None)) -> Scenario:
+    """`how`: a schedule, its chunks and its groups."""
+    schedule, chunks, group = how
+    name, fault = f"{transport}-{what}-{rank}-{moment}", (rank, moment, what)
+    return Scenario(name, transport, 4, schedule, chunks, group, 1.0, timeout_s=TIMEOUT_S[what], limit_s=60.0, fault=fault)
 
 
 def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
@@ -135,12 +140,12 @@ def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
         assert code == 1, where
         # One error, with its action, what it waited for and how long at most: a transfer, or a message of a neighbour. And how far it was.
         transfer = rf"rank {rank}, stage {rank}: \d(EVICT|LOAD|HOST|RETURN)\d+ with stage \d did not (end \(it was \w+\)|start)"
-        message = rf"rank {rank}: \d[FB]\d+>\d[FB]\d+ (did not pass|could not be (sent|posted)), at its other end is rank \d"
+        message = rf"rank {rank}: \d[FBI]\d+>\d[FBI]\d+ (did not pass|could not be (sent|posted)), at its other end is rank \d"
         found = re.findall(
             rf"TransferError: ({transfer}|{message})[;:] the time-out is {outcome.scenario.timeout_s:g} s, --bpipe-timeout: ", log
         )
         assert len(found) == 1, where
-        assert re.search(rf"rank {rank}, stage {rank}, after (the start|\d[FB]\d+)", log), where
+        assert re.search(rf"rank {rank}, stage {rank}, after (the start|\d[FBIW]\d+)", log), where
 
 
 @pytest.mark.timeout(120)
@@ -160,8 +165,11 @@ def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_whenever_a_process_breaks_the_others_end(transport: str, what: str, tmp_path: Path) -> None:
-    for outcome in run([breaking(transport, rank, moment, what) for rank in MOMENTS for moment in MOMENTS[rank]], tmp_path):
+@pytest.mark.parametrize(("how", "moments"), [(("1f1b", 1, None), MOMENTS), (GROUPED, GROUPED_MOMENTS)], ids=["1f1b", "grouped"])
+def test_whenever_a_process_breaks_the_others_end(
+    how: tuple[str, int, int | None], moments: dict[int, tuple[str, ...]], transport: str, what: str, tmp_path: Path
+) -> None:
+    for outcome in run([breaking(transport, rank, moment, what, how) for rank in moments for moment in moments[rank]], tmp_path):
         if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
             # Its acceptor copies nothing: nothing breaks, and that is the point of it.
             assert outcome.codes == [0] * 4
