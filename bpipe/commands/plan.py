@@ -13,9 +13,10 @@ from bpipe.commands.flags import add_model_arguments, add_training_arguments, cl
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
 from bpipe.commands.parser import positive
 from bpipe.commands.simulate import setup_of
-from bpipe.generate.families import DEFAULTS, FAMILIES
+from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
+from bpipe.plan import standings
 from bpipe.plan.document import document
 from bpipe.plan.explain import costly_halves, describe, only_balanced, verdict
 from bpipe.plan.layer_split import split_flags
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
     add = parser.add_argument_group("search").add_argument
     add("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help="scopes to consider (default all)")
-    add("--schedule", nargs="+", choices=tuple(FAMILIES), default=DEFAULTS, help=f"default {' '.join(DEFAULTS)}")
+    add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
@@ -146,6 +147,8 @@ def plan_document(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> 
             "cut": {name: outcome.cuts.get(name, 0) for name in CUTS},
         },
         "rows": [_row(found) for found in outcome.rows],
+        "families": standings.documents(outcome),
+        "needs": standings.needs(outcome),
         "vocabulary": None if hurts is None else burden_document(*hurts),
     }
 
@@ -167,7 +170,8 @@ def table(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> str:
     lines = [head]
     for number, found in enumerate(outcome.rows, 1):
         lines += _lines(number, found)
-    return "\n".join((*lines, *(words(*hurts) if hurts else ()), verdict(outcome).text)) + "\n"
+    standing = standings.lines(outcome)
+    return "\n".join((*lines, *standing, *(words(*hurts) if hurts else ()), verdict(outcome).text)) + "\n"
 
 
 def _lines(number: int, found: Found) -> list[str]:

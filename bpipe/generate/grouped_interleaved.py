@@ -46,5 +46,6 @@ FAMILY = Family(
     usual_group=usual_group,
     splits=True,
     fill=3,
+    ahead=lambda num_ranks, num_chunks, group: (num_chunks - 1) * group + num_ranks,
     within=within,
 )

@@ -7,7 +7,7 @@ and hosted, from the very schedule that runs. Knows no tensors and no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import le, mul, sub
 
@@ -219,20 +219,50 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     micro-batches, one host buffer fewer.
     """
     saved, after_input, m = stage_bytes(setup), after_input_bytes(setup), setup.num_microbatches
-    fill = FAMILIES[setup.schedule].fill
-    if fill is None:
+    if FAMILIES[setup.schedule].fill is None:
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
+    return tuple(one.num_bytes(saved, after_input) for one in _held_of(setup))
+
+
+def _held_of(setup: Setup) -> tuple[HeldCounts, ...]:
+    """With no more micro-batches than fill the pipeline."""
+    fill = FAMILIES[setup.schedule].fill
+    assert fill is not None, f"{setup.schedule} never stops holding more"
     # Shards lengthen a micro-batch's way, by up to half of the pipeline.
-    held = _held(setup.program(min(m, (fill + setup.is_sharded) * setup.stride + setup.delay)))
-    return tuple(one.num_bytes(saved, after_input) for one in held)
+    return _held(setup.program(min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + setup.delay)))
+
+
+def moves_anything(setup: Setup) -> bool:
+    """Whether balancing would move any of this setup's activations: not where all ranks hold alike, or no pair can keep less together."""
+    plain, balanced = replace(setup, balance="none"), replace(setup, balance="bpipe")
+    if setup.pipeline == 1 or FAMILIES[setup.schedule].fill is None or len({max(map(sum, one.moments)) for one in _held_of(plain)}) == 1:
+        return False
+    return any(one.num_buffers for one in _held_of(balanced))
 
 
 def state_bytes(setup: Setup) -> int:
     """Weights, gradients, optimizer state and overhead of the rank with most parameters: it holds no less than this."""
+    return _state_bytes(setup, max(rank_parameters(setup)))
+
+
+def _state_bytes(setup: Setup, num_parameters: int) -> int:
     weight, gradient, state, _ = PARAMETER_BYTES[setup.precision]
-    count = max(rank_parameters(setup))
     replicas = setup.data if setup.distributed_optimizer else 1
-    return (weight + gradient) * count + shared(state * count, replicas) + overhead_bytes(setup)
+    return (weight + gradient) * num_parameters + shared(state * num_parameters, replicas) + overhead_bytes(setup)
+
+
+def least_bytes(setup: Setup) -> int:
+    """No fullest rank needs less, and no schedule has to be made to say so: the state alone, or the first rank's, or its pair's mean, with
+    what it holds before its first backward."""
+    least, family = state_bytes(setup), FAMILIES[setup.schedule]
+    if family.ahead is None or family.fill is None or setup.num_microbatches < family.fill * setup.stride:
+        return least
+    counts, saved, working = rank_parameters(setup), stage_bytes(setup), working_bytes(setup)
+    held = family.ahead(setup.pipeline, setup.chunks, setup.group_size) * min(saved[stage] for stage in setup.stages_of(0))
+    if setup.balance == "none":
+        return max(least, _state_bytes(setup, counts[0]) + held + working[0] + int(FRAGMENTATION * (held + working[0])))
+    # Whoever has the rest of it, one of the two holds half.
+    return max(least, _state_bytes(setup, min(counts)) + held // 2 + min(working) + int(FRAGMENTATION * (held // 2 + min(working))))
 
 
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:

@@ -9,7 +9,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.saved import kept_share
 from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.search import Closest, Found, Outcome
-from bpipe.plan.space import CUTS, MIN_BALANCED_RANKS, Space, divisors, num_grids
+from bpipe.plan.space import CUTS, Space, divisors, num_grids
 
 # Half of the published runs of one model are further from their prediction than this, in either direction (docs/validation.md).
 CLEARLY = 1.05
@@ -70,7 +70,7 @@ def verdict(outcome: Outcome) -> Verdict:
         return Verdict(
             "no-gain",
             "Balancing does not help: no configuration fits only because of it. What does not fit as it is does not fit with equal "
-            f"shares either, or has fewer than {MIN_BALANCED_RANKS} pipeline ranks, where there is nothing to share.",
+            "shares either, or has no pair of ranks with anything to share.",
         )
     count = f"{outcome.num_only_balanced} of {outcome.num_fitting} configurations that fit do so only balanced"
     balanced = outcome.balanced.prediction
@@ -79,13 +79,13 @@ def verdict(outcome: Outcome) -> Verdict:
     plain = outcome.plain.prediction
     gain = plain.timing.iteration_s / balanced.timing.iteration_s
     ours = f"{balanced.timing.iteration_s:.2f} s ({describe(balanced.setup)})"
-    compared = f"{ours} against {plain.timing.iteration_s:.2f} s ({describe(plain.setup)}): {_reason(plain, balanced)}."
+    against = f"{ours} against {plain.timing.iteration_s:.2f} s ({describe(plain.setup)}): {compared(plain, balanced)}."
     if gain >= CLEARLY:
-        return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, the best of them takes {compared}")
+        return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, the best of them takes {against}")
     if gain > 1:
         doubt = f"Balancing does not clearly help, {gain:.3f}x is less than predictions are worth"
-        return Verdict("no-clear-gain", f"{doubt}: {count}, the best of them takes {compared}")
-    return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {compared}")
+        return Verdict("no-clear-gain", f"{doubt}: {count}, the best of them takes {against}")
+    return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {against}")
 
 
 def _only_balanced_looked_at(outcome: Outcome) -> Verdict:
@@ -151,15 +151,15 @@ def _fewer_activations(setup: Setup, space: Space) -> str:
     return " or ".join(ways) or "take more devices, or a shorter sequence"
 
 
-def _reason(plain: SetupPrediction, balanced: SetupPrediction) -> str:
-    """What it does to a stage's speed, to the bubble, and to waiting."""
-    bubbles = [100 * one.timing.bubble_of_makespan for one in (plain, balanced)]
+def compared(one: SetupPrediction, other: SetupPrediction) -> str:
+    """What the other does to a stage's speed, to the bubble, and to waiting."""
+    bubbles = [100 * each.timing.bubble_of_makespan for each in (one, other)]
     parts = [
-        f"while it computes, a device is {_while_busy(balanced) / _while_busy(plain):.2f} times as useful",
+        f"while it computes, a device is {_while_busy(other) / _while_busy(one):.2f} times as useful",
         f"the bubble is {bubbles[1]:.1f} instead of {bubbles[0]:.1f} % of the iteration",
     ]
-    exposed = max(balanced.timing.exposed_s)
-    if exposed > 0.01 * balanced.timing.iteration_s:
+    exposed = max(other.timing.exposed_s)
+    if exposed > 0.01 * other.timing.iteration_s:
         parts.append(f"and transfers are not hidden for {exposed:.2f} s")
     return ", ".join(parts)
 

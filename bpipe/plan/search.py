@@ -1,8 +1,9 @@
 """Find the fastest configurations of a space. In: the Space. Out: counts, and the best `SetupPrediction`s, fastest first.
 
-Every configuration is enumerated and its memory predicted; what does not fit is dropped. The rest is ordered by a lower bound of its
-time (no pipeline is faster than its slowest rank's work between the first arrival and the last departure), and simulated in that order
-until no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
+Every configuration is enumerated, and ordered by a lower bound of its time (no pipeline is faster than its slowest rank's work between the
+first arrival and the last departure). Of schedules with whole backwards every one's memory is predicted; one with split backwards is asked
+for its memory only once it comes up and could be among the rows, for its schedule has to be made for that. What fits is simulated in the
+same order until no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
-from bpipe.models.memory import predict_memory, state_bytes
+from bpipe.models.memory import least_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
 from bpipe.plan.space import Space, enumerate_setups
@@ -42,19 +44,45 @@ class Closest(NamedTuple):
     setup: Setup
 
 
-class _Fitting(NamedTuple):
-    """A setup worth simulating: none of its iterations is shorter than `bound_s`, `number` is its place in the enumeration."""
+class _Candidate(NamedTuple):
+    """A setup that may be worth simulating: none of its iterations is shorter than `bound_s`, `number` is its place in the enumeration.
+
+    `judged`: it fits, and `needs_bytes` is what it would need without balancing; otherwise nobody has asked yet.
+    """
 
     bound_s: float
     number: int
     setup: Setup
-    needs_bytes: int | None
+    judged: bool
+    needs_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Standing:
+    """How one family did. `fastest` is what was simulated of it, `bound_s` a time below which nothing of it is that was not simulated.
+
+    `num_large` of those that were asked need too much memory, the least of them `least_bytes` on its fullest rank; `num_slower` were not
+    asked, because none could be among the rows.
+    """
+
+    schedule: str
+    num_fitting: int = 0
+    num_large: int = 0
+    num_slower: int = 0
+    least_bytes: int | None = None
+    bound_s: float | None = None
+    fastest: Found | None = None
+
+    def left(self, bound_s: float) -> None:
+        """One of it is not simulated, and takes at least this long."""
+        self.bound_s = bound_s if self.bound_s is None else min(self.bound_s, bound_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """`rows`: the fastest. `plain` and `balanced`: the fastest of either kind, where one fits. `closest` is there where nothing fits.
-    `num_only_balanced` fit only balanced. `cuts` counts what was dropped, by the names of `space.CUTS`."""
+    `num_only_balanced` fit only balanced. `cuts` counts what was dropped, by the names of `space.CUTS`. `families`: every one that was
+    searched, in the space's order."""
 
     space: Space
     num_configurations: int
@@ -66,12 +94,17 @@ class Outcome:
     balanced: Found | None
     closest: Closest | None
     cuts: dict[str, int]
+    families: tuple[Standing, ...] = ()
 
 
 def _peak_bytes(setup: Setup, limit_bytes: int) -> int:
-    """What the fullest rank needs. Where weights and optimizer alone are too much, that much: no schedule has to be built for it."""
-    state = state_bytes(setup)
-    return state if state > limit_bytes else max(rank.peak_bytes for rank in predict_memory(setup))
+    """What the fullest rank needs; where the least that it could is too much, that: no schedule has to be built for it."""
+    least = least_bytes(setup)
+    return least if least > limit_bytes else _whole_bytes(setup)
+
+
+def _whole_bytes(setup: Setup) -> int:
+    return max(rank.peak_bytes for rank in predict_memory(setup))
 
 
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
@@ -96,69 +129,123 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
     every = list(enumerate_setups(space, cuts))
     setups = [setup for setup in every if space.profile is None or space.profile.conflict(setup) is None]
     cuts["profile"] = len(every) - len(setups)
-    fitting, closest = _what_fits(space, setups, progress, cuts)
-    fitting.sort(key=lambda one: (one.bound_s, one.number))
-    rows, fastest_plain, fastest_balanced, simulated = _fastest(space, fitting, num_rows, progress)
+    judge = _Judge(space, cuts)
+    candidates: list[_Candidate] = []
+    for number, setup in enumerate(setups):
+        progress("memory", number, len(setups))
+        if FAMILIES[setup.schedule].splits:
+            candidates.append(_Candidate(lower_bound_s(setup, space.profile), number, setup, judged=False))
+        elif judge.fits(setup):
+            candidates.append(_Candidate(lower_bound_s(setup, space.profile), number, setup, judged=True, needs_bytes=judge.needs_bytes))
+    progress("memory", len(setups), len(setups))
+    candidates.sort(key=lambda one: (one.bound_s, one.number))
+    fastest = _Fastest(space, num_rows)
+    for done, candidate in enumerate(candidates):
+        progress("time", done, len(candidates))
+        fastest.take(candidate, judge)
+    progress("time", len(candidates), len(candidates))
     return Outcome(
         space=space,
         num_configurations=len(setups),
-        num_fitting=len(fitting),
-        num_only_balanced=sum(one.needs_bytes is not None for one in fitting),
-        num_simulated=simulated,
-        rows=rows,
-        plain=fastest_plain,
-        balanced=fastest_balanced,
-        closest=None if fitting else closest,
+        num_fitting=sum(one.num_fitting for one in judge.families.values()),
+        num_only_balanced=judge.num_only_balanced,
+        num_simulated=fastest.num_simulated,
+        rows=fastest.rows("all"),
+        plain=next(iter(fastest.rows("plain")), None),
+        balanced=next(iter(fastest.rows("balanced")), None),
+        closest=judge.closest,
         cuts={name: count for name, count in cuts.items() if count},
+        families=tuple(judge.families.values()),
     )
 
 
-def _what_fits(space: Space, setups: list[Setup], progress: Progress, cuts: Counter[str]) -> tuple[list[_Fitting], Closest | None]:
-    """Every setup worth simulating; where there is none, the closest."""
-    fitting: list[_Fitting] = []
-    closest: Closest | None = None
-    limit = space.cluster.device.memory_bytes
-    # Setups that differ in nothing but balancing follow each other.
-    plain_bytes = lru_cache(maxsize=1)(_peak_bytes)
-    for number, setup in enumerate(setups):
-        progress("memory", number, len(setups))
-        peak, needs = plain_bytes(replace(setup, balance="none"), limit), None
+class _Judge:
+    """Says which setups fit, and counts. `needs_bytes`: what the last one that does would need without balancing, where it is balanced.
+    `closest` is there where none did."""
+
+    def __init__(self, space: Space, cuts: Counter[str]) -> None:
+        self._limit, self.cuts = space.cluster.device.memory_bytes, cuts
+        self._plain_bytes = lru_cache(maxsize=None)(lambda setup: _peak_bytes(setup, self._limit))
+        self.families = {name: Standing(name) for name in dict.fromkeys(space.schedules)}
+        self.needs_bytes: int | None = None
+        self.num_only_balanced = 0
+        self._closest: Closest | None = None
+
+    @property
+    def closest(self) -> Closest | None:
+        closest = self._closest
+        if closest is None or any(one.num_fitting for one in self.families.values()):
+            return None
+        # What was too much may have been a part of what it needs.
+        return closest if closest.is_state else closest._replace(needs_bytes=_whole_bytes(closest.setup))
+
+    def fits(self, setup: Setup) -> bool:
+        family = self.families[setup.schedule]
+        peak, self.needs_bytes = self._plain_bytes(replace(setup, balance="none")), None
         if setup.balance != "none":
             # What fits without balancing gains nothing from it.
-            if peak <= limit:
-                cuts["unneeded"] += 1
-                continue
-            peak, needs = _peak_bytes(setup, limit), peak
-        if peak <= limit:
-            fitting.append(_Fitting(lower_bound_s(setup, space.profile), number, setup, needs))
-            continue
-        cuts["memory"] += 1
-        if not fitting:
-            mine = Closest(state_bytes(setup) > limit, peak, setup)
-            closest = mine if closest is None or mine[:2] < closest[:2] else closest
-    progress("memory", len(setups), len(setups))
-    return fitting, closest
+            if peak <= self._limit:
+                self.cuts["unneeded"] += 1
+                return False
+            # Nor does what has nothing to move; nobody asks where the least is too much.
+            if least_bytes(setup) <= self._limit and not moves_anything(setup):
+                self.cuts["pairs"] += 1
+                return False
+            self.needs_bytes, peak = peak, _peak_bytes(setup, self._limit)
+        if peak <= self._limit:
+            family.num_fitting += 1
+            self.num_only_balanced += self.needs_bytes is not None
+            return True
+        self.cuts["memory"] += 1
+        family.num_large += 1
+        family.least_bytes = peak if family.least_bytes is None else min(family.least_bytes, peak)
+        mine = Closest(state_bytes(setup) > self._limit, peak, setup)
+        self._closest = mine if self._closest is None or mine[:2] < self._closest[:2] else self._closest
+        return False
 
 
-def _fastest(
-    space: Space, fitting: list[_Fitting], num_rows: int, progress: Progress
-) -> tuple[tuple[Found, ...], Found | None, Found | None, int]:
-    # Of each kind the slowest of the fastest stands first: (-time, -number, row).
-    kept: dict[str, list[tuple[float, int, Found]]] = {"all": [], "plain": [], "balanced": []}
-    sizes = {"all": num_rows, "plain": 1, "balanced": 1}
-    simulated = 0
-    for done, (bound, number, setup, needs) in enumerate(fitting):
-        progress("time", done, len(fitting))
+class _Fastest:
+    """The fastest so far of all, of the plain and of the balanced ones. Candidates come by their bounds."""
+
+    def __init__(self, space: Space, num_rows: int) -> None:
+        self._space = space
+        self._sizes = {"all": num_rows, "plain": 1, "balanced": 1}
+        # Of each kind the slowest of the fastest stands first: (-time, -number, row).
+        self._kept: dict[str, list[tuple[float, int, Found]]] = {kind: [] for kind in self._sizes}
+        self.num_simulated = 0
+
+    def rows(self, kind: str) -> tuple[Found, ...]:
+        return tuple(found for *_, found in sorted(self._kept[kind], key=lambda one: (-one[0], -one[1])))
+
+    def take(self, candidate: _Candidate, judge: _Judge) -> None:
+        bound, number, setup, judged, needs = candidate
+        family = judge.families[setup.schedule]
+        if not judged:
+            if self._too_late(("all",), bound):
+                judge.cuts["slower"] += 1
+                family.num_slower += 1
+                family.left(bound)
+                return
+            if not judge.fits(setup):
+                return
+            needs = judge.needs_bytes
         mine = ("all", "plain" if needs is None else "balanced")
-        if all(len(kept[kind]) == sizes[kind] and bound >= -kept[kind][0][0] for kind in mine if sizes[kind]):
-            continue
-        simulated += 1
-        found = Found(predict(setup, space.profile, formula=space.formula), needs)
+        if self._too_late(mine, bound):
+            family.left(bound)
+            return
+        self.num_simulated += 1
+        # To tell that it was too much a part of it may have been enough.
+        whole = None if needs is None else _whole_bytes(replace(setup, balance="none"))
+        found = Found(predict(setup, self._space.profile, formula=self._space.formula), whole)
+        seconds = found.prediction.timing.iteration_s
+        if family.fastest is None or seconds < family.fastest.prediction.timing.iteration_s:
+            family.fastest = found
         for kind in mine:
-            heapq.heappush(kept[kind], (-found.prediction.timing.iteration_s, -number, found))
-            if len(kept[kind]) > sizes[kind]:
-                heapq.heappop(kept[kind])
-    progress("time", len(fitting), len(fitting))
-    ordered = {kind: [found for *_, found in sorted(heap, key=lambda one: (-one[0], -one[1]))] for kind, heap in kept.items()}
-    first = {kind: found[0] if found else None for kind, found in ordered.items()}
-    return tuple(ordered["all"]), first["plain"], first["balanced"], simulated
+            heapq.heappush(self._kept[kind], (-seconds, -number, found))
+            if len(self._kept[kind]) > self._sizes[kind]:
+                heapq.heappop(self._kept[kind])
+
+    def _too_late(self, kinds: tuple[str, ...], bound: float) -> bool:
+        """Whether nothing with this bound can be among those kept."""
+        kept = ((self._kept[kind], self._sizes[kind]) for kind in kinds)
+        return all(len(rows) == size and bound >= -rows[0][0] for rows, size in kept if size)

@@ -19,9 +19,6 @@ from bpipe.models.model import Model
 from bpipe.models.profile import Profile
 from bpipe.program import BALANCES
 
-# Below four ranks no pair has anything to share.
-MIN_BALANCED_RANKS = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -66,10 +63,11 @@ CUTS = {
     "batch": "grids: d does not divide the global batch",
     "micro_batches": "micro-batch sizes: interleaving wants their number in multiples of p",
     "chunks": "numbers of chunks: the layers do not go over so many stages",
-    "pairs": "choices of balancing: fewer than 4 ranks have nothing to share",
+    "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
     "memory": "configurations: more memory than a device has",
     "unneeded": "balanced configurations: they fit without balancing too",
+    "slower": "configurations with split backwards: slower than every row, by a bound of their time, so nobody asked whether they fit",
 }
 
 
@@ -90,7 +88,7 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
             for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
                 for recompute in _scopes(space):
                     for balance in space.balances:
-                        if balance != "none" and pipeline < MIN_BALANCED_RANKS:
+                        if balance != "none" and pipeline == 1:
                             cuts["pairs"] += 1
                             continue
                         yield Setup(
@@ -170,6 +168,9 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
             layers = split_layers(num_layers, pipeline * chunks, uneven)
             if layers is None:
                 cuts["chunks"] += 1
+                continue
+            if chunks == 1 and family.takes_groups:
+                # Of one chunk there are no groups: it would be 1F1B in halves.
                 continue
             for group in _groups(schedule, pipeline, num_microbatches):
                 yield _Choice(schedule, chunks, layers, group)

@@ -68,7 +68,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("deadlock", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),
     "models": ("cluster model", "cluster_file flops layout", "profile saved", "memory", "compute"),
-    "plan": ("estimate launch_script layer_split predict space", "document megatron_command megatron_flags search", "explain vocabulary"),
+    "plan": (
+        "estimate launch_script layer_split predict space",
+        "document megatron_command megatron_flags search",
+        "explain vocabulary",
+        "standings",
+    ),
     "record": ("keys", "format", "one_run write", "read"),
     "report": (
         "measured memory units",

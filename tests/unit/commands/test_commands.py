@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.generate.families import FAMILIES, SEARCHED
 
 SIMULATE = ["simulate", "--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tensor", "4", "--pipeline", "8", "--micro-batch", "2"]
 SIMULATE += ["--global-batch", "128", "--recompute", "selective", "--attention", "unfused"]
@@ -172,12 +173,38 @@ PLAN = [
     "2",
     "--max-micro-batch",
     "8",
+    "--schedule",
+    "1f1b",
+    "interleaved-1f1b",
 ]
+
+
+def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--sequence", "4096", "--vocabulary", "32000"]
+    small = ["plan", *sizes, "--cluster", "a100-80g:4", "--global-batch", "16", "--max-micro-batch", "1", "--recompute", "none"]
+    text = output(capsys, *small, "--rows", "3")
+    families = text.split("families, each by its fastest:\n")[1].splitlines()
+    named = [line.split()[0] for line in families[: len(SEARCHED)]]
+    assert set(named) == set(SEARCHED)
+    assert "the fastest: " in families[0]
+    assert "% more: while it computes" in text or "by a lower bound" in text
+    document = json.loads(output(capsys, *small, "--rows", "3", "--format", "json"))
+    assert [one["schedule"] for one in document["families"]] == named
+    first = document["rows"][0]
+    assert document["families"][0]["iteration_time_s"] == first["iteration_time_s"]
+    assert document["families"][0]["schedule"] == first["configuration"]["schedule"]
+    assert sum(one["fitting"] for one in document["families"]) == document["searched"]["fitting"]
+    assert sum(one["slower"] for one in document["families"]) == document["searched"]["cut"]["slower"]
+    assert all(said in text for said in document["needs"])
+    splits = any(FAMILIES[one["configuration"]["schedule"]].splits for one in document["rows"])
+    assert any("Transformer Engine" in said for said in document["needs"]) is splits
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *PLAN)
     assert text.splitlines()[0].endswith("the 10 fastest")
+    assert "\n     1f1b              33.1" in text
+    assert "\n     interleaved-1f1b  " in text
     assert "fits only balanced" in text
     assert text.splitlines()[-1].startswith("Balancing gains 1.")
     assert main([*PLAN, "--rows", "3", "--format", "json"]) == 0

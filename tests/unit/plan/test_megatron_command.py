@@ -178,7 +178,7 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
     launch = "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 --fp16 --sequence-parallel"
     launch += " --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128"
     launch += " --attention-backend unfused --use-distributed-optimizer --recompute-activations"
-    arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "1"]
+    arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "1", "--schedule", "1f1b", "interleaved-1f1b"]
     assert main([*arguments, "--", *launch.split()]) == 0
     text = capsys.readouterr().out
     assert "does not fit: rank 0 needs 81.7" in text
@@ -187,7 +187,7 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert found["launch"]["as_it_stands"]["fits"] is False
     assert found["rows"][0]["fits"] is True
-    assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--", *launch.split()]) in (0, 3)
+    assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--schedule", "1f1b", "--", *launch.split()]) in (0, 3)
     assert "the launch as it stands: t*p = 4*8 = 32 does not divide the 24 devices" in capsys.readouterr().out
 
 

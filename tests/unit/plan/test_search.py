@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.generate.families import FAMILIES, default
+from bpipe.generate.families import FAMILIES, SEARCHED, default
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
-from bpipe.models.memory import activations, held_by, predict_memory, state_bytes
+from bpipe.models.memory import activations, held_by, least_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.plan.explain import describe, only_balanced, verdict
@@ -144,6 +144,65 @@ def test_schedules_of_our_executor_are_compared_with_their_flags() -> None:
         said = read_command([*megatron_flags(setup), "--vocab-size", "512"]).options
         assert (said.get("schedule") or default(setup.chunks), said.get("group")) == (setup.schedule, setup.group)
         assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
+
+
+SMALL = Space(
+    gpt("small", 16, 8192, 64, sequence=4096), parse_cluster("a100-80g:8"), 32, 4096, recompute=("none", "selective"), max_chunks=4,
+    max_micro_batch=2, schedules=SEARCHED,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None:
+    """What was never asked for its memory is slower than every row."""
+    found = search(SMALL, num_rows=5)
+    assert found.cuts["slower"] > 100
+    fitting = []
+    for setup in enumerate_setups(SMALL):
+        if state_bytes(setup) > SMALL.cluster.device.memory_bytes or not all(rank.fits for rank in predict_memory(setup)):
+            continue
+        if setup.balance == "none" or not all(rank.fits for rank in predict_memory(replace(setup, balance="none"))):
+            fitting.append(setup)
+    quick = sorted(fitting, key=lower_bound_s)
+    times: list[float] = []
+    for setup in quick:
+        if len(times) >= 5 and lower_bound_s(setup) >= sorted(times)[4]:
+            break
+        times.append(predict(setup).timing.iteration_s)
+    assert [row.prediction.timing.iteration_s for row in found.rows] == pytest.approx(sorted(times)[:5])
+    assert {standing.schedule for standing in found.families} == set(SEARCHED)
+    for standing in found.families:
+        of_family = [setup for setup in quick if setup.schedule == standing.schedule]
+        assert standing.num_fitting <= len(of_family)
+        if standing.fastest is not None:
+            assert standing.fastest.prediction.setup.schedule == standing.schedule
+    assert sum(standing.num_slower for standing in found.families) == found.cuts["slower"]
+
+
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+@pytest.mark.parametrize("schedule", SEARCHED)
+def test_nothing_needs_less_than_the_least_that_is_said_without_a_schedule(schedule: str, balance: str) -> None:
+    space = replace(SMALL, schedules=(schedule,), balances=(balance,), recompute=("selective",))
+    for setup in list(enumerate_setups(space))[::7]:
+        needed = max(rank.peak_bytes for rank in predict_memory(setup))
+        assert state_bytes(setup) <= least_bytes(setup) <= needed, describe(setup)
+
+
+def test_what_balancing_moves_is_asked_of_the_pass() -> None:
+    def moves(schedule: str, pipeline: int, chunks: int = 1) -> bool:
+        layers = (2,) * pipeline * chunks
+        model = gpt("small", sum(layers), 1024, 16)
+        return moves_anything(
+            Setup(model, parse_cluster(f"a100-80g:{pipeline}"), 1, pipeline, 1, 24, 1024, layers, schedule=schedule, chunks=chunks)
+        )
+
+    assert not moves("1f1b", 1)
+    assert [moves("1f1b", p) for p in (2, 3, 4)] == [False, False, True]
+    assert [moves("interleaved-1f1b", p, 2) for p in (2, 3, 4)] == [False, True, True]
+    assert [moves("grouped-interleaved", p, 2) for p in (2, 3, 4)] == [False, False, True]
+    assert not any(moves(name, 4, 2) for name in ("zb-v", "v-half", "v-min"))
+    assert not moves("zb-h1", 4)
+    assert not moves("gpipe", 4)
 
 
 def cut_in_four(setup: Setup) -> bool:

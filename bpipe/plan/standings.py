@@ -1,0 +1,91 @@
+"""Say of every family of schedules that a search looked at how it did, and why. In: the Outcome of a search. Out: lines, or plain values.
+
+The fastest of each is laid beside the fastest of all. Predicts nothing itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpipe.generate.families import FAMILIES
+from bpipe.models.layout import Setup
+from bpipe.plan.explain import compared, describe
+from bpipe.plan.search import Found, Outcome, Standing
+
+# What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/megatron.md).
+HALVES = "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: scripts/gpu_check.py --only halves"
+AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybrid models"
+
+
+def lines(outcome: Outcome) -> list[str]:
+    """Nothing where there are no rows, or one family was searched."""
+    if not outcome.rows or len(outcome.families) < 2:
+        return []
+    width = max(len(one.schedule) for one in outcome.families)
+    found = [f"     {one.schedule:{width}}  {_words(one, outcome)}" for one in _ordered(outcome)]
+    return ["families, each by its fastest:", *found, *(f"     {need}" for need in needs(outcome))]
+
+
+def needs(outcome: Outcome) -> list[str]:
+    """What the rows' schedules need of the trainer, as far as it is not simply there."""
+    setups = [found.prediction.setup for found in outcome.rows]
+    halves = any(setup.splits and setup.kernels == "gpu" for setup in setups)
+    return [*([HALVES] if halves else []), *([AS_A_V] if any(map(_is_a_v, setups)) else [])]
+
+
+def documents(outcome: Outcome) -> list[dict[str, Any]]:
+    """The same for a program."""
+    return [
+        {
+            "schedule": one.schedule,
+            "iteration_time_s": None if one.fastest is None else one.fastest.prediction.timing.iteration_s,
+            "others_at_least_s": one.bound_s,
+            "fitting": one.num_fitting,
+            "too_large": one.num_large,
+            "slower": one.num_slower,
+            "why": _words(one, outcome) if outcome.rows else None,
+        }
+        for one in _ordered(outcome)
+    ]
+
+
+def _ordered(outcome: Outcome) -> list[Standing]:
+    """By the time of the fastest; then what was not simulated, by its bound; then what there is nothing of."""
+
+    def key(one: Standing) -> tuple[int, float]:
+        if one.fastest is not None:
+            return 0, one.fastest.prediction.timing.iteration_s
+        return (1, one.bound_s) if one.bound_s is not None else (2, 0.0)
+
+    return sorted(outcome.families, key=key)
+
+
+def _words(one: Standing, outcome: Outcome) -> str:
+    best = outcome.rows[0]
+    if one.fastest is not None:
+        return _beside(one.fastest, best)
+    parts = []
+    if one.num_large:
+        least, limit = one.least_bytes, best.prediction.memory[0].limit_bytes
+        asked = " that could be among the rows" if one.num_slower else ""
+        parts.append(
+            f"{one.num_large} configurations{asked} need at least {least / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+            if least is not None
+            else ""
+        )
+    if one.bound_s is not None:
+        parts.append(f"{'the others take' if parts else 'takes'} {one.bound_s:.3f} s or more, by a lower bound")
+    return "; ".join(parts) or "no configuration"
+
+
+def _beside(mine: Found, best: Found) -> str:
+    seconds = mine.prediction.timing.iteration_s
+    if mine is best:
+        return f"{seconds:.3f} s, the fastest: {describe(mine.prediction.setup)}"
+    slower = 100 * (seconds / best.prediction.timing.iteration_s - 1)
+    return f"{seconds:.3f} s, {slower:.1f} % more: {compared(best.prediction, mine.prediction)}"
+
+
+def _is_a_v(setup: Setup) -> bool:
+    layout = FAMILIES[setup.schedule].layout(setup.pipeline, setup.chunks)
+    return setup.pipeline > 1 and layout.only_placement[-1] == layout.only_placement[0]
