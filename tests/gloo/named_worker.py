@@ -1,7 +1,8 @@
 """One rank of a test's training runs that are compared across placements: each weight is known by what it is, and not by where.
 
-In: as worker.py; a case that names data has no mock data. Out: the same records, with a hash of every weight of this rank by its name in
-the whole model. Where nothing is loaded all weights are drawn by their names, because Megatron draws them in the order of the ranks.
+In: as worker.py; a case that names data has no mock data, and one that names a script of this folder is trained by it. Out: the same
+records, with a hash of every weight of this rank by its name in the whole model. Where nothing is loaded all weights are drawn by their
+names, because Megatron draws them in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ if __name__ == "__main__":
     import functools
     import hashlib
     import json
+    import runpy
     from collections.abc import Iterator
     from pathlib import Path
     from typing import Any
@@ -77,4 +79,10 @@ if __name__ == "__main__":
     for case in json.loads(Path(cases).read_text()):
         if "--data-path" in case["arguments"]:
             case["arguments"].remove("--mock-data")
-        worker.run(case, Path(folder), NamedRecorder)
+        main = worker.pretrain_gpt.main
+        if "--script" in case["arguments"]:
+            at = case["arguments"].index("--script")
+            script = Path(__file__).with_name(case["arguments"][at + 1])
+            case["arguments"][at : at + 2] = []
+            main = functools.partial(runpy.run_path, str(script), run_name="__main__")
+        worker.run(case, Path(folder), NamedRecorder, main)

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ def agree_on_port(path: Path) -> str:
     return path.read_text()
 
 
-def run(case: dict[str, Any], folder: Path, observer: type[Recorder] = Recorder) -> None:
-    """Train once and write what happened."""
+def run(case: dict[str, Any], folder: Path, observer: type[Recorder] = Recorder, main: Callable[[], object] = pretrain_gpt.main) -> None:
+    """Train once, by our script or another one, and write what happened."""
     # A placement gives this process another rank for one run; the next starts from the launcher's again.
     os.environ["RANK"] = LAUNCH_RANK
     os.environ["MASTER_PORT"] = agree_on_port(folder / f"{case['name']}.port")
@@ -113,7 +114,7 @@ def run(case: dict[str, Any], folder: Path, observer: type[Recorder] = Recorder)
     print(f"=== {case['name']}", flush=True)
     recorder = observer()
     try:
-        pretrain_gpt.main()
+        main()
         rank = torch.distributed.get_rank()
         record = {"iterations": recorder.iterations, "evaluations": recorder.evaluations, "weights": recorder.weights()}
         (folder / f"{case['name']}.rank{rank}.json").write_text(json.dumps(record))
