@@ -123,9 +123,11 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import LINEAR, install
-    from megatron.scheduling.placed import wraps_of
+    from megatron.scheduling.placed import refuse_ranks, wraps_of
     from megatron.scheduling.reporting import Reporter
 
+    with _or_end():
+        refuse_ranks(config.positions, given)
     driver = Driver(config)
     reporter = Reporter(config, driver) if config.report is not None else None
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
