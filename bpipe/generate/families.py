@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bpipe.generate import gpipe, grouped_interleaved, interleaved, one_f_one_b, one_f_one_b_split, v_half, v_min, zb_h1, zb_v
+from bpipe.generate import chimera, gpipe, grouped_interleaved, interleaved, one_f_one_b, one_f_one_b_split, v_half, v_min, zb_h1, zb_v
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 
 _WHOLE = (gpipe, one_f_one_b, interleaved)
 _IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES)}
+_IN_TWO_PIPES = (chimera,)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
@@ -45,3 +46,17 @@ def that_take_chunks() -> str:
 
 def that_are_made_for_bounds() -> str:
     return ", ".join(name for name, family in FAMILIES.items() if family.within is not None)
+
+
+def of_one_pipe() -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.num_pipes == 1)
+
+
+def require_one_pipe(name: str, what: str) -> None:
+    """Raises ValueError for a family of several pipes, which cannot be `what` yet."""
+    family = FAMILIES.get(name)
+    if family is not None and family.num_pipes > 1:
+        raise ValueError(
+            f"{name} runs {family.num_pipes} pipes over the same ranks, each with its own copy of the weights, and several pipes are not "
+            f"{what} yet: choose from {of_one_pipe()}; `bpipe schedule` generates, balances, times and draws this one"
+        )

@@ -95,6 +95,8 @@ class Family:
     `within`: orders for the room that is asked, fastest first; whether pairs then keep the bound, balancing says. None where nobody has
     said how.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how.
+    `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple of it. Several are
+    generated and simulated, and neither trained nor planned yet (`families.require_one_pipe`).
     """
 
     name: str
@@ -111,6 +113,7 @@ class Family:
     ahead: Callable[[int, int, int], int] | None = None
     sharded: ShardedOrders | None = None
     within: OrdersWithin | None = None
+    num_pipes: int = 1
 
     def generate(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, asked: Asked = NOTHING_ELSE) -> Schedule:
         """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""

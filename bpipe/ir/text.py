@@ -236,7 +236,8 @@ def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
             for action in slot.computations:
                 last = max(last, action.microbatch)
                 if owners.setdefault(action.stage, rank) != rank:
-                    raise TextError(f"{action} is on rank {rank}, but rank {owners[action.stage]} computes the stage too")
+                    way_out = "several pipes are read with a header that places each, such as stage_to_rank=0,1/1,0"
+                    raise TextError(f"{action} is on rank {rank}, but rank {owners[action.stage]} computes the stage too; {way_out}")
     if not owners:
         raise TextError("there is no computation in it")
     missing = next((stage for stage in range(len(owners)) if stage not in owners), None)

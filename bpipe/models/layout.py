@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bpipe.generate.families import FAMILIES, default
+from bpipe.generate.families import FAMILIES, default, require_one_pipe
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
@@ -77,6 +77,7 @@ class Setup:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
+        require_one_pipe(self.schedule, "predicted")
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):

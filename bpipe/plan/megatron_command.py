@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from bpipe.generate.families import FAMILIES
+from bpipe.generate.families import FAMILIES, of_one_pipe
 from bpipe.models.layout import KEPT_HALVES
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
@@ -288,7 +288,7 @@ def _own_chunks(schedule: str | None) -> int | None:
     if schedule is None:
         return None
     if schedule not in FAMILIES:
-        raise ValueError(f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} are predicted, and no schedule of a file")
+        raise ValueError(f"--bpipe-schedule {schedule}: only {of_one_pipe()} are predicted, and no schedule of a file")
     family = FAMILIES[schedule]
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
 

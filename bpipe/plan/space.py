@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bpipe.generate.families import DEFAULTS, FAMILIES
+from bpipe.generate.families import DEFAULTS, FAMILIES, require_one_pipe
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
@@ -49,6 +49,8 @@ class Space:
                     raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
         if self.attention not in ATTENTION:
             raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
+        for schedule in self.schedules:
+            require_one_pipe(schedule, "predicted")
         sizes = {"--global-batch": self.global_batch, "--max-micro-batch": self.max_micro_batch, "--max-chunks": self.max_chunks}
         for flag, size in sizes.items():
             if size < 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from bpipe.generate.families import DEFAULTS, FAMILIES, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
+from bpipe.generate.families import DEFAULTS, of_one_pipe, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
 from bpipe.ir.text import TextError, read_share
 from bpipe.program import BalanceConfig, ScheduleConfig
 from bpipe.transport import AUTO, NAMES
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--bpipe-schedule",
         default=None,
         metavar="NAME|FILE",
-        help=f"The pipeline schedule: {', '.join(FAMILIES)}, or a file that `bpipe schedule --input` reads. By default what Megatron's "
+        help=f"The pipeline schedule: {of_one_pipe()}, or a file that `bpipe schedule --input` reads. By default what Megatron's "
         f"own loop runs: {DEFAULTS[0]}, with virtual stages {DEFAULTS[1]}. These two it goes on running; any other is run by a loop of "
         "our own. Works with and without --bpipe.",
     )

@@ -21,7 +21,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import upstream
-from megatron.scheduling.following import of_file
+from megatron.scheduling.following import of_file, refuse_pipes
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
 
@@ -61,6 +61,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
         if vocabulary is not Vocabulary.WHOLE:
             raise ValueError(f"--bpipe-vocabulary {vocabulary.value}: --bpipe-schedule {name} is a file; choose from {that_take_shards()}")
         return _from_file(args, name, num_chunks, balance), True
+    refuse_pipes(name)
     family = FAMILIES[name]
     ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE
     _check_asked(args, family)

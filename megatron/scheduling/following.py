@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bpipe.generate.families import FAMILIES
+from bpipe.generate.families import FAMILIES, require_one_pipe
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import NAME
 from bpipe.names import unknown
@@ -36,6 +36,7 @@ def complete(args: Any) -> None:
     upstream.require(args, "following")
     if name in FAMILIES:
         family = FAMILIES[name]
+        refuse_pipes(name)
         layout = family.layout(args.pipeline_model_parallel_size, family.min_chunks)
         known = family.min_chunks == family.max_chunks
     else:
@@ -48,6 +49,14 @@ def complete(args: Any) -> None:
         follow(args, Positions.of(layout))
     except ValueError as error:
         raise ValueError(f"--bpipe-schedule {name}: {error}") from None
+
+
+def refuse_pipes(name: str) -> None:
+    """Raises ValueError for a family of several pipes."""
+    try:
+        require_one_pipe(name, "trained")
+    except ValueError as error:
+        raise ValueError(f"--bpipe-schedule {error}") from None
 
 
 def follow(args: Any, positions: Positions) -> None:

@@ -1,4 +1,4 @@
-"""Orders that no file of the product knows, made by the rules of their papers: two pipes.
+"""Orders that no file of the product knows.
 
 In: sizes. Out: a layout and one order a rank. They show what a schedule can be said to be.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.layout import one_pipe
 from bpipe.ir.schedule import Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -40,17 +40,3 @@ def far_ahead() -> Schedule:
         [*all_of((2, F), (4, F)), *all_of((4, B), (2, B))],
     ]
     return place("far-ahead", m, layout, orders)
-
-
-def chimera(p: int) -> Schedule:
-    """The unit of two pipes, N = p: slots by a closed formula, a backward twice as long as a forward. Li and Hoefler, 2021."""
-    layout = Layout((tuple(range(p)), tuple(reversed(range(p)))))
-    rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
-    for pipe, placement in enumerate(layout.placements):
-        for stage, rank in enumerate(placement):
-            for j in range(p // 2):
-                microbatch = 2 * j + pipe
-                rows[rank].append((stage + 2 * j, Action(stage, F, microbatch)))
-                rows[rank].append((2 * p - 1 - stage + 2 * j, Action(stage, B, microbatch)))
-    orders = [[action for _, action in sorted(row, key=lambda one: (one[0], one[1].microbatch))] for row in rows]
-    return place("chimera", p, layout, orders)

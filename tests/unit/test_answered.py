@@ -16,7 +16,7 @@ from bpipe.ir.text import read_csv
 from bpipe.passes.answered import as_run
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera, far_ahead, v_flat
+from tests.unit.hand_made import far_ahead, v_flat
 from tests.unit.interleaving import World, fault_of
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -26,7 +26,6 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
         for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1)
     },
     "v-flat": partial(v_flat, 3, 4),
-    "two pipes": partial(chimera, 4),
     "far ahead": far_ahead,
     "one rank": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0\n0F0,0F1,0B1,0B0\n"),
 }

@@ -11,23 +11,20 @@ from bpipe.draw.svg import write_svg
 from bpipe.ir.action import Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
-from bpipe.ir.memory import peak_counts
 from bpipe.ir.program import Do, Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv, write_csv
-from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.program import ScheduleConfig, build
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
-from tests.unit.hand_made import chimera
 from tests.unit.test_sharded_schedules import SPLIT, sharded
 
 SCHEDULES = {
     **{f"v-half {p}x{m}": partial(build, ScheduleConfig("v-half", p, m, 2)) for p, m in ((4, 8), (5, 7), (8, 16))},
     **{f"v-min {p}x{m}": partial(build, ScheduleConfig("v-min", p, m, 2)) for p, m in ((4, 8), (6, 9), (8, 16))},
     "zb-h1": partial(build, ScheduleConfig("zb-h1", 4, 8)),
-    **{f"chimera {p}": partial(chimera, p) for p in (4, 8)},
+    **{f"chimera {p}x{m}": partial(build, ScheduleConfig("chimera", p, m)) for p, m in ((2, 3), (4, 4), (8, 8), (8, 12))},
     **{f"algorithm {one.value} {p}x{m}": partial(sharded, p, m, one) for one in SPLIT for p, m in ((4, 8), (8, 12))},
 }
 
@@ -68,18 +65,6 @@ def test_it_is_simulated_on_its_own_grid_and_drawn(schedule: Schedule) -> None:
     for timed, row in zip(simulation.computations, schedule.ranks, strict=True):
         assert [(one.action, one.start_s) for one in timed] == [(cell.compute, slot) for slot, cell in enumerate(row) if cell.compute]
     assert write_svg(schedule).startswith("<svg")
-
-
-def test_chimera_is_as_long_as_its_formula_and_its_middle_is_relieved() -> None:
-    schedule = chimera(8)
-    costs = Costs((StageCost(1, 2),) * 8)
-    assert simulate(schedule, costs).pipeline_s == 3 * 8 + 2 * (8 - 2)
-    assert peak_counts(schedule) == (5, 6, 7, 8, 8, 7, 6, 5)
-    balanced = balance(schedule, [7] * 8, (3, 2, 1, 0, 7, 6, 5, 4))
-    check(balanced)
-    assert max(peak_counts(balanced)) == 7
-    # Mirror images peak together: they have no room for each other.
-    assert max(peak_counts(balance(schedule, None, tuple(reversed(range(8)))))) == 8
 
 
 def test_a_shard_is_refused_where_the_vocabulary_is_whole() -> None:

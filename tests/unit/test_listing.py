@@ -18,7 +18,6 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera
 from tests.unit.test_overlap import OVERLAPPED
 from tests.unit.test_sharded_schedules import sharded
 
@@ -97,7 +96,7 @@ SCHEDULES = {
     "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig())),
     "overlapped": lambda: OVERLAPPED,
     "v-half": partial(build, ScheduleConfig("v-half", 4, 6, 2)),
-    "two pipes": partial(chimera, 4),
+    "two pipes": partial(build, ScheduleConfig("chimera", 4, 4)),
     "vocabulary": partial(sharded, 4, 6, Vocabulary.TWO),
     "vocabulary of two": partial(sharded, 2, 3, Vocabulary.ONE),
     "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),

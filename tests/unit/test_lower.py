@@ -24,7 +24,6 @@ from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera
 from tests.unit.interleaving import fault_of
 from tests.unit.test_deadlock import REFILLED
 from tests.unit.test_overlap import OVERLAPPED
@@ -145,8 +144,8 @@ SCHEDULES = {
     "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),
     "overlapped": lambda: OVERLAPPED,
     "v-half": partial(build, ScheduleConfig("v-half", 4, 4, 2)),
-    "two pipes": partial(chimera, 4),
-    "two pipes, balanced": lambda: balance(chimera(8), [7] * 8, (3, 2, 1, 0, 7, 6, 5, 4)),
+    "two pipes": partial(build, ScheduleConfig("chimera", 4, 4)),
+    "two pipes, balanced": partial(build, ScheduleConfig("chimera", 8, 8, balance=BalanceConfig())),
     "vocabulary": partial(sharded, 4, 5, Vocabulary.ONE),
     "vocabulary of two": partial(sharded, 2, 3, Vocabulary.TWO),
 }

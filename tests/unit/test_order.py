@@ -10,7 +10,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.grid import read_grid
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.hand_made import chimera, v_flat
+from tests.unit.hand_made import v_flat
 
 # Each is sound; in each one pass of one stage takes micro-batch 1 before 0.
 FORWARDS = """\
@@ -78,10 +78,9 @@ def test_every_family_takes_micro_batches_in_order(name: str, p: int, m: int, v:
         build(ScheduleConfig("v-half", 4, 8, 2)),
         build(ScheduleConfig("v-min", 4, 8, 2)),
         v_flat(3, 5),
-        chimera(4),
         build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig())),
     ],
-    ids=["v-half", "v-min", "v-flat", "two pipes", "balanced"],
+    ids=["v-half", "v-min", "v-flat", "balanced"],
 )
 def test_so_do_the_hand_made_ones(schedule: Schedule) -> None:
     check_microbatch_order(schedule)

@@ -25,9 +25,9 @@ from bpipe.program import BalanceConfig, ScheduleConfig, build
 @st.composite
 def configs(draw: st.DrawFn, max_stages: int = 12) -> ScheduleConfig:
     name = draw(st.sampled_from(sorted(FAMILIES)))
-    p = draw(st.integers(1, max_stages))
-    m = draw(st.integers(1, 6 * p))
     family = FAMILIES[name]
+    p = family.num_pipes * draw(st.integers(1, max_stages // family.num_pipes))
+    m = draw(st.integers(1, 6 * p))
     chunks = draw(st.sampled_from(family.chunks(4)))
     group = draw(st.none() | st.integers(p, m)) if family.takes_groups and p <= m else None
     delay = draw(st.integers(0, 4)) if family.takes_delay else 0

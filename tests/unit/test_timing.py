@@ -40,7 +40,7 @@ def test_a_pipeline_is_as_long_as_its_formula(name: str, p: int, m: int) -> None
 def test_it_takes_as_long_as_the_simulator_says(name: str, p: int, m: int, costs: UnitCosts) -> None:
     """The simulator runs the programs; here only what needs what is looked at."""
     family = FAMILIES[name]
-    v = family.min_chunks
+    p, v = p * family.num_pipes, family.min_chunks
     schedule = family.generate(p, m, v)
     backward = costs.backward_input + costs.backward_weight
     one = StageCost(Fraction(costs.forward) / v, Fraction(backward) / v, weight_s=Fraction(costs.backward_weight) / v)

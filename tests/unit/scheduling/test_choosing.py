@@ -191,6 +191,10 @@ REFUSED = [
     ({"bpipe_bound": 2, "bpipe": True}, "--bpipe-schedule 1f1b: .*The smallest bound that ranks 0 and 3 can both keep is 3 micro-batches"),
     ({**GROUPED, "bpipe_bound": 1}, "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 5"),
     ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
+    (
+        {"bpipe_schedule": "chimera"},
+        "--bpipe-schedule chimera runs 2 pipes over the same ranks, .*, and several pipes are not trained yet: choose from gpipe, 1f1b, ",
+    ),
     ({"bpipe_schedule": "gpip"}, "did you mean .gpipe..*nor is there a file of that name"),
     ({"bpipe_schedule": "FILE"}, "it has 2 stages a rank, and this run 1: a rank's chunks are its virtual stages"),
     ({"bpipe_schedule": "FILE", "pipeline_model_parallel_size": 8}, "it has 4 ranks, and the pipeline 8: --pipeline-model-parallel-size 4"),

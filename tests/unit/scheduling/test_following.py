@@ -110,6 +110,13 @@ def test_uneven_stages_are_megatrons_to_judge(given: dict[str, Any]) -> None:
     assert args.num_virtual_stages_per_pipeline_rank == 2
 
 
+def test_two_pipes_are_refused_before_megatron_judges() -> None:
+    with pytest.raises(
+        ValueError, match=r"--bpipe-schedule chimera runs 2 pipes .* not trained yet: choose from gpipe, .*`bpipe schedule`"
+    ):
+        complete(parsed(bpipe_schedule="chimera"))
+
+
 def test_one_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="take --pipeline-model-parallel-size 2 or more"):
         follow(parsed(pipeline_model_parallel_size=1), Positions(1, mirrored=(False, False)))

@@ -1,0 +1,27 @@
+"""Chimera: two pipes in opposite directions, one stage a rank of each. In: sizes, costs. Out: every rank's order. Backwards are whole.
+
+A rank holds at most p micro-batches, of both pipes together; of m = p, one unit, rank r holds p / 2 + 1 + min(r, p - 1 - r): the ranks in
+the middle hold most, and mirror images alike. With a forward of 1 and a backward of 2 an iteration of a multiple of p micro-batches takes
+3 m + 2 (p - 2). Of more than p ranks compute a forward wherever there is room for it.
+Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bpipe.generate.family import Asked, Family
+from bpipe.generate.two_pipes import PipesRule, layout, shortest
+from bpipe.ir.action import Action
+from bpipe.ir.program import Exchange
+
+
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
+    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, (PipesRule(_most, age=4),))
+
+
+def _most(num_ranks: int, _: int) -> int:
+    return num_ranks
+
+
+FAMILY = Family("chimera", layout, orders, Exchange.POSTED, fill=2, num_pipes=2)

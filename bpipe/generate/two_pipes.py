@@ -1,0 +1,148 @@
+"""Two pipes over the same ranks, in opposite directions. In: sizes, costs, rules of choice. Out: a Layout, every rank's order.
+
+The first pipe's chunks go up the ranks and down again, in turn; the second pipe is its mirror image, so rank p - 1 - r has replicas of the
+stages that rank r has. Micro-batches take the pipes in turn, and where both take equally many, orders are mirror images, too.
+
+Up to p micro-batches make a *unit*: the k-th of each pipe starts two slots behind the one before, and the pipes meet in no slot. More of
+them are cut into units that follow each other, or a rank chooses anew each time it is free (`listed`), a `PipesRule` says how.
+Source of the unit: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021; of its
+chunks: Wu et al., "BitPipe: Bidirectional Interleaved Pipeline Parallelism for Accelerating Large Models Training", 2024.
+Knows no schedule by name.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from bpipe.generate.family import ALIKE, UnitCosts
+from bpipe.generate.timing import Tempo, length, tempo, work_of
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout
+
+_FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class PipesRule:
+    """How ranks choose. A rank that holds fewer than `most(num_ranks, rank)` micro-batches of a chunk computes a forward, else a backward.
+
+    Of several it takes the one with the least `age` * k + stage, k counting the micro-batches of its pipe.
+    """
+
+    most: Callable[[int, int], int]
+    age: int
+
+
+def layout(num_ranks: int, num_chunks: int) -> Layout:
+    """Raises ValueError for an odd number of ranks."""
+    if num_ranks % 2:
+        nearest = " or ".join(str(even) for even in (num_ranks - 1, num_ranks + 1) if even)
+        reason = "the one in the middle would have both replicas of its stages"
+        raise ValueError(f"two pipes need an even number of ranks, not {num_ranks}, of which {reason}: take {nearest}")
+    up = tuple(range(num_ranks))
+    first = tuple(rank for chunk in range(num_chunks) for rank in (reversed(up) if chunk % 2 else up))
+    return Layout((first, tuple(num_ranks - 1 - rank for rank in first)))
+
+
+def shortest(
+    num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, rules: Sequence[PipesRule]
+) -> Sequence[Sequence[Action]]:
+    """Of the units, and of what the rules choose when computations last alike and when they cost this, the orders that take least time."""
+    placed, at = layout(num_ranks, num_chunks), tempo(costs, num_chunks)
+    made = [units(placed, num_ranks, num_microbatches)]
+    for rule in rules:
+        for lasts in dict.fromkeys((costs, ALIKE)):
+            orders = listed(placed, num_ranks, num_microbatches, tempo(lasts, num_chunks), rule)
+            if orders is not None:
+                made.append(orders)
+    return min(made, key=lambda orders: length(work_of(placed, num_microbatches, orders, at)))
+
+
+def units(placed: Layout, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """The orders of one unit behind the other."""
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for first in range(0, num_microbatches, num_ranks):
+        slots: list[list[tuple[int, int, Action]]] = [[] for _ in orders]
+        for microbatch in range(first, min(first + num_ranks, num_microbatches)):
+            behind = (microbatch - first) // 2 * 2
+            for stage in range(placed.num_stages):
+                row = slots[placed.rank_of(stage, microbatch)]
+                row.append((stage + behind, microbatch, Action(stage, _FORWARD, microbatch)))
+                row.append((2 * placed.num_stages - 1 - stage + behind, microbatch, Action(stage, _BACKWARD, microbatch)))
+        for order, row in zip(orders, slots, strict=True):
+            order += [action for _, _, action in sorted(row)]
+    return orders
+
+
+def listed(placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> list[list[Action]] | None:
+    """What the ranks choose; None where the rule lets them wait for each other."""
+    ranks = _Ranks(placed, num_ranks, num_microbatches, at, rule)
+    ranks.go()
+    done = sum(map(len, ranks.orders)) == 2 * placed.num_stages * num_microbatches
+    return ranks.orders if done else None
+
+
+class _Ranks:
+    """The ranks while they choose. `ready[rank]` are the forwards, and the backwards, that may start, as heaps."""
+
+    def __init__(self, placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> None:
+        self.placed, self.at, self.age = placed, at, rule.age
+        self.last_stage = placed.num_stages - 1
+        self.most = [rule.most(num_ranks, rank) for rank in range(num_ranks)]
+        self.ready: list[dict[Kind, list[tuple[int, int, int, Action]]]] = [{_FORWARD: [], _BACKWARD: []} for _ in range(num_ranks)]
+        self.held = [0] * num_ranks
+        self.free = [0] * num_ranks
+        self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+        # (when, how manieth, what may start then, or the rank that is free again)
+        self.events: list[tuple[int, int, Action | int]] = []
+        self.numbers = count()
+        for microbatch in range(num_microbatches):
+            self._tell(0, Action(0, _FORWARD, microbatch))
+
+    def go(self) -> None:
+        while self.events:
+            now = self.events[0][0]
+            awake = set()
+            while self.events and self.events[0][0] == now:
+                _, _, what = heapq.heappop(self.events)
+                awake.add(what if isinstance(what, int) else self._arrive(what))
+            for rank in awake:
+                if self.free[rank] <= now:
+                    self._choose(rank, now)
+
+    def _tell(self, when: int, what: Action | int) -> None:
+        heapq.heappush(self.events, (when, next(self.numbers), what))
+
+    def _arrive(self, action: Action) -> int:
+        rank = self.placed.rank_of_action(action)
+        begins = self.placed.rank_of(0, action.microbatch)
+        key = self.age * (action.microbatch // self.placed.num_pipes) + action.stage
+        # Of two alike, the one whose pipe begins nearer: so mirror images choose alike.
+        heapq.heappush(self.ready[rank][action.kind], (key, abs(rank - begins), action.microbatch, action))
+        return rank
+
+    def _choose(self, rank: int, now: int) -> None:
+        forwards, backwards = self.ready[rank].values()
+        chosen = forwards if forwards and self.held[rank] < self.most[rank] else backwards
+        if not chosen:
+            return
+        action = heapq.heappop(chosen)[-1]
+        self.orders[rank].append(action)
+        end = self.free[rank] = now + self.at.lasts[action.kind]
+        self._tell(end, rank)
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is _FORWARD:
+            self.held[rank] += 1
+            last = stage == self.last_stage
+            following = Action(stage, _BACKWARD, microbatch) if last else Action(stage + 1, _FORWARD, microbatch)
+        else:
+            # Nothing else happens here before the end.
+            self.held[rank] -= 1
+            if stage == 0:
+                return
+            following = Action(stage - 1, _BACKWARD, microbatch)
+        hop = self.at.hop if self.placed.rank_of_action(following) != rank else 0
+        self._tell(end + hop, following)

@@ -1,0 +1,149 @@
+"""Two pipes over the same ranks: what they hold and take, as their papers say, and who does not take them yet."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.check.order import check_microbatch_order
+from bpipe.check.rules import check
+from bpipe.cli import main
+from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import ALIKE, Asked, UnitCosts
+from bpipe.generate.timing import pace
+from bpipe.ir.action import Action
+from bpipe.ir.document import read_json, write_json
+from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.schedule import Schedule
+from bpipe.ir.text import TextError, read_csv, write_csv
+from bpipe.passes.balance import balance
+from bpipe.plan.space import Space
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from tests.unit.plan.test_search import UNFUSED
+
+# Families of two pipes, with the numbers of chunks that are looked at.
+CASES = [("chimera", 1)]
+
+
+def generate(name: str, p: int, m: int, v: int = 1, costs: UnitCosts = ALIKE) -> Schedule:
+    return FAMILIES[name].generate(p, m, v, Asked(costs=costs))
+
+
+def computed(schedule: Schedule, rank: int) -> list[Action]:
+    return [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
+
+
+def held(schedule: Schedule) -> tuple[Fraction, ...]:
+    """By rank, in micro-batches of its share."""
+    return tuple(Fraction(peak) / schedule.num_chunks for peak in peak_counts(schedule))
+
+
+CHIMERA = """\
+# bpipe schedule=chimera microbatches=4 stage_to_rank=0,1,2,3/3,2,1,0
+slot       0   1   2   3   4   5   6   7   8   9
+rank 0 C 0F0 0F2   . 3F1 3B1 3F3 3B3 0B0   . 0B2
+rank 1 C   . 1F0 2F1 1F2 2F3 2B1 1B0 2B3 1B2   .
+rank 2 C   . 1F1 2F0 1F3 2F2 2B0 1B1 2B2 1B3   .
+rank 3 C 0F1 0F3   . 3F0 3B0 3F2 3B2 0B1   . 0B3
+# peak=3,4,4,3 evictions=0,0,0,0
+"""
+
+
+def test_chimera_is_its_papers_figure(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--schedule", "chimera", "--stages", "4", "--microbatches", "4"]) == 0
+    assert capfd.readouterr().out == CHIMERA
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8, 12, 16])
+def test_chimera_takes_and_holds_what_its_formulas_say(p: int) -> None:
+    for rounds in (1, 2, 3):
+        schedule = generate("chimera", p, rounds * p)
+        check(schedule)
+        assert pace(schedule, ALIKE).makespan == 3 * rounds * p + 2 * (p - 2)
+        unit = tuple(p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p))
+        assert peak_counts(schedule) == (unit if rounds == 1 else (p,) * p)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [20, 24, 32])
+def test_chimera_of_up_to_32_ranks(p: int) -> None:
+    for rounds in (1, 2, 4):
+        assert pace(generate("chimera", p, rounds * p), ALIKE).makespan == 3 * rounds * p + 2 * (p - 2)
+
+
+def test_the_middle_of_chimera_is_relieved_by_its_ends_and_not_by_its_mirror_image() -> None:
+    schedule = generate("chimera", 8, 8)
+    balanced = balance(schedule)
+    check(balanced)
+    assert balanced.partners == (3, 2, 1, 0, 7, 6, 5, 4)
+    assert peak_counts(balanced) == (6, 6, 7, 7, 7, 7, 6, 6)
+    assert sum(num_transfers(balanced, rank).evictions for rank in range(8)) == 2
+    assert max(peak_counts(balance(schedule, None, tuple(reversed(range(8)))))) == 8
+    assert max(peak_counts(balance(generate("chimera", 16, 16)))) == 13
+
+
+@pytest.mark.parametrize(("name", "v"), CASES)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 2), (4, 6), (8, 8), (8, 10), (6, 24)])
+def test_ranks_are_mirror_images_where_the_pipes_take_equally_many(name: str, v: int, p: int, m: int) -> None:
+    """So a pair's gradients are summed in one order on both of its ranks, whatever computations take."""
+    for costs in (ALIKE, UnitCosts(Fraction(5, 4), 1, Fraction(2, 3), Fraction(1, 7))):
+        schedule = generate(name, p, m, v, costs)
+        for rank in range(p // 2):
+            other = [Action(one.stage, one.kind, one.microbatch ^ 1) for one in computed(schedule, p - 1 - rank)]
+            assert computed(schedule, rank) == other
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(CASES),
+    st.integers(1, 5),
+    st.integers(1, 20),
+    st.builds(UnitCosts, *[st.fractions(Fraction(1, 4), 4, max_denominator=6)] * 3, st.fractions(0, 3, max_denominator=4)),
+)
+def test_whatever_the_sizes_and_costs_it_keeps_its_rules_and_its_room(case: tuple[str, int], half: int, m: int, costs: UnitCosts) -> None:
+    """Orders made for other costs, or with slow messages, may let ranks wait for each other: then there are the units."""
+    (name, v), p = case, 2 * half
+    schedule = generate(name, p, m, v, costs)
+    check(schedule)
+    check_microbatch_order(schedule)
+    assert max(held(schedule)) <= p
+    assert pace(schedule, costs).makespan <= pace(generate(name, p, m, v), costs).makespan, "costs are looked at"
+
+
+@pytest.mark.parametrize(("name", "v"), CASES)
+def test_an_odd_number_of_ranks_is_refused(name: str, v: int) -> None:
+    with pytest.raises(ValueError, match=r"two pipes need an even number of ranks, not 5, .*: take 4 or 6"):
+        build(ScheduleConfig(name, 5, 8, v))
+    with pytest.raises(ValueError, match=r"not 1, .*: take 2$"):
+        build(ScheduleConfig(name, 1, 8, v))
+
+
+@pytest.mark.parametrize(("name", "v"), CASES)
+def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
+    schedule = build(ScheduleConfig(name, 8, 8, v, BalanceConfig()))
+    assert any(num_transfers(schedule, rank).evictions for rank in range(8))
+    assert read_json(write_json(schedule)) == schedule
+    text = write_csv(schedule)
+    assert read_csv(text) == schedule
+    with pytest.raises(TextError, match=r"is on rank .*; several pipes are read with a header that places each, such as"):
+        read_csv(text.partition("\n")[2])
+
+
+def test_formats_that_know_one_pipe_say_so(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--schedule", "chimera", "--stages", "4", "--microbatches", "4", "--format", "runtime"]) == 2
+    assert "torch's runtime knows one pipe and no shards of the vocabulary: write csv" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "v"), CASES)
+def test_it_is_not_predicted_yet(name: str, v: int, capfd: pytest.CaptureFixture[str]) -> None:
+    said = f"{name} runs 2 pipes over the same ranks, each with its own copy of the weights, and several pipes are not predicted yet:"
+    with pytest.raises(ValueError, match=said):
+        Space(UNFUSED.model, UNFUSED.cluster, 64, 2048, schedules=("1f1b", name))
+    sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--global-batch", "64", "--schedule", name]
+    assert main(["simulate", *sizes, "--pipeline", "8", "--chunks", str(v)]) == 2
+    assert said in capfd.readouterr().err
+    assert main(["plan", *sizes]) == 2
+    assert said in capfd.readouterr().err
