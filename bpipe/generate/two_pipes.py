@@ -79,13 +79,13 @@ def units(placed: Layout, num_ranks: int, num_microbatches: int) -> list[list[Ac
 
 def listed(placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> list[list[Action]] | None:
     """What the ranks choose; None where the rule lets them wait for each other."""
-    ranks = _Ranks(placed, num_ranks, num_microbatches, at, rule)
+    ranks = _Choosing(placed, num_ranks, num_microbatches, at, rule)
     ranks.go()
     done = sum(map(len, ranks.orders)) == 2 * placed.num_stages * num_microbatches
     return ranks.orders if done else None
 
 
-class _Ranks:
+class _Choosing:
     """The ranks while they choose. `ready[rank]` are the forwards, and the backwards, that may start, as heaps."""
 
     def __init__(self, placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> None:
