@@ -90,8 +90,8 @@ class Family:
     `takes_delay`: a delay of W. `splits`: backwards are computed in halves. `exchange` is the rule by which whoever runs it sends and
     receives between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them however many
     follow; None where every rank holds all, and has nothing to share.
-    `ahead`: how many forwards the first rank computes before its first backward, of a chunk, by numbers of ranks and chunks and the group,
-    with a full pipeline: that much it holds. None where nobody has said.
+    `ahead`: so many forwards the first rank computes at least before its first backward, of a chunk, by numbers of ranks, micro-batches and
+    chunks and the group: that much it holds. None where nobody has said.
     `within`: orders for the room that is asked, fastest first; whether pairs then keep the bound, balancing says. None where nobody has
     said how.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how.
@@ -110,7 +110,7 @@ class Family:
     takes_delay: bool = False
     splits: bool = False
     fill: int | None = None
-    ahead: Callable[[int, int, int], int] | None = None
+    ahead: Callable[[int, int, int, int], int] | None = None
     sharded: ShardedOrders | None = None
     within: OrdersWithin | None = None
     num_pipes: int = 1

@@ -36,6 +36,12 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
     return actions_of(min(listed, key=lambda one: one.makespan), taken)
 
 
+def _ahead(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> int:
+    """A group through all chunks but the last, and one micro-batch through that: nothing is back sooner. In a full pipeline p of them."""
+    full = num_microbatches >= 3 * -(-num_ranks // group) * group
+    return (num_chunks - 1) * min(group, num_microbatches) + (num_ranks if full else 1)
+
+
 FAMILY = Family(
     "grouped-interleaved",
     layout,
@@ -46,6 +52,6 @@ FAMILY = Family(
     usual_group=usual_group,
     splits=True,
     fill=3,
-    ahead=lambda num_ranks, num_chunks, group: (num_chunks - 1) * group + num_ranks,
+    ahead=_ahead,
     within=within,
 )

@@ -20,4 +20,6 @@ def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> list[
     return put_off(num_ranks, num_microbatches, [asked.delay] * num_ranks)
 
 
-FAMILY = Family("1f1b-split", one_stage_a_rank, orders, Exchange.POSTED, takes_delay=True, splits=True, fill=2, ahead=lambda p, v, g: p)
+FAMILY = Family(
+    "1f1b-split", one_stage_a_rank, orders, Exchange.POSTED, takes_delay=True, splits=True, fill=2, ahead=lambda p, m, v, g: min(p, m)
+)

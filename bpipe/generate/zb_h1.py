@@ -19,4 +19,4 @@ def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Actio
     return put_off(num_ranks, num_microbatches, range(num_ranks))
 
 
-FAMILY = Family("zb-h1", one_stage_a_rank, orders, Exchange.POSTED, splits=True, fill=2, ahead=lambda p, v, g: p)
+FAMILY = Family("zb-h1", one_stage_a_rank, orders, Exchange.POSTED, splits=True, fill=2, ahead=lambda p, m, v, g: min(p, m))

@@ -255,10 +255,11 @@ def least_bytes(setup: Setup) -> int:
     """No fullest rank needs less, and no schedule has to be made to say so: the state alone, or the first rank's, or its pair's mean, with
     what it holds before its first backward."""
     least, family = state_bytes(setup), FAMILIES[setup.schedule]
-    if family.ahead is None or family.fill is None or setup.num_microbatches < family.fill * setup.stride:
+    if family.ahead is None:
         return least
     counts, saved, working = rank_parameters(setup), stage_bytes(setup), working_bytes(setup)
-    held = family.ahead(setup.pipeline, setup.chunks, setup.group_size) * min(saved[stage] for stage in setup.stages_of(0))
+    held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
+    held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance == "none":
         return max(least, _state_bytes(setup, counts[0]) + held + working[0] + int(FRAGMENTATION * (held + working[0])))
     # Whoever has the rest of it, one of the two holds half.
