@@ -24,7 +24,7 @@ from types import CodeType, ModuleType
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *(f"bpipe/runtime/{name}.py" for name in ("evictor", "acceptor", "engine", "streams", "executor")),
-    *(f"bpipe/transport/{name}.py" for name in ("one_sided", "lanes", "distributed", "edges")),
+    *(f"bpipe/transport/{name}.py" for name in ("one_sided", "lanes", "distributed", "edges", "collectives")),
 )
 # What waits, or says what waits for what. Definitions and comments do not.
 WAITING = re.compile(
@@ -39,6 +39,7 @@ ONE_SIDED = "tests/unit/transport/test_one_sided.py"
 DISTRIBUTED = "tests/unit/transport/test_distributed.py"
 EXECUTOR = "tests/unit/runtime/test_executor.py"
 EDGES = "tests/unit/transport/test_edges.py"
+COLLECTIVES = "tests/unit/transport/test_collectives.py"
 LIMIT_S = 100.0
 
 
@@ -69,7 +70,7 @@ class Mutation:
 
 
 def mutate(file: str, line: str, instead: str, *tests: str, nth: int = 0) -> Mutation:
-    folder = "transport" if file in ("one_sided", "lanes", "distributed", "edges") else "runtime"
+    folder = "transport" if file in ("one_sided", "lanes", "distributed", "edges", "collectives") else "runtime"
     return Mutation(f"bpipe/{folder}/{file}.py", line, instead, tests, nth)
 
 
@@ -150,6 +151,9 @@ TABLE = (
     mutate("edges", "works.wait()", "pass", EDGES),
     mutate("edges", "works.wait()", "pass", EDGES, nth=1),
     mutate("edges", "works.wait()", "pass", EDGES, nth=2),
+    mutate("collectives", "passing.works.wait()", "pass", COLLECTIVES),
+    mutate("collectives", "works.wait()", "pass", COLLECTIVES),
+    mutate("collectives", "return self._by(message).wait(message)", "return ()", COLLECTIVES),
 )
 
 

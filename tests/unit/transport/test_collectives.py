@@ -1,0 +1,167 @@
+"""What all ranks have a part in, in groups that deliver only what is waited for: what comes of it where, and how it is announced."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.program import Message
+from bpipe.transport import collectives
+from bpipe.transport.collectives import SORTS, Collectives, EdgesAndCollectives, SharedGroups
+
+CPU = torch.device("cpu")
+RANKS = 3
+LAST = RANKS - 1
+# Global ranks are not the places in a pipeline.
+PIPELINE = (7, 5, 3)
+
+
+class Group:
+    """Of all ranks: by the how many-th collective it is, what each rank gave."""
+
+    def __init__(self) -> None:
+        self.given: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+
+
+class Seat:
+    """One rank's end of a group. What a collective makes is there once it was waited for."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group, self._rank, self._next = group, rank, 0
+
+    def size(self) -> int:
+        return RANKS
+
+    def issue(self, given: torch.Tensor | None, arrive: Callable[[dict[int, torch.Tensor]], object] | None) -> Any:
+        number, self._next = self._next, self._next + 1
+        if given is not None:
+            self._group.given[number][self._rank] = given.clone()
+
+        def wait() -> None:
+            if arrive is not None:
+                arrive(self._group.given[number])
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: False)
+
+    @property
+    def place(self) -> int:
+        return PIPELINE[self._rank]
+
+
+def broadcast(tensor: torch.Tensor, source: int, group: Seat, async_op: bool) -> Any:
+    mine = group.place == source
+    return group.issue(tensor if mine else None, None if mine else lambda given: tensor.copy_(given[PIPELINE.index(source)]))
+
+
+def reduce(tensor: torch.Tensor, target: int, group: Seat, async_op: bool) -> Any:
+    def arrive(given: dict[int, torch.Tensor]) -> None:
+        tensor.copy_(sum(given[rank] for rank in range(RANKS)))  # type: ignore[arg-type]
+
+    return group.issue(tensor, arrive if group.place == target else None)
+
+
+def gather(whole: torch.Tensor, part: torch.Tensor, group: Seat, async_op: bool) -> Any:
+    return group.issue(part[0], lambda given: whole.copy_(torch.stack([given[rank] for rank in range(RANKS)])))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Collectives]:
+    there = SimpleNamespace(broadcast=broadcast, reduce=reduce, all_gather_into_tensor=gather)
+    monkeypatch.setattr(collectives, "dist", there)
+    groups = {kind: Group() for kind in SORTS}
+    found = []
+    for rank in range(RANKS):
+        seats: Any = {kind: Seat(group, rank) for kind, group in groups.items()}
+        found.append(Collectives(rank, SharedGroups(PIPELINE, seats, 7.0), lambda action: action.stage, CPU))
+    return found
+
+
+def shards(kind: Kind, microbatch: int) -> tuple[Action, ...]:
+    return tuple(Action(rank, kind, microbatch) for rank in range(RANKS))
+
+
+def output(microbatch: int) -> Message:
+    """What the last stage makes, for all shards."""
+    return Message(microbatch, (Action(LAST, Kind.FORWARD, microbatch),), shards(Kind.SHARD_FORWARD, microbatch), (LAST, 0, 1))
+
+
+def statistics(microbatch: int) -> Message:
+    made, needed = (shards(kind, microbatch) for kind in (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD))
+    return Message(100 + microbatch, made, needed, (0, 1, LAST))
+
+
+def gradient(microbatch: int) -> Message:
+    made = shards(Kind.SHARD_BACKWARD, microbatch)
+    return Message(200 + microbatch, made, (Action(LAST, Kind.BACKWARD, microbatch),), (0, 1, LAST))
+
+
+def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
+    """Its shapes are announced once, whatever they are."""
+    for microbatch in range(2):
+        made = torch.arange(6.0).reshape(2, 3) + microbatch, torch.tensor([microbatch])
+        for rank in (0, 1):
+            ranks[rank].post(output(microbatch))
+        ranks[LAST].send(output(microbatch), made)
+        assert ranks[LAST].wait(output(microbatch)) == ()
+        for rank in (0, 1):
+            got = ranks[rank].wait(output(microbatch))
+            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in made]
+
+
+def test_all_get_what_all_make(ranks: list[Collectives]) -> None:
+    for rank in range(RANKS):
+        ranks[rank].send(statistics(0), (torch.tensor([rank, 10.0 * rank]),))
+    for rank in range(RANKS):
+        (whole,) = ranks[rank].wait(statistics(0))
+        assert whole.tolist() == [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
+
+
+def test_one_gets_the_sum_of_what_all_make(ranks: list[Collectives]) -> None:
+    for rank in range(RANKS):
+        ranks[rank].send(gradient(0), (torch.tensor([1.0, rank]),))
+    assert [ranks[rank].wait(gradient(0)) for rank in (0, 1)] == [(), ()]
+    (total,) = ranks[LAST].wait(gradient(0))
+    assert total.tolist() == [3.0, 3.0]
+
+
+def test_what_was_never_posted_is_not_waited_for(ranks: list[Collectives]) -> None:
+    with pytest.raises(ValueError, match=r"rank 0: waits for 2F0>0S0\+1S0\+2S0, which it never posted"):
+        ranks[0].wait(output(0))
+
+
+def test_another_shape_than_the_first_is_refused(ranks: list[Collectives]) -> None:
+    ranks[0].send(statistics(0), (torch.zeros(2),))
+    with pytest.raises(ValueError, match=r"rank 0: .* the first of its sort carried"):
+        ranks[0].send(statistics(1), (torch.zeros(3),))
+
+
+def test_a_failure_says_how_long_it_would_have_waited(ranks: list[Collectives], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks[0].send(statistics(0), (torch.zeros(2),))
+
+    def broken(self: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(collectives.Works, "wait", broken)
+    with pytest.raises(ConnectionError, match="the time-out is 7 s, --bpipe-timeout: Connection closed by peer"):
+        ranks[0].wait(statistics(0))
+
+
+def test_each_message_goes_its_way(ranks: list[Collectives]) -> None:
+    """Those with two ends over edges."""
+    log: list[str] = []
+    edges: Any = SimpleNamespace(post=lambda message: log.append(f"post {message}"), wait=lambda message: (torch.tensor(4),))
+    both = [EdgesAndCollectives(edges, one) for one in ranks]
+    for rank in range(RANKS):
+        both[rank].send(statistics(0), (torch.tensor([rank]),))
+    (whole,) = both[0].wait(statistics(0))
+    assert whole.tolist() == [[0], [1], [2]]
+    passed = Message(300, (Action(0, Kind.FORWARD, 0),), (Action(1, Kind.FORWARD, 0),), (0, 1))
+    both[1].post(passed)
+    assert both[1].wait(passed) == (torch.tensor(4),)
+    assert log == ["post 0F0>1F0"]
