@@ -42,6 +42,8 @@ def statistics(logits: torch.Tensor, labels: torch.Tensor, first_row: int) -> to
         wide = logits[tokens].to(found.dtype, copy=True)
         found[0, tokens] = wide.amax(1)
         found[1, tokens] = wide.sub_(found[0, tokens, None]).exp_().sum(1)
+        # Or two of them would be here while the next is made.
+        del wide
     return found
 
 
@@ -74,6 +76,7 @@ def logits_gradient(
         wide = logits[tokens].to(_wide(logits), copy=True).sub_(found.maximum[tokens, None]).exp_().div_(found.total[tokens, None])
         wide.scatter_add_(1, rows[tokens, None], -mine[tokens, None].to(wide.dtype))
         gradient[tokens] = wide.mul_(token_gradients[tokens, None])
+        del wide
     return gradient
 
 
