@@ -23,6 +23,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
 # What of the weights' halves of split backwards is put off: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
+# How the trainer can split the output layer, --bpipe-vocabulary.
+TRAINED_SHARDS = ("1", "interlaced")
 
 
 _CHOICES = {

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from bpipe.generate.families import FAMILIES, of_one_pipe
-from bpipe.models.layout import KEPT_HALVES
+from bpipe.models.layout import KEPT_HALVES, TRAINED_SHARDS
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -44,6 +44,7 @@ READ: dict[str, Any] = {
     "--bpipe-schedule": (str, None, None),
     "--bpipe-group": (str, None, None),
     "--bpipe-delay": (int, None, None),
+    "--bpipe-vocabulary": (str, None, TRAINED_SHARDS),
     "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),
     **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
     **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
@@ -278,6 +279,7 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         "schedule": found.bpipe_schedule,
         "group": _group(found.bpipe_group),
         "delay": found.bpipe_delay,
+        "vocabulary_parallel": found.bpipe_vocabulary,
         "keep_weights_halves": found.bpipe_keep_weights_halves,
     }
     return {name: value for name, value in options.items() if value is not None}

@@ -89,6 +89,13 @@ def test_the_rows_of_the_presets_come_back() -> None:
     assert (options["chunks"], options["num_query_groups"], options["ffn_hidden_size"]) == (4, 8, 53248)
 
 
+def test_shards_of_the_output_layer_are_read() -> None:
+    assert read("--bpipe-vocabulary", "interlaced").options["vocabulary_parallel"] == "interlaced"
+    assert "vocabulary_parallel" not in read().options
+    with pytest.raises(ValueError, match="--bpipe-vocabulary"):
+        read("--bpipe-vocabulary", "2")
+
+
 def test_megatrons_defaults() -> None:
     options = read().options
     assert (options["ffn_hidden_size"], options["kv_channels"], options["num_query_groups"]) == (256, 16, 4)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layout import TRAINED_SHARDS, Setup, split_layers
 from bpipe.models.model import PRESETS
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
+from megatron.scheduling.arguments import SPLIT
 
 
 def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
@@ -52,6 +53,7 @@ UNEVEN = [
 SETUPS = [
     setup("gpt3-96b", 4, 8, recompute="selective", attention="unfused", balance="bpipe", precision="fp16"),
     setup("llama3-8b", 2, 4, chunks=2, recompute="none"),
+    setup("llama3-8b", 2, 4, recompute="none", vocabulary_parallel="1", balance="bpipe"),
     setup("llama3-405b", 8, 16, recompute="full", distributed_optimizer=False),
 ]
 
@@ -63,8 +65,17 @@ def test_flags_of_the_papers_case() -> None:
     assert "--attention-backend unfused --fp16 --use-distributed-optimizer" in text
 
 
+def test_shards_are_said_as_far_as_the_trainer_has_them() -> None:
+    assert tuple(SPLIT) == TRAINED_SHARDS
+    sharded = setup("llama3-8b", 2, 4, vocabulary_parallel="interlaced")
+    assert "--bpipe-vocabulary interlaced" in " ".join(megatron_flags(sharded))
+    for changes, said in (({"vocabulary_parallel": "2"}, "vocabulary 2"), ({"input_shards": True}, "interlaced with input shards")):
+        with pytest.raises(ValueError, match=f"{said} has no flag of the trainer's: it splits the output layer alone, by 1 or interlaced"):
+            megatron_flags(replace(sharded, **changes))
+
+
 def test_uneven_layers_are_said_with_two_flags() -> None:
-    text = " ".join(megatron_flags(SETUPS[2]))
+    text = " ".join(megatron_flags(SETUPS[3]))
     assert "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7" in text
     odd = replace(setup("gpt3-13b", 1, 4), layers=(10, 11, 9, 10))
     assert "--pipeline-model-parallel-layout Et*10|t*11|t*9|t*10L" in " ".join(megatron_flags(odd))
