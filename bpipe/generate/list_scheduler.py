@@ -101,23 +101,23 @@ class _Ranks:
         self.free = [0] * num_ranks
         self.turn = [_I] * num_ranks
         self.kinds: list[list[Kind]] = [[] for _ in range(num_ranks)]
-        # (when, rank that may go on, what it gives back just then)
-        self.events = [(0, rank, 0) for rank in range(num_ranks)]
+        # By when: ranks that may go on, and what they give back just then. Many fall together, so only the times are a heap.
+        self.events = {0: [(rank, 0) for rank in range(num_ranks)]}
+        self.times = [0]
 
     def go(self) -> None:
-        events, held, last = self.events, self.held, self.last
-        while events:
-            now = events[0][0]
+        events, times, held, free, last = self.events, self.times, self.held, self.free, self.last
+        while times:
+            now = heapq.heappop(times)
             awake = set()
-            while events and events[0][0] == now:
-                _, rank, gives = heapq.heappop(events)
+            for rank, gives in events.pop(now):
                 awake.add(rank)
                 if gives:
                     held[rank] -= gives
                     awake.add(last - rank)
             # Of two that want a pair's last room, the later rank's micro-batch is the sooner given back.
             for rank in sorted(awake, reverse=True):
-                if self.free[rank] <= now:
+                if free[rank] <= now:
                     kind = self._choice(rank, now)
                     if kind is not None:
                         self._start(rank, kind, now)
@@ -139,8 +139,16 @@ class _Ranks:
             if arrives >= now + self.patience[kind] and self._can(rank, kind, now):
                 return kind
         if arrives < _NEVER:
-            heapq.heappush(self.events, (arrives, rank, 0))
+            self._wake(arrives, rank)
         return None
+
+    def _wake(self, when: int, rank: int, gives: int = 0) -> None:
+        together = self.events.get(when)
+        if together is None:
+            self.events[when] = [(rank, gives)]
+            heapq.heappush(self.times, when)
+        else:
+            together.append((rank, gives))
 
     def _can(self, rank: int, kind: Kind, now: int) -> bool:
         if kind is _I:
@@ -185,15 +193,15 @@ class _Ranks:
         self.kinds[rank].append(kind)
         self.free[rank] = end
         self.held[rank] += self.takes[kind]
-        heapq.heappush(self.events, (end, rank, self.gives[kind]))
+        self._wake(end, rank, self.gives[kind])
         if kind is _F:
             self.forwards[rank].append(end)
             self.turn[rank] = _I
-            heapq.heappush(self.events, (end + self.hop, rank + 1 if rank < self.last else 0, 0))
+            self._wake(end + self.hop, rank + 1 if rank < self.last else 0)
         elif kind is _I:
             self.inputs[rank].append(end)
             self.turn[rank] = _W
-            heapq.heappush(self.events, (end + self.hop, rank - 1 if rank else self.last, 0))
+            self._wake(end + self.hop, rank - 1 if rank else self.last)
         else:
             self.done_weights[rank] += 1
             self.turn[rank] = _F
