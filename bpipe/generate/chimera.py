@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.generate.family import Asked, Family
-from bpipe.generate.two_pipes import PipesRule, layout, shortest
+from bpipe.generate.two_pipes import PipesRule, Weights, layout, shortest
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, (PipesRule(_most, age=4),))
+    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, (_RULE,))
 
 
 def _most(num_ranks: int, _: int) -> int:
     return num_ranks
 
+
+_RULE = PipesRule(_most, forwards=Weights(4, 0, 1), backwards=Weights(4, 0, 1))
 
 FAMILY = Family("chimera", layout, orders, Exchange.POSTED, fill=2, num_pipes=2)

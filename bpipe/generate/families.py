@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from bpipe.generate import chimera, gpipe, grouped_interleaved, interleaved, one_f_one_b, one_f_one_b_split, v_half, v_min, zb_h1, zb_v
+from bpipe.generate import (
+    chimera,
+    gpipe,
+    grouped_interleaved,
+    interleaved,
+    mixpipe,
+    one_f_one_b,
+    one_f_one_b_split,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_v,
+)
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 
 _WHOLE = (gpipe, one_f_one_b, interleaved)
 _IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
-_IN_TWO_PIPES = (chimera,)
+_IN_TWO_PIPES = (chimera, mixpipe)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.

@@ -16,6 +16,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import Tempo, length, tempo, work_of
@@ -25,15 +26,24 @@ from bpipe.ir.layout import Layout
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
 
+class Weights(NamedTuple):
+    """What a computation weighs for each micro-batch of its pipe before it, each chunk, and each stage of its chunk before its own."""
+
+    age: int
+    chunk: int
+    depth: int
+
+
 @dataclass(frozen=True, slots=True)
 class PipesRule:
     """How ranks choose. A rank that holds fewer than `most(num_ranks, rank)` micro-batches of a chunk computes a forward, else a backward.
 
-    Of several it takes the one with the least `age` * k + stage, k counting the micro-batches of its pipe.
+    Of several forwards, and of several backwards, it takes the one that weighs least.
     """
 
     most: Callable[[int, int], int]
-    age: int
+    forwards: Weights
+    backwards: Weights
 
 
 def layout(num_ranks: int, num_chunks: int) -> Layout:
@@ -89,7 +99,8 @@ class _Choosing:
     """The ranks while they choose. `ready[rank]` are the forwards, and the backwards, that may start, as heaps."""
 
     def __init__(self, placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> None:
-        self.placed, self.at, self.age = placed, at, rule.age
+        self.placed, self.at = placed, at
+        self.weights = {_FORWARD: rule.forwards, _BACKWARD: rule.backwards}
         self.last_stage = placed.num_stages - 1
         self.most = [rule.most(num_ranks, rank) for rank in range(num_ranks)]
         self.ready: list[dict[Kind, list[tuple[int, int, int, Action]]]] = [{_FORWARD: [], _BACKWARD: []} for _ in range(num_ranks)]
@@ -119,7 +130,9 @@ class _Choosing:
     def _arrive(self, action: Action) -> int:
         rank = self.placed.rank_of_action(action)
         begins = self.placed.rank_of(0, action.microbatch)
-        key = self.age * (action.microbatch // self.placed.num_pipes) + action.stage
+        chunk, depth = divmod(action.stage, len(self.orders))
+        weights = self.weights[action.kind]
+        key = weights.age * (action.microbatch // self.placed.num_pipes) + weights.chunk * chunk + weights.depth * depth
         # Of two alike, the one whose pipe begins nearer: so mirror images choose alike.
         heapq.heappush(self.ready[rank][action.kind], (key, abs(rank - begins), action.microbatch, action))
         return rank

@@ -24,8 +24,9 @@ from bpipe.plan.space import Space
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from tests.unit.plan.test_search import UNFUSED
 
-# Families of two pipes, with the numbers of chunks that are looked at.
-CASES = [("chimera", 1)]
+# Families of two pipes, with the numbers of chunks that are looked at, and what a rank of p holds at most.
+CASES = [("chimera", 1), ("mixpipe", 1)]
+MOST = {"chimera": lambda p: p, "mixpipe": lambda p: 3 * p // 2}
 
 
 def generate(name: str, p: int, m: int, v: int = 1, costs: UnitCosts = ALIKE) -> Schedule:
@@ -85,6 +86,35 @@ def test_the_middle_of_chimera_is_relieved_by_its_ends_and_not_by_its_mirror_ima
     assert max(peak_counts(balance(generate("chimera", 16, 16)))) == 13
 
 
+@pytest.mark.parametrize("p", [2, 4, 6, 8, 12, 16])
+def test_mixpipe_takes_and_holds_what_its_formulas_say(p: int) -> None:
+    for rounds in (2, 3, 4):
+        schedule = generate("mixpipe", p, rounds * p)
+        check(schedule)
+        assert 2 * pace(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
+        held = tuple(p + 1 + min(rank, p - 1 - rank) for rank in range(p))
+        assert peak_counts(schedule) == (held if p > 2 else (2, 2))
+    # A unit holds less, and its ends have room for its middle.
+    assert peak_counts(generate("mixpipe", p, p)) == peak_counts(generate("chimera", p, p))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [20, 24, 32])
+def test_mixpipe_of_up_to_32_ranks(p: int) -> None:
+    for rounds in (2, 3, 4):
+        over = pace(generate("mixpipe", p, rounds * p), ALIKE).makespan - 3 * rounds * p - Fraction(3 * (p - 2), 2)
+        assert over == 0 if p < 32 or rounds == 2 else over <= 1
+
+
+def test_balancing_levels_mixpipe() -> None:
+    schedule = build(ScheduleConfig("mixpipe", 8, 32))
+    balanced = balance(schedule)
+    check(balanced)
+    assert (max(peak_counts(schedule)), max(peak_counts(balanced))) == (12, 11)
+    assert balanced.partners == (3, 2, 1, 0, 7, 6, 5, 4)
+    assert max(peak_counts(balance(build(ScheduleConfig("mixpipe", 16, 32))))) == 21
+
+
 @pytest.mark.parametrize(("name", "v"), CASES)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 2), (4, 6), (8, 8), (8, 10), (6, 24)])
 def test_ranks_are_mirror_images_where_the_pipes_take_equally_many(name: str, v: int, p: int, m: int) -> None:
@@ -109,7 +139,7 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_rules_and_its_room(case: tupl
     schedule = generate(name, p, m, v, costs)
     check(schedule)
     check_microbatch_order(schedule)
-    assert max(held(schedule)) <= p
+    assert max(held(schedule)) <= MOST[name](p)
     assert pace(schedule, costs).makespan <= pace(generate(name, p, m, v), costs).makespan, "costs are looked at"
 
 
