@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 
 from bpipe.vocabulary.rows import Rows
-from megatron.scheduling import patches
+from megatron.scheduling import patches, tied_shards
 from megatron.scheduling.placed import BY_LAYER
 from megatron.scheduling.refusals import SHARDED, end_where, reasons_of
+
+# What a script's own model and optimizer may be together, whatever the flags say.
+_TIED_AND_DISTRIBUTED = SimpleNamespace(untie_embeddings_and_output_weights=False, use_distributed_optimizer=True)
 
 
 class Noted(NamedTuple):
@@ -58,6 +62,7 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
             tp_group=model.pg_collection.tp,
         )
         self.config = config
+        self.tied = model.share_embeddings_and_output_weights
         self._scaled = model._scale_logits
         self._computes = False
         self._hidden: torch.Tensor | None = None
@@ -102,15 +107,16 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         """The rows of the whole layer's weight, under its key and of its shape."""
         assert metadata is not None, "Megatron says which ranks have replicas"
         assert not sharded_offsets, "an output layer is in no layer of a stage"
-        key = f"{prefix}weight"
-        replica = (0, 0, metadata["dp_cp_group"].rank())
+        key, replica = f"{prefix}weight", metadata["dp_cp_group"].rank()
+        if self.tied:
+            return {key: tied_shards.entry(self.weight, self.number, self.rows, prefix, replica)}
         offsets = (0, self.number, self.rows.num_shards)
-        return {key: ShardedTensor.from_rank_offsets(key, self.weight, offsets, replica_id=replica, allow_shape_mismatch=True)}
+        return {key: ShardedTensor.from_rank_offsets(key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True)}
 
 
 def wraps() -> dict[patches.Patch, patches.Wrap]:
     """What to put in place of what, before any model is built."""
-    return {patches.GPT_MODEL: _wrap_constructor, **BY_LAYER}
+    return {patches.GPT_MODEL: _wrap_constructor, patches.TIED_GRADIENTS: _wrap_tied_gradients, **BY_LAYER}
 
 
 def output_shard(model: Any) -> OutputLayerShard:
@@ -134,6 +140,23 @@ def _wrap_constructor(construct: Callable[..., None]) -> Callable[..., None]:
     return constructed
 
 
+def _wrap_tied_gradients(all_reduce: Callable[..., None]) -> Callable[..., None]:
+    """Where Megatron adds up the copies' gradients: behind their reduction, before they are scaled."""
+
+    @functools.wraps(all_reduce)
+    def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+        layer = output_shard(model[0])
+        if not layer.tied:
+            all_reduce(model, *args, **kwargs)
+            return
+        ddp: Any = getattr(model[0], "ddp_config", None)
+        if ddp is not None and ddp.use_distributed_optimizer:
+            raise ValueError(next(iter(reasons_of(SHARDED, _TIED_AND_DISTRIBUTED, "--bpipe-vocabulary"))))
+        tied_shards.add_up(unwrap_model(model[0]), layer.weight)
+
+    return added
+
+
 def split(model: Any) -> None:
     """Deal the output layer's rows out. Collective over the model's pipeline. Raises ValueError for what cannot be split."""
     end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model)])
@@ -145,6 +168,8 @@ def split(model: Any) -> None:
     shard.weight.is_embedding_or_output_parameter = True
     if model.config.use_mup:
         shard.weight.is_embedding_parameter = True
+    if shard.tied:
+        tied_shards.tie(model, shard.weight, shard.rows)
     model.output_layer = shard
     if model.post_process:
         model.compute_language_model_loss = shard.note
@@ -152,8 +177,6 @@ def split(model: Any) -> None:
 
 def _of_model(model: Any) -> Iterator[str]:
     """What only a model says; flags say the same where the model is made of them."""
-    if model.share_embeddings_and_output_weights:
-        yield "--bpipe-vocabulary: this model's output layer shares its weight with the embedding; build it with weights of their own"
     if not model.parallel_output:
         yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
     if model.vp_stage is not None:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
-from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, _free_ports, asked_for, finish, start
+from tests.gloo.test_launch import FOUR, iterations
 from tests.gloo.test_parallelism import LLAMA, OVERLAPS
 from tests.gloo.test_training import same
 
 OUTPUT = "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 UNTIED = ("--untie-embeddings-and-output-weights",)
 OURS = {
     "one": ("--bpipe-vocabulary", "1", "--bpipe-report", "{{folder}}/{case}"),
@@ -44,6 +48,8 @@ HALF = Tolerance(1e-6, 1e-3, 1e-3, 3e-2, 1e-2)
 # One row a feature of Megatron's, of four stages: its flags, which of ours are compared with stock, and how closely.
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_m8": (("--global-batch-size", "16"), ("one", "interlaced", "balanced"), FP32),
+    "vocabulary_tied": (("--global-batch-size", "16"), ("one", "balanced"), FP32),
+    "vocabulary_tied_bf16": (("--global-batch-size", "16", "--bf16"), ("one",), HALF),
     "vocabulary_m1": (("--global-batch-size", "2"), ("one", "interlaced"), FP32),
     "vocabulary_m2": (("--global-batch-size", "4"), ("one",), FP32),
     "vocabulary_m16": (("--global-batch-size", "32"), ("one",), FP32),
@@ -70,10 +76,12 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by",
 WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_tensor": (TENSOR, ("one",), FP32),
     "vocabulary_sequence": ((*TENSOR, "--sequence-parallel"), ("one",), FP32),
+    "vocabulary_tied_tensor": (TENSOR, ("one",), FP32),
+    "vocabulary_tied_data": ((), ("one",), FP32),
     "vocabulary_data": ((), ("one",), FP32),
     "vocabulary_overlaps": (OVERLAPS, ("one", "interlaced"), PARTS),
 }
-ALWAYS = ("vocabulary_m8",)
+ALWAYS = ("vocabulary_m8", "vocabulary_tied")
 
 
 def compared(rows: dict[str, Any]) -> list[Any]:
@@ -85,13 +93,16 @@ def compared(rows: dict[str, Any]) -> list[Any]:
 
 
 def cases(rows: dict[str, Any], request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
-    wanted = rows if request.config.getoption("--slow") else {name: row for name, row in rows.items() if name in ALWAYS}
+    wanted = asked_for(request, "row")
     found = []
-    for name, (flags, which, _) in wanted.items():
-        found.append(Case(name, [*UNTIED, *common, *flags]))
+    for name, (flags, which, _) in rows.items():
+        if (name,) not in wanted:
+            continue
+        flags = (*(() if "tied" in name else UNTIED), *common, *flags)
+        found.append(Case(name, flags))
         for ours in which:
             case = f"{name}_{ours}"
-            found.append(Case(case, [*UNTIED, *common, *flags, *(flag.format(case=case) for flag in OURS[ours])]))
+            found.append(Case(case, [*flags, *(flag.format(case=case) for flag in OURS[ours])]))
     return found
 
 
@@ -160,7 +171,7 @@ def test_shards_train_what_the_whole_layer_does(four: Outcome, row: str, ours: s
 
 
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("row", [pytest.param("vocabulary_m8"), pytest.param("vocabulary_bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("row", ["vocabulary_m8", "vocabulary_tied", pytest.param("vocabulary_bf16", marks=pytest.mark.slow)])
 def test_balancing_shards_changes_no_bit(four: Outcome, row: str) -> None:
     same(four, f"{row}_one", f"{row}_balanced", 4)
     held = [[report["peak_microbatches"] for report in four.reports(f"{row}_{ours}")] for ours in ("one", "balanced")]
@@ -169,6 +180,15 @@ def test_balancing_shards_changes_no_bit(four: Outcome, row: str) -> None:
         for report in four.reports(f"{row}_{ours}"):
             assert report["peak_microbatches"] == report["predicted_microbatches"], f"{ours}: stage {report['stage']}"
             assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"{ours}: stage {report['stage']}"
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize("row", ["vocabulary_tied"])
+def test_copies_of_a_tied_weight_stay_equal(four: Outcome, row: str) -> None:
+    start, end = (tensors(four, f"{row}_one", what, 4) for what in ("start", "end"))
+    assert not torch.equal(start[f"0 {EMBEDDING}"], end[f"0 {EMBEDDING}"])
+    for found in (start, end):
+        assert torch.equal(found[f"0 {EMBEDDING}"], found[f"0 {OUTPUT}"])
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +201,94 @@ def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
 @pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS))
 def test_another_dimension_changes_no_more(wide: Outcome, row: str, ours: str) -> None:
     as_stock(wide, row, ours, WIDE_ROWS[row][2], stages=2)
+
+
+FOUR_MORE = ("--global-batch-size", "16", "--train-iters", "4")
+SHARDS = ("--bpipe-vocabulary", "1")
+
+
+@pytest.fixture(scope="module", params=["untied", pytest.param("tied", marks=pytest.mark.slow)])
+def checkpoints(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    """Saved after two iterations of four, with and without shards; continued from both, with and without."""
+    common = [*(UNTIED if request.param == "untied" else ()), *FOUR_MORE]
+    found = []
+    for saved, ours in (("stock", ()), ("shards", SHARDS)):
+        found.append(Case(f"{saved}_whole", [*common, "--save", f"{{folder}}/{saved}", "--save-interval", "2", *ours]))
+    for saved in ("stock", "shards"):
+        for going, ours in (("stock", ()), ("shards", SHARDS)):
+            found.append(Case(f"{going}_from_{saved}", [*common, "--load", f"{{folder}}/{saved}", "--ckpt-step", "2", *ours]))
+    return run_cases(4, found, timeout_s=300, worker="tensors_worker.py")
+
+
+@pytest.mark.timeout(360)
+def test_checkpoints_have_the_keys_and_shapes_of_stocks(checkpoints: Outcome) -> None:
+    def said(case: str) -> dict[str, Any]:
+        reader = FileSystemReader(str(checkpoints.folder / case / "iter_0000002"))
+        return {key: getattr(found, "size", None) for key, found in reader.read_metadata().state_dict_metadata.items()}
+
+    stock, shards = said("stock"), said("shards")
+    weights = {key: size for key, size in stock.items() if size is not None}
+    assert any(key.startswith("optimizer") and key.endswith(EMBEDDING) for key in weights)
+    assert {key: size for key, size in shards.items() if size is not None} == weights
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("saved", ["stock", "shards"])
+def test_a_checkpoint_of_either_is_loaded_to_the_bit_and_continued(checkpoints: Outcome, saved: str) -> None:
+    pairs = _pairs(checkpoints, f"shards_from_{saved}", f"stock_from_{saved}", "start", 4)
+    assert all(torch.equal(one, other) for one, other in pairs.values())
+    losses = [
+        [float.fromhex(step["lm loss"]) for step in checkpoints.record(case, 3)["iterations"][-2:]]
+        for case in (f"shards_from_{saved}", f"stock_from_{saved}", f"{saved}_whole")
+    ]
+    for found in zip(*losses, strict=True):
+        assert all(near(one, found[0], FP32.later) for one in found), losses
+    # From its own checkpoint a run goes on as if it had not ended.
+    same(checkpoints, f"{saved}_whole", f"{saved}_from_{saved}", 4, last=2)
+
+
+LARGE = (
+    *("--vocab-size", "131071", "--seq-length", "512", "--max-position-embeddings", "512", "--global-batch-size", "4"),
+    *("--train-iters", "2"),
+)
+
+
+@pytest.mark.timeout(360)
+def test_the_last_rank_no_longer_holds_all_logits(run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]) -> None:
+    """131072 rows: what every process holds beyond weights and optimizer state in its second iteration, stock's and in shards."""
+    beyond = {}
+    for name, ours in (("stock", ()), ("shards", SHARDS)):
+        outcome = run_cases(4, [Case(name, [*UNTIED, *LARGE, *ours])], timeout_s=170, worker="peak_worker.py")
+        found = [outcome.record(name, rank)["weights"] for rank in range(4)]
+        beyond[name] = [each["peak"] - each["held"] for each in found]
+        with capsys.disabled():
+            held = ", ".join(f"{each['peak'] / 2**20:.0f}" for each in found)
+            more = ", ".join(f"{each / 2**20:.0f}" for each in beyond[name])
+            print(f"\n{name}: MiB of each rank at its peak {held}; beyond what it held when the iteration began {more}")
+    # Stock makes the gradient in the place of the logits, too; beside theirs shards have 32 MiB of them in 32 bit at a time, whatever p is.
+    logits = 2 * 512 * 131072 * 4
+    assert beyond["stock"][-1] > logits
+    assert max(beyond["shards"]) < beyond["stock"][-1] / 2
+
+
+@pytest.mark.timeout(300)
+def test_a_script_of_ones_own_is_split_and_a_loss_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """Its labels and its mean of the losses are its own; a mean of their squares counts each by what it is."""
+    script = ROOT / "tests/gloo/plain_script.py"
+    squares = tmp_path / "squares.py"
+    squares.write_text(script.read_text().replace("losses.float().mean()", "losses.float().square().mean()"))
+    found = []
+    for case, path, ours in (("stock", script, ()), ("shards", script, SHARDS), ("squares", squares, SHARDS)):
+        folder = tmp_path / case
+        folder.mkdir()
+        flags = [*FOUR, "--num-layers", "4", "--label-shift", "2", *UNTIED, *ITERATIONS, "--bpipe-report", str(folder), *ours]
+        outcome = finish(start(4, ["-m", "megatron.scheduling.launch", str(path), *flags], folder, _free_ports(1)[0]), folder, 80)
+        if case == "squares":
+            assert outcome.codes.count(0) == 0
+            assert "must not depend on the losses" in outcome.logs[3]
+        else:
+            assert outcome.codes == [0] * 4, outcome.logs[3][-3000:]
+            found.append([float.fromhex(step["lm loss"]) for step in iterations(folder)])
+    assert len(set(found[0])) == 3
+    for place, (one, other) in enumerate(zip(*found, strict=True)):
+        assert near(one, other, FP32.later if place else FP32.loss), found

@@ -138,7 +138,10 @@ def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
 
 
 SPLIT: dict[str, dict[str, Any]] = {
-    "one weight for embedding and output layer": {"untie_embeddings_and_output_weights": False},
+    "one weight for both layers with the distributed optimizer": {
+        "untie_embeddings_and_output_weights": False,
+        "use_distributed_optimizer": True,
+    },
     "prediction of further tokens": {"mtp_num_layers": 1},
     "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
     "models without weights at first": {"init_model_with_meta_device": True},
@@ -153,7 +156,7 @@ def test_what_cannot_be_split_is_refused_for_its_own_reason() -> None:
     for refusal in SHARDED:
         settings = SimpleNamespace(**SPLIT[refusal.feature])
         assert reasons_of(SHARDED, settings, "--x") == [f"--x: {refusal.reason}; {refusal.remedy}"]
-    fine = SimpleNamespace(untie_embeddings_and_output_weights=True, save="here", ckpt_format="torch_dist", mtp_num_layers=None)
+    fine = SimpleNamespace(untie_embeddings_and_output_weights=False, save="here", ckpt_format="torch_dist", mtp_num_layers=None)
     assert reasons_of(SHARDED, fine, "--x") == []
 
 

@@ -1,0 +1,234 @@
+"""The output layer of a real Megatron model as one shard, in a process of its own: importing takes seconds. One rank's shard has all rows,
+so what comes out is Megatron's but for the order in which a softmax is added up. Ends with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from megatron.scheduling import startup
+
+startup.prepare()
+
+# isort: split
+import pytest
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bpipe.ir.action import Action, Kind
+from bpipe.vocabulary.rows import Rows
+from megatron.scheduling import tied_shards
+from megatron.scheduling.chunks import Call, ChunkStages
+from megatron.scheduling.halves import Halves, Keep
+from megatron.scheduling.shards import ShardedStages
+from megatron.scheduling.vocabulary import OutputLayerShard, output_shard, split
+
+HIDDEN, LENGTH, BATCH, VOCABULARY = 64, 16, 2, 96
+MICROBATCHES = 3
+Loss = Callable[[torch.Tensor], Any]
+
+
+def config(**settings: Any) -> TransformerConfig:
+    given = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4, "use_cpu_initialization": True, "hidden_dropout": 0.0}
+    return TransformerConfig(**{**given, "attention_dropout": 0.0, "calculate_per_token_loss": False, **settings})
+
+
+def model(**settings: Any) -> GPTModel:
+    torch.manual_seed(1)
+    shared = settings.pop("share_embeddings_and_output_weights", False)
+    gathered = settings.pop("parallel_output", True)
+    spec = get_gpt_layer_local_spec()
+    made = config(**settings)
+    return GPTModel(made, spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=shared, parallel_output=gathered)
+
+
+def mean(losses: torch.Tensor) -> Any:
+    return losses.mean(), {"lm loss": losses.mean().detach()}
+
+
+def summed(losses: torch.Tensor) -> Any:
+    """With a number of tokens, of which some do not count."""
+    counted = torch.arange(losses.numel()).view_as(losses) % 3 > 0
+    return (losses * counted).sum(), counted.sum().int(), {"lm loss": losses.sum().detach()}
+
+
+def batches() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    while True:
+        yield torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+
+def called(inner: GPTModel, loss: Loss, labelled: bool = True, **more: Any) -> Call:
+    def step(data: Any, module: GPTModel) -> Any:
+        tokens = next(data)
+        places = torch.arange(LENGTH).expand(BATCH, LENGTH)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        labels = tokens.roll(-1, 1) if labelled else None
+        return module(tokens, places, mask, labels=labels), loss
+
+    given: dict[str, Any] = {
+        "config": inner.config,
+        "models": [inner],
+        "data": [batches()],
+        "forward_step_func": step,
+        "num_microbatches": MICROBATCHES,
+        "cp_size": 1,
+        **more,
+    }
+    return Call(**given)
+
+
+def action(kind: Kind, microbatch: int) -> Action:
+    return Action(0, kind, microbatch)
+
+
+def whole(loss: Loss, **settings: Any) -> tuple[GPTModel, Call]:
+    """Megatron's own."""
+    inner = model(**settings)
+    call, stages = called(inner, loss), ChunkStages({0: 0}, 0, set(), Halves(Keep.LINEAR))
+    stages.begin(call)
+    for microbatch in range(MICROBATCHES):
+        stages.forward(action(Kind.FORWARD, microbatch), ())
+        stages.backward(action(Kind.BACKWARD, microbatch), ())
+    return inner, call
+
+
+def sharded(inner: GPTModel, call: Call) -> ShardedStages:
+    stages = ShardedStages({0: 0}, 0, set(), Halves(Keep.LINEAR), output_shard(inner))
+    stages.begin(call)
+    for microbatch in range(MICROBATCHES):
+        made = stages.forward(action(Kind.FORWARD, microbatch), ())
+        sent = tuple(tensor.detach().clone() for tensor in made)
+        stages.let_go(made)
+        (own,) = stages.shard.forward(action(Kind.SHARD_FORWARD, microbatch), sent)
+        parts = stages.shard.backward(action(Kind.SHARD_BACKWARD, microbatch), (own[None],))
+        if not call.forward_only:
+            stages.backward(action(Kind.BACKWARD, microbatch), parts)
+    stages.check()
+    return stages
+
+
+def one_shard_trains_what_the_whole_layer_does() -> None:
+    for loss, settings in ((mean, {}), (summed, {}), (summed, {"calculate_per_token_loss": True})):
+        expected, stock = whole(loss, **settings)
+        inner = model(**settings)
+        split(inner)
+        assert isinstance(inner.output_layer, OutputLayerShard)
+        call = called(inner, loss)
+        sharded(inner, call)
+        for one, other in zip(call.losses, stock.losses, strict=True):
+            torch.testing.assert_close(one["lm loss"].float(), other["lm loss"].float(), rtol=1e-6, atol=0)
+        assert int(call.num_tokens) == int(stock.num_tokens)
+        others = dict(expected.named_parameters())
+        for name, weight in inner.named_parameters():
+            assert weight.grad is not None
+            assert others[name].grad is not None
+            distance = (weight.grad.double() - others[name].grad.double()).norm() / others[name].grad.double().norm()
+            assert distance < 3e-6, f"{name}: {distance}"
+
+
+def splitting_changes_no_weight_and_draws_nothing() -> None:
+    plain, after = model(), torch.rand(1)
+    inner = model()
+    split(inner)
+    assert torch.equal(torch.rand(1), after)
+    assert all(torch.equal(one, other) for one, other in zip(inner.parameters(), plain.parameters(), strict=True))
+    weight = inner.output_layer.weight
+    assert weight.is_embedding_or_output_parameter
+    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.allreduce) == (True, 0, 1, True)
+    assert list(inner.state_dict()) == list(plain.state_dict())
+
+
+def evaluation_calls_the_loss_function_once() -> None:
+    seen: list[torch.Tensor] = []
+
+    def watched(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
+        seen.append(losses.clone())
+        return losses if non_loss_data else mean(losses)
+
+    inner = model()
+    split(inner)
+    with torch.no_grad():
+        sharded(inner, called(inner, watched, forward_only=True))
+        assert len(seen) == MICROBATCHES
+        assert all(losses.shape == (BATCH, LENGTH) and bool((losses > 0).all()) for losses in seen)
+        call = called(inner, watched, forward_only=True, collect_non_loss_data=True)
+        sharded(inner, call)
+        assert all(map(torch.equal, call.losses, seen))
+        plain = model()
+        tokens = next(batches())
+        places, mask = torch.arange(LENGTH).expand(BATCH, LENGTH), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        torch.testing.assert_close(seen[0], plain(tokens, places, mask, labels=tokens.roll(-1, 1)), rtol=1e-6, atol=1e-6)
+
+
+def what_shards_cannot_compute_is_refused() -> None:
+    inner = model()
+    split(inner)
+    with pytest.raises(ValueError, match="must not depend on the losses"):
+        sharded(inner, called(inner, lambda losses: (losses.square().mean(), {})))
+    with pytest.raises(ValueError, match="call the model with labels"):
+        sharded(inner, called(inner, lambda output: (output.mean(), {}), labelled=False))
+    with pytest.raises(ValueError, match="does not depend on what its model returned"):
+        sharded(inner, called(inner, lambda losses: (torch.ones(1, requires_grad=True) * 1, {})))
+    for settings, reason in (
+        ({"parallel_output": False}, "gathers its logits"),
+        ({"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}, "drop --defer-embedding-wgrad-compute"),
+    ):
+        refused = SimpleNamespace(config=SimpleNamespace(**settings), parallel_output=settings.get("parallel_output", True), vp_stage=None)
+        with pytest.raises(ValueError, match=reason):
+            split(refused)
+    with pytest.raises(ValueError, match="and this is a Linear: train without --bpipe-vocabulary"):
+        output_shard(torch.nn.Linear(1, 1))
+
+
+def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
+    """By the first rank all of it, and by every rank the rows that it has a copy of."""
+    rows, whole = Rows(12, 1, 3), torch.arange(24.0).view(12, 2)
+    key = "embedding.word_embeddings.weight"
+
+    class Embedding(torch.nn.Module):
+        def sharded_state_dict(self, prefix: str) -> dict[str, Any]:
+            return {f"{prefix}weight": ShardedTensor.from_rank_offsets(f"{prefix}weight", whole, replica_id=(0, 0, 2))}
+
+    first = SimpleNamespace(pre_process=True, embedding=SimpleNamespace(word_embeddings=Embedding()))
+    first.pg_collection = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
+    weight = torch.nn.Parameter(whole[4:8].clone())
+    tied_shards.tie(first, weight, rows)
+    assert weight.shared
+    assert weight.shared_embedding
+    found = first.embedding.word_embeddings.sharded_state_dict(prefix="embedding.word_embeddings.")[key]
+    assert found.data is whole
+    pieces = found.build()
+    assert torch.equal(found.merge_fn([piece.data for piece in pieces]), whole)
+    copy = tied_shards.entry(weight, 1, rows, "output_layer.", 2)
+    for piece in (*pieces, copy):
+        assert (piece.key, piece.global_shape, piece.local_shape, piece.axis_fragmentations) == (key, (12, 2), (4, 2), (3, 1))
+    assert [piece.global_offset for piece in pieces] == [(0, 0), (4, 0), (8, 0)]
+    assert {piece.replica_id for piece in pieces} == {(0, 0, 2)}
+    assert (copy.global_offset, copy.replica_id) == ((4, 0), (1, 0, 2))
+    assert torch.equal(copy.data, pieces[1].data)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    one_shard_trains_what_the_whole_layer_does()
+    splitting_changes_no_weight_and_draws_nothing()
+    evaluation_calls_the_loss_function_once()
+    what_shards_cannot_compute_is_refused()
+    a_tied_weight_is_filed_in_pieces_of_one_size()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
