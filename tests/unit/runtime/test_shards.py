@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Do, Message
+from bpipe.ir.program import Do, Message, Program
 from bpipe.passes.balance import balance
 from bpipe.passes.forwards import forwards_only
 from bpipe.program import ScheduleConfig, build
+from bpipe.runtime import executor as executor_module
+from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.shards import OutputShard
@@ -53,6 +57,19 @@ def test_what_shards_compute_finishes_no_load() -> None:
         for at in finished:
             behind = next(what for what in program.whats[at:] if isinstance(what, Action))
             assert behind.kind is Kind.BACKWARD
+
+
+def test_a_barrier_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not wait for the statistics of all has none."""
+    as_run = executor_module.as_run
+
+    def without(program: Program) -> SimpleNamespace:
+        barrier = "wait 0S0+1S0+2S0>0T0+1T0+2T0"
+        return SimpleNamespace(instructions=[each for each in program.instructions if program.rank != 1 or str(each) != barrier])
+
+    monkeypatch.setattr(executor_module, "as_run", lambda *given: [without(program) for program in as_run(*given)])
+    with pytest.raises(RuntimeFault, match="rank 1: the statistics of micro-batch 0 is not here for 1T0"):
+        in_shards(build(schedule(3, 2, Vocabulary.ONE)))
 
 
 class _Nothing:

@@ -150,6 +150,17 @@ def splitting_changes_no_weight_and_draws_nothing() -> None:
     assert list(inner.state_dict()) == list(plain.state_dict())
 
 
+def logits_are_computed_through_the_module() -> None:
+    """Its hooks gather its weight where the distributed optimizer overlaps that: without them the weight would be stale, silently."""
+    inner = model()
+    split(inner)
+    called_for: list[torch.Size] = []
+    inner.output_layer.register_forward_pre_hook(lambda layer, given: called_for.append(given[0].shape))
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    assert torch.equal(inner.output_layer.logits(x), x @ inner.output_layer.weight.t())
+    assert called_for == [x.shape]
+
+
 def evaluation_calls_the_loss_function_once() -> None:
     seen: list[torch.Tensor] = []
 
@@ -227,6 +238,7 @@ if __name__ == "__main__":
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     one_shard_trains_what_the_whole_layer_does()
     splitting_changes_no_weight_and_draws_nothing()
+    logits_are_computed_through_the_module()
     evaluation_calls_the_loss_function_once()
     what_shards_cannot_compute_is_refused()
     a_tied_weight_is_filed_in_pieces_of_one_size()
