@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bpipe.generate import (
+    bitpipe,
     chimera,
     gpipe,
     grouped_interleaved,
@@ -20,7 +21,7 @@ from bpipe.ir.program import Exchange
 
 _WHOLE = (gpipe, one_f_one_b, interleaved)
 _IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
-_IN_TWO_PIPES = (chimera, mixpipe)
+_IN_TWO_PIPES = (chimera, mixpipe, bitpipe)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.

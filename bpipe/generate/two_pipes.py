@@ -63,11 +63,11 @@ def shortest(
     """Of the units, and of what the rules choose when computations last alike and when they cost this, the orders that take least time."""
     placed, at = layout(num_ranks, num_chunks), tempo(costs, num_chunks)
     made = [units(placed, num_ranks, num_microbatches)]
-    for rule in rules:
-        for lasts in dict.fromkeys((costs, ALIKE)):
-            orders = listed(placed, num_ranks, num_microbatches, tempo(lasts, num_chunks), rule)
-            if orders is not None:
-                made.append(orders)
+    for lasts in dict.fromkeys((costs, ALIKE)):
+        chosen = [listed(placed, num_ranks, num_microbatches, tempo(lasts, num_chunks), rule) for rule in rules]
+        ended = [one for one in chosen if one is not None]
+        if ended:
+            made.append(min(ended, key=lambda one: one.ticks).orders)
     return min(made, key=lambda orders: length(work_of(placed, num_microbatches, orders, at)))
 
 
@@ -87,12 +87,19 @@ def units(placed: Layout, num_ranks: int, num_microbatches: int) -> list[list[Ac
     return orders
 
 
-def listed(placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> list[list[Action]] | None:
+class Chosen(NamedTuple):
+    """Every rank's order, and how many ticks it takes."""
+
+    orders: list[list[Action]]
+    ticks: int
+
+
+def listed(placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> Chosen | None:
     """What the ranks choose; None where the rule lets them wait for each other."""
     ranks = _Choosing(placed, num_ranks, num_microbatches, at, rule)
     ranks.go()
     done = sum(map(len, ranks.orders)) == 2 * placed.num_stages * num_microbatches
-    return ranks.orders if done else None
+    return Chosen(ranks.orders, max(ranks.free)) if done else None
 
 
 class _Choosing:

@@ -158,7 +158,8 @@ def test_aligning_gives_a_plain_listing_its_bubbles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("chimera", 1), ("mixpipe", 1)]
+    ("name", "v"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("chimera", 1), ("mixpipe", 1), ("bitpipe", 2)],
 )
 def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -> None:
     fill, pipes = FAMILIES[name].fill, FAMILIES[name].num_pipes

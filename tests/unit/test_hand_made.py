@@ -25,6 +25,7 @@ SCHEDULES = {
     **{f"v-min {p}x{m}": partial(build, ScheduleConfig("v-min", p, m, 2)) for p, m in ((4, 8), (6, 9), (8, 16))},
     "zb-h1": partial(build, ScheduleConfig("zb-h1", 4, 8)),
     **{f"chimera {p}x{m}": partial(build, ScheduleConfig("chimera", p, m)) for p, m in ((2, 3), (4, 4), (8, 8), (8, 12))},
+    **{f"bitpipe {v}": partial(build, ScheduleConfig("bitpipe", 4, 6, v)) for v in (2, 3)},
     "mixpipe": partial(build, ScheduleConfig("mixpipe", 4, 9)),
     **{f"algorithm {one.value} {p}x{m}": partial(sharded, p, m, one) for one in SPLIT for p, m in ((4, 8), (8, 12))},
 }

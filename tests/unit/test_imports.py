@@ -56,7 +56,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "family",
         "beats gpipe interleaved timing",
         "list_scheduler shards two_pipes",
-        "chimera grouped_choice mixpipe sharded_1f1b",
+        "bitpipe chimera grouped_choice mixpipe sharded_1f1b",
         "grouped_interleaved",
         "one_f_one_b",
         "halves shift",

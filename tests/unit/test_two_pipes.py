@@ -25,8 +25,8 @@ from bpipe.program import BalanceConfig, ScheduleConfig, build
 from tests.unit.plan.test_search import UNFUSED
 
 # Families of two pipes, with the numbers of chunks that are looked at, and what a rank of p holds at most.
-CASES = [("chimera", 1), ("mixpipe", 1)]
-MOST = {"chimera": lambda p: p, "mixpipe": lambda p: 3 * p // 2}
+CASES = [("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3)]
+MOST = {"chimera": lambda p: p, "mixpipe": lambda p: 3 * p // 2, "bitpipe": lambda p: p}
 
 
 def generate(name: str, p: int, m: int, v: int = 1, costs: UnitCosts = ALIKE) -> Schedule:
@@ -113,6 +113,51 @@ def test_balancing_levels_mixpipe() -> None:
     assert (max(peak_counts(schedule)), max(peak_counts(balanced))) == (12, 11)
     assert balanced.partners == (3, 2, 1, 0, 7, 6, 5, 4)
     assert max(peak_counts(balance(build(ScheduleConfig("mixpipe", 16, 32))))) == 21
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("p", [2, 4, 6, 8, 14])
+def test_bitpipe_takes_and_holds_what_its_formulas_say(p: int, v: int) -> None:
+    for rounds in (1, 2, 4) if p < 14 else (1, 2):
+        schedule = generate("bitpipe", p, rounds * p, v)
+        assert pace(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(2 * (p - 2), v)
+        least = [p - Fraction(max(p // 2 - 1 - min(rank, p - 1 - rank), 0), v) for rank in range(p)]
+        assert held(schedule) == (tuple(least) if rounds == 1 else (p,) * p)
+
+
+# p, m: what two chunks a rank take, and how long the authors' public order takes: units, each begun before the one before is over.
+AGAINST_UNITS = {(8, 16): (54, 57), (8, 32): (102, 111), (16, 32): (110, 117), (16, 64): (206, 227)}
+
+
+@pytest.mark.parametrize(("p", "m"), AGAINST_UNITS)
+def test_bitpipe_takes_less_than_its_authors_order(p: int, m: int) -> None:
+    takes, theirs = AGAINST_UNITS[p, m]
+    assert theirs == 3 * m + (p - 2) * (m // p + 1) / 2
+    assert pace(generate("bitpipe", p, m, 2), ALIKE).makespan == takes < theirs
+
+
+def test_the_middle_of_bitpipe_is_relieved_too() -> None:
+    for p, before, after in ((8, 8, Fraction(15, 2)), (16, 16, Fraction(29, 2))):
+        schedule = generate("bitpipe", p, p, 2)
+        balanced = balance(schedule)
+        check(balanced)
+        assert (max(held(schedule)), max(held(balanced))) == (before, after)
+
+
+# p, m, and what 1F1B, interleaved 1F1B with two chunks, Chimera and BitPipe with two chunks take.
+TABLE = {
+    (4, 4): (21, Fraction(33, 2), 16, 14),
+    (4, 8): (33, Fraction(57, 2), 28, 26),
+    (8, 8): (45, Fraction(69, 2), 36, 30),
+    (8, 16): (69, Fraction(117, 2), 60, 54),
+    (8, 32): (117, Fraction(213, 2), 108, 102),
+}
+
+
+@pytest.mark.parametrize(("p", "m"), TABLE)
+def test_makespans_beside_each_other(p: int, m: int) -> None:
+    families = (("1f1b", 1), ("interleaved-1f1b", 2), ("chimera", 1), ("bitpipe", 2))
+    assert tuple(pace(generate(name, p, m, v), ALIKE).makespan for name, v in families) == TABLE[p, m]
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)

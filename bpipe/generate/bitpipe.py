@@ -1,0 +1,38 @@
+"""BitPipe: two pipes in opposite directions, each with several chunks a rank that go up the ranks and down again in turn.
+
+In: sizes, costs. Out: every rank's order. Backwards are whole. With two chunks a rank each pipe is a V.
+
+A rank holds at most p micro-batches of its share, of both pipes together. With a forward of 1 and a backward of 2, of all chunks, m = p
+micro-batches, one unit, take 3 m + 2 (p - 2) / v, and so do 2 p, 3 p and 4 p with two chunks for p up to 16, with three and four up to 14.
+Which of three rules of choice is best depends on p and m: of forwards they take the deeper ones sooner, of backwards the last chunk's or
+the oldest first.
+Source: Wu et al., "BitPipe: Bidirectional Interleaved Pipeline Parallelism for Accelerating Large Models Training", 2024; the rules are of
+our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bpipe.generate.family import Asked, Family
+from bpipe.generate.two_pipes import PipesRule, Weights, layout, shortest
+from bpipe.ir.action import Action
+from bpipe.ir.program import Exchange
+
+_LAST_CHUNK_FIRST = Weights(1, -64, 0)
+_OLDEST_FIRST = Weights(1, 0, 0)
+
+
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
+    def most(num_ranks: int, _: int) -> int:
+        return num_chunks * num_ranks
+
+    rules = (
+        PipesRule(most, Weights(4 * num_ranks, num_ranks, -8), _LAST_CHUNK_FIRST),
+        PipesRule(most, Weights(4 * num_ranks, num_ranks, -16), _LAST_CHUNK_FIRST),
+        PipesRule(most, Weights(8, -16, -6), _OLDEST_FIRST),
+    )
+    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, rules)
+
+
+FAMILY = Family("bitpipe", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=None, fill=2, num_pipes=2)
