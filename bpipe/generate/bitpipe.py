@@ -28,8 +28,9 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
         return num_chunks * num_ranks
 
     rules = (
+        # First, for of two that end alike this one sends least that is not taken soon.
+        PipesRule(most, Weights(4 * num_ranks, num_ranks, -16), _OLDEST_FIRST),
         PipesRule(most, Weights(4 * num_ranks, num_ranks, -8), _LAST_CHUNK_FIRST),
-        PipesRule(most, Weights(4 * num_ranks, num_ranks, -16), _LAST_CHUNK_FIRST),
         PipesRule(most, Weights(8, -16, -6), _OLDEST_FIRST),
     )
     return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, rules)
