@@ -17,7 +17,7 @@ from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_fused_gradients import DEFERRED
 from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
-from tests.gloo.test_schedules import Rows
+from tests.gloo.test_schedules import GROWS, Rows
 from tests.gloo.test_training import same
 
 H1 = ("--bpipe-schedule", "zb-h1", "--bpipe-min-bytes", "1024")
@@ -44,6 +44,9 @@ ROWS: Rows = {
     "tokens_ahead": ((*MTP, "--untie-embeddings-and-output-weights"), ("zb_h1",)),
     "tokens_ahead_tied": (MTP, ("zb_h1",)),
     "experts": ((*EXPERTS, "--global-batch-size", "8"), ("zb_h1",)),
+    "layout": (("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "8"), ("zb_h1",)),
+    "per_token_loss": ((*BATCH, "--calculate-per-token-loss"), ("zb_h1",)),
+    "batch_that_grows": (GROWS, ("zb_h1_balanced",)),
 }
 ALWAYS = ("m8", "recomputed")
 # Two stages, and two ranks in another dimension.
@@ -51,6 +54,7 @@ WIDE_ROWS: Rows = {
     "data": ((), ("zb_h1",)),
     "overlaps": (OVERLAPS, ("zb_h1",)),
     "small_buckets": ((*OVERLAPS, "--ddp-bucket-size", "20000", "--no-align-grad-reduce"), ("zb_h1",)),
+    "expert_parallel": ((*EXPERTS, "--expert-model-parallel-size", "2"), ("zb_h1",)),
     "context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("zb_h1",)),
     "tensor": (("--tensor-model-parallel-size", "2"), ("zb_h1",)),
     "sequence": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), ("zb_h1", "whole")),

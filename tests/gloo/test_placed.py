@@ -6,6 +6,7 @@ the rank that draws them, and without clipping, whose norm adds up the same numb
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, ROOT, Case, Outcome, asked_for
 from tests.gloo.test_fused_gradients import DEFERRED
 from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
+from tests.gloo.test_schedules import GROWS
 from tests.unit.torch_schedules import as_csv, torch_schedule
 
 ALIKE = ("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0", "--num-layers", "8", "--global-batch-size", "12")
@@ -341,6 +343,17 @@ def test_a_v_by_name_or_from_elsewhere_trains_as_stock_does(named: Outcome, name
     alike(named, "stock", name)
     # A uniform V leaves nothing to balance.
     as_predicted(named, name, 4, moves=name.startswith("eager"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_batch_that_grows_in_a_v(run_placed: Placed) -> None:
+    """By name: a file has one number of micro-batches."""
+    *alike_but_for_the_batch, _, _ = ALIKE
+    common = (*alike_but_for_the_batch, *FOUR, *GROWS)
+    outcome = run_placed([Case("grows", common), measured("grows_v-half", (*common, *FAMILIES["v-half"]))], 300)
+    alike(outcome, "grows", "grows_v-half")
+    assert set(re.findall(r"global batch size: +(\d+)", outcome.logs[3])) == {"8", "16"}
 
 
 @pytest.fixture(scope="module")

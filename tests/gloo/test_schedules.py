@@ -45,6 +45,7 @@ OURS = {
 # Another order of forwards draws other dropout.
 QUIET = ("--attention-dropout", "0", "--hidden-dropout", "0")
 QUIET_OURS = ("grouped", "grouped_balanced", "grouped_chosen", "grouped_of_3", "grouped_whole", "torch")
+GROWS = ("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48")
 # One row a feature of Megatron's, of four stages: its flags, and which of ours are compared with stock.
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "m8": (("--global-batch-size", "16"), ("own", "balanced", "balanced_gloo", "gpipe", "split", "written_balanced")),
@@ -62,7 +63,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("own",),
     ),
     "evaluation_interleaved": ((*INTERLEAVED, "--global-batch-size", "8", "--eval-interval", "2", "--eval-iters", "1"), ("own",)),
-    "batch_that_grows": (("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48"), ("balanced",)),
+    "batch_that_grows": (GROWS, ("balanced",)),
     "fp16": (("--global-batch-size", "16", *FP16), ("balanced",)),
     "bf16": (("--global-batch-size", "16", "--bf16"), ("own",)),
     "llama": (("--global-batch-size", "16", *LLAMA), ("balanced",)),
@@ -87,6 +88,7 @@ CHUNKS = ("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
 # Two stages, and two ranks in another dimension.
 WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tensor": (("--tensor-model-parallel-size", "2"), ("own",)),
+    "expert_parallel": ((*EXPERTS, "--expert-model-parallel-size", "2"), ("own",)),
     "context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("own",)),
     "sequence": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), ("own",)),
     "data": ((), ("own",)),
