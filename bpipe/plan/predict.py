@@ -129,11 +129,17 @@ def _steady(setup: Setup) -> tuple[int, int]:
 
 
 def predict(
-    setup: Setup, profile: Profile | None = None, simulation: Simulation | None = None, formula: str = "megatron"
+    setup: Setup,
+    profile: Profile | None = None,
+    simulation: Simulation | None = None,
+    formula: str = "megatron",
+    timing: Timing | None = None,
 ) -> SetupPrediction:
-    """Everything about one setup. With a `simulation` of it the times are the simulation's, without they are those of the steady phase."""
+    """Everything about one setup. With a `simulation` of it the times are the simulation's, without they are those of the steady phase;
+    `timing`, where these are known already."""
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
-    timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
+    if timing is None:
+        timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.vocabulary)
     device, count = setup.cluster.device, setup.cluster.num_devices
     moves, memory = _num_evictions(setup), predict_memory(setup)

@@ -19,7 +19,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.profile import Profile
-from bpipe.plan.predict import SetupPrediction, costs_of, predict
+from bpipe.plan.predict import SetupPrediction, costs_of, predict, steady_timing
 from bpipe.plan.space import Space, enumerate_setups
 
 Progress = Callable[[str, int, int], None]
@@ -234,15 +234,21 @@ class _Fastest:
             family.left(bound)
             return
         self.num_simulated += 1
+        timing = steady_timing(setup, costs_of(setup, self._space.profile))
+        place = -timing.iteration_s, -number
+        kept = [self._kept[kind] for kind in mine if len(self._kept[kind]) < self._sizes[kind] or place > self._kept[kind][0][:2]]
+        leads = family.fastest is None or timing.iteration_s < family.fastest.prediction.timing.iteration_s
+        if not kept and not leads:
+            return
         # To tell that it was too much a part of it may have been enough.
         whole = None if needs is None else _whole_bytes(replace(setup, balance="none"))
-        found = Found(predict(setup, self._space.profile, formula=self._space.formula), whole)
-        seconds = found.prediction.timing.iteration_s
-        if family.fastest is None or seconds < family.fastest.prediction.timing.iteration_s:
+        found = Found(predict(setup, self._space.profile, formula=self._space.formula, timing=timing), whole)
+        if leads:
             family.fastest = found
-        for kind in mine:
-            heapq.heappush(self._kept[kind], (-seconds, -number, found))
-            if len(self._kept[kind]) > self._sizes[kind]:
+        for rows in kept:
+            heapq.heappush(rows, (*place, found))
+        for kind, size in self._sizes.items():
+            if len(self._kept[kind]) > size:
                 heapq.heappop(self._kept[kind])
 
     def _too_late(self, kinds: tuple[str, ...], bound: float) -> bool:
