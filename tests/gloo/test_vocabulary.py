@@ -207,44 +207,54 @@ FOUR_MORE = ("--global-batch-size", "16", "--train-iters", "4")
 SHARDS = ("--bpipe-vocabulary", "1")
 
 
-@pytest.fixture(scope="module", params=["untied", pytest.param("tied", marks=pytest.mark.slow)])
-def checkpoints(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
-    """Saved after two iterations of four, with and without shards; continued from both, with and without."""
-    common = [*(UNTIED if request.param == "untied" else ()), *FOUR_MORE]
+# The optimizer's state of two stages on two replicas each, filed by weight.
+DISTRIBUTED = (
+    *(*UNTIED, "--num-layers", "2", "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
+    "--dist-ckpt-optim-fully-reshardable",
+)
+
+
+@pytest.fixture(
+    scope="module", params=["untied", pytest.param("tied", marks=pytest.mark.slow), pytest.param("distributed", marks=pytest.mark.slow)]
+)
+def checkpoints(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> tuple[Outcome, int]:
+    """Of as many stages: saved after two iterations of four, with and without shards; continued from both, with and without."""
+    common = [*{"untied": UNTIED, "tied": (), "distributed": DISTRIBUTED}[request.param], *FOUR_MORE]
     found = []
     for saved, ours in (("stock", ()), ("shards", SHARDS)):
         found.append(Case(f"{saved}_whole", [*common, "--save", f"{{folder}}/{saved}", "--save-interval", "2", *ours]))
     for saved in ("stock", "shards"):
         for going, ours in (("stock", ()), ("shards", SHARDS)):
             found.append(Case(f"{going}_from_{saved}", [*common, "--load", f"{{folder}}/{saved}", "--ckpt-step", "2", *ours]))
-    return run_cases(4, found, timeout_s=300, worker="tensors_worker.py")
+    return run_cases(4, found, timeout_s=300, worker="tensors_worker.py"), 2 if request.param == "distributed" else 4
 
 
 @pytest.mark.timeout(360)
-def test_checkpoints_have_the_keys_and_shapes_of_stocks(checkpoints: Outcome) -> None:
+def test_checkpoints_have_the_keys_and_shapes_of_stocks(checkpoints: tuple[Outcome, int]) -> None:
     def said(case: str) -> dict[str, Any]:
-        reader = FileSystemReader(str(checkpoints.folder / case / "iter_0000002"))
+        reader = FileSystemReader(str(checkpoints[0].folder / case / "iter_0000002"))
         return {key: getattr(found, "size", None) for key, found in reader.read_metadata().state_dict_metadata.items()}
 
     stock, shards = said("stock"), said("shards")
     weights = {key: size for key, size in stock.items() if size is not None}
-    assert any(key.startswith("optimizer") and key.endswith(EMBEDDING) for key in weights)
+    assert any(key.startswith("optimizer") and EMBEDDING in key for key in weights)
     assert {key: size for key, size in shards.items() if size is not None} == weights
 
 
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("saved", ["stock", "shards"])
-def test_a_checkpoint_of_either_is_loaded_to_the_bit_and_continued(checkpoints: Outcome, saved: str) -> None:
-    pairs = _pairs(checkpoints, f"shards_from_{saved}", f"stock_from_{saved}", "start", 4)
+def test_a_checkpoint_of_either_is_loaded_to_the_bit_and_continued(checkpoints: tuple[Outcome, int], saved: str) -> None:
+    outcome, stages = checkpoints
+    pairs = _pairs(outcome, f"shards_from_{saved}", f"stock_from_{saved}", "start", stages)
     assert all(torch.equal(one, other) for one, other in pairs.values())
     losses = [
-        [float.fromhex(step["lm loss"]) for step in checkpoints.record(case, 3)["iterations"][-2:]]
+        [float.fromhex(step["lm loss"]) for step in outcome.record(case, 3)["iterations"][-2:]]
         for case in (f"shards_from_{saved}", f"stock_from_{saved}", f"{saved}_whole")
     ]
     for found in zip(*losses, strict=True):
         assert all(near(one, found[0], FP32.later) for one in found), losses
     # From its own checkpoint a run goes on as if it had not ended.
-    same(checkpoints, f"{saved}_whole", f"{saved}_from_{saved}", 4, last=2)
+    same(outcome, f"{saved}_whole", f"{saved}_from_{saved}", 4, last=2)
 
 
 LARGE = (
