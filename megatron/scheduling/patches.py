@@ -91,6 +91,7 @@ GET_MODEL = Patch(
 )
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 GPT_MODEL = Patch("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", ("self",), observes=True)
+HYBRID_MODEL = Patch("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", ("self",), observes=True)
 LAYERS_BEFORE = Patch(_LAYOUT, "PipelineParallelLayerLayout.get_layer_offset", ("self", "layer_type", "vp_stage", "pp_rank"))
 LAYERS_TO_BUILD = Patch(_LAYOUT, "PipelineParallelLayerLayout.get_num_layers_to_build", ("self", "layer_type", "vp_stage", "pp_rank"))
 DATA_ITERATORS = Patch("megatron.training.training", "build_train_valid_test_data_iterators", ("build_train_valid_test_datasets_provider",))
@@ -121,6 +122,7 @@ PATCHES = (
         BUILD_CHUNKS,
         GET_MODEL,
         GPT_MODEL,
+        HYBRID_MODEL,
     ),
     *(LAYERS_BEFORE, LAYERS_TO_BUILD, DATA_ITERATORS, TIED_GRADIENTS, SAVE, LOAD, CHECKPOINT_FORMAT, STATE_BY_BUFFER, STATE_BY_RANK),
 )

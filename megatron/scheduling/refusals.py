@@ -225,12 +225,6 @@ SHARDED: tuple[Refusal, ...] = (
         "drop --init-model-with-meta-device",
     ),
     Refusal(
-        "hybrid models in shards",
-        lambda s: s.hybrid_layer_pattern,
-        "only GPTModel's output layer is split",
-        "drop --hybrid-layer-pattern",
-    ),
-    Refusal(
         "checkpoints by rank of shards",
         lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
         "only checkpoints of the format torch_dist file rows by their place in the vocabulary; others file them by rank",

@@ -116,7 +116,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
 
 def wraps() -> dict[patches.Patch, patches.Wrap]:
     """What to put in place of what, before any model is built."""
-    return {patches.GPT_MODEL: _wrap_constructor, patches.TIED_GRADIENTS: _wrap_tied_gradients, **BY_LAYER}
+    models = dict.fromkeys((patches.GPT_MODEL, patches.HYBRID_MODEL), _wrap_constructor)
+    return {**models, patches.TIED_GRADIENTS: _wrap_tied_gradients, **BY_LAYER}
 
 
 def output_shard(model: Any) -> OutputLayerShard:
@@ -125,8 +126,8 @@ def output_shard(model: Any) -> OutputLayerShard:
     layer = getattr(inner, "output_layer", None)
     if not isinstance(layer, OutputLayerShard):
         raise ValueError(
-            f"--bpipe-vocabulary splits the output layer of a GPTModel when that is built, and this is a {type(inner).__name__}: train "
-            "without --bpipe-vocabulary"
+            f"--bpipe-vocabulary splits the output layer of a GPTModel or HybridModel when that is built, and this is a "
+            f"{type(inner).__name__}: train without --bpipe-vocabulary"
         )
     return layer
 

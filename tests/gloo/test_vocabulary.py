@@ -281,24 +281,40 @@ def test_the_last_rank_no_longer_holds_all_logits(run_cases: Callable[..., Outco
     assert max(beyond["shards"]) < beyond["stock"][-1] / 2
 
 
-@pytest.mark.timeout(300)
-def test_a_script_of_ones_own_is_split_and_a_loss_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    """Its labels and its mean of the losses are its own; a mean of their squares counts each by what it is."""
-    script = ROOT / "tests/gloo/plain_script.py"
-    squares = tmp_path / "squares.py"
-    squares.write_text(script.read_text().replace("losses.float().mean()", "losses.float().square().mean()"))
+def trained(tmp_path: Path, case: str, script: Path, *flags: str) -> Outcome:
+    """By the launcher, with a report beside."""
+    folder = tmp_path / case
+    folder.mkdir()
+    command = ["-m", "megatron.scheduling.launch", str(script), *FOUR, *ITERATIONS, "--bpipe-report", str(folder), *flags]
+    return finish(start(4, command, folder, _free_ports(1)[0]), folder, 80)
+
+
+OF_SCRIPTS = [
+    pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2", *UNTIED), id="gpt"),
+    pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), id="hybrid", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("name", "flags"), OF_SCRIPTS)
+def test_a_script_of_ones_own_is_split(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
+    """Its model, labels and mean of the losses are its own."""
     found = []
-    for case, path, ours in (("stock", script, ()), ("shards", script, SHARDS), ("squares", squares, SHARDS)):
-        folder = tmp_path / case
-        folder.mkdir()
-        flags = [*FOUR, "--num-layers", "4", "--label-shift", "2", *UNTIED, *ITERATIONS, "--bpipe-report", str(folder), *ours]
-        outcome = finish(start(4, ["-m", "megatron.scheduling.launch", str(path), *flags], folder, _free_ports(1)[0]), folder, 80)
-        if case == "squares":
-            assert outcome.codes.count(0) == 0
-            assert "must not depend on the losses" in outcome.logs[3]
-        else:
-            assert outcome.codes == [0] * 4, outcome.logs[3][-3000:]
-            found.append([float.fromhex(step["lm loss"]) for step in iterations(folder)])
+    for case, ours in (("stock", ()), ("shards", SHARDS)):
+        outcome = trained(tmp_path, case, ROOT / "tests/gloo" / name, *flags, *ours)
+        assert outcome.codes == [0] * 4, outcome.logs[3][-3000:]
+        found.append([float.fromhex(step["lm loss"]) for step in iterations(tmp_path / case)])
     assert len(set(found[0])) == 3
     for place, (one, other) in enumerate(zip(*found, strict=True)):
         assert near(one, other, FP32.later if place else FP32.loss), found
+
+
+@pytest.mark.timeout(120)
+def test_a_loss_that_is_not_linear_in_the_tokens_is_refused(tmp_path: Path) -> None:
+    """A mean of their squares counts each by what it is."""
+    squares = tmp_path / "squares.py"
+    script = (ROOT / "tests/gloo/plain_script.py").read_text()
+    squares.write_text(script.replace("losses.float().mean()", "losses.float().square().mean()"))
+    outcome = trained(tmp_path, "squares", squares, "--num-layers", "4", *UNTIED, *SHARDS)
+    assert outcome.codes.count(0) == 0
+    assert "must not depend on the losses" in outcome.logs[3]

@@ -145,7 +145,6 @@ SPLIT: dict[str, dict[str, Any]] = {
     "prediction of further tokens": {"mtp_num_layers": 1},
     "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
     "models without weights at first": {"init_model_with_meta_device": True},
-    "hybrid models in shards": {"hybrid_layer_pattern": "M*M-"},
     "checkpoints by rank of shards": {"load": "here", "ckpt_format": "torch"},
     "local checkpoints of shards": {"non_persistent_ckpt_type": "local"},
 }
