@@ -13,7 +13,7 @@ its end of these transfers only with what that message sets going: where anythin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from bpipe.ir.action import Action
@@ -49,8 +49,11 @@ def one_by_one(program: Iterable[Step]) -> tuple[Step, ...]:
 
 def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     """The rank's program. The first step is the start of the loop and the last its end; their transfers stand in `after`."""
-    folded: list[Step] = []
-    add = folded.append
+    return tuple(each_step(schedule, rank))
+
+
+def each_step(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """The same one after the other, for whoever has seen enough of a step when the next one comes."""
     compute: Action | None = None
     overlapped: Action | None = None
     before: tuple[Action, ...] = ()
@@ -59,7 +62,7 @@ def steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
         if slot.compute is None:
             after += slot.transfers
             continue
-        add(Step(compute, before, after, overlapped))
+        yield Step(compute, before, after, overlapped)
         compute, overlapped, before, after = slot.compute, slot.overlapped, slot.transfers, ()
-    folded += (Step(compute, before, (), overlapped), Step(None, (), after))
-    return tuple(folded)
+    yield Step(compute, before, (), overlapped)
+    yield Step(None, (), after)

@@ -22,7 +22,7 @@ from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Do, Exchange, MessageTable, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.steps import Step, steps
+from bpipe.ir.steps import Step, each_step
 
 _FORWARD = Kind.FORWARD
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -41,17 +41,13 @@ def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     if exchange is not Exchange.POSTED:
         _check_runnable(schedule, exchange)
     passing = _Passing(schedule)
-    ranks = [_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks)]
+    # One rank after the other: what it takes to lower a rank is as large as what comes of it, and need not be there for all at once.
+    ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
     if exchange is Exchange.MEGATRON_1F1B:
-        for lowering in ranks:
-            lowering.between()
-    elif exchange is Exchange.MEGATRON_INTERLEAVED:
-        for lowering, received in zip(ranks, passing.received_behind(), strict=True):
-            lowering.behind(received)
-    else:
-        for lowering, inbound in zip(ranks, passing.inbound(), strict=True):
-            lowering.posted(inbound)
-    return tuple(lowering.program() for lowering in ranks)
+        return tuple(lowering.between() for lowering in ranks)
+    if exchange is Exchange.MEGATRON_INTERLEAVED:
+        return tuple(lowering.behind(received) for lowering, received in zip(ranks, passing.received_behind(), strict=True))
+    return tuple(lowering.posted(inbound) for lowering, inbound in zip(ranks, passing.inbound(), strict=True))
 
 
 def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
@@ -194,7 +190,7 @@ class _Lowering:
         self.evicted_to = _evicted_to(schedule, rank)
         self.away: dict[tuple[int, int], int] = {}
         row = schedule.ranks[rank]
-        self.steps = steps(schedule, rank)
+        self.steps = each_step(schedule, rank)
         self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
         # By stay, once one is hosted here: half of the ranks host nothing.
         self.buffers: dict[Hosting, int] = {}
@@ -208,21 +204,21 @@ class _Lowering:
         # By host buffer: the RETURN that empties it.
         self.emptied: dict[int, Transfer] = {}
 
-    def program(self) -> Program:
+    def _program(self) -> Program:
         """Nothing is left behind: what was given back is waited for."""
         for transfer in self.emptied.values():
             self._add(_FINISH, transfer)
         return Program(self.rank, bytes(self.dos), self.whats, self.starts, self.slots, self.passing.messages)
 
-    def between(self) -> None:
+    def between(self) -> Program:
         """Megatron's loop for one stage a rank: between two computations, what the first made and what the second needs."""
         dos, whats, add_start = self.dos, self.whats, self.starts.append
         left, left_to = NOTHING, _NOBODY
         # The loop's start and end compute nothing.
         ends = [*self.needed, NOTHING], [*self.needed_from, _NOBODY], [*self.made, NOTHING], [*self.made_for, _NOBODY]
         self.starts.append(0)
-        self._step(self.steps[0])
-        for step, value, source, made, made_for in zip(self.steps[1:], *ends, strict=True):
+        self._step(next(self.steps))
+        for step, value, source, made, made_for in zip(self.steps, *ends, strict=True):
             add_start(len(whats))
             if left_to == source:
                 if source != _NOBODY:
@@ -237,8 +233,9 @@ class _Lowering:
                     whats += (value, value)
             self._step(step)
             left, left_to = made, made_for
+        return self._program()
 
-    def behind(self, received: Sequence[list[int]]) -> None:
+    def behind(self, received: Sequence[list[int]]) -> Program:
         """Megatron's loop for several stages a rank: right behind a computation, what it made and all that comes before the next one."""
         dos, whats = self.dos, self.whats
         done = 0
@@ -255,8 +252,9 @@ class _Lowering:
                 dos += _exchanged(num_sent, len(inputs) - num_sent)
                 whats += inputs
                 whats += inputs
+        return self._program()
 
-    def posted(self, inbound: dict[int, list[int]]) -> None:
+    def posted(self, inbound: dict[int, list[int]]) -> Program:
         """Our executor: on every channel receives are posted one ahead, in the order in which their sender sends them."""
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
@@ -281,6 +279,7 @@ class _Lowering:
             sent += outputs
         self.dos += bytes([_WAIT] * len(sent))
         self.whats += sent
+        return self._program()
 
     def _take(self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]) -> None:
         """Wait for a value, and before it for all that its sender sent before it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -36,10 +36,10 @@ def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
     return made
 
 
-def steps_without_start(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+def steps_without_start(schedule: Schedule, rank: int) -> Iterator[Step]:
     """What stands before the first computation waits until the rank reaches it."""
     start, first, *others = steps(schedule, rank)
-    return (Step(None), Step(first.compute, start.after + first.before, first.after), *others)
+    return iter((Step(None), Step(first.compute, start.after + first.before, first.after), *others))
 
 
 @pytest.mark.parametrize("waits", [waits for waits in Waits if waits <= Waits.IN_EVERY_OPERATION])
@@ -72,10 +72,10 @@ def test_no_default_plan_of_up_to_16_stages_stands_still(chunks: int) -> None:
     assert not any(blocked_ranks(schedule, waits) for schedule in plans for waits in Waits)
 
 
-def steps_without_end(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
     """What stands behind the last computation starts right after it, in front of its message."""
     *others, last, end = steps(schedule, rank)
-    return (*others, Step(last.compute, last.before, end.after), Step(None))
+    return iter((*others, Step(last.compute, last.before, end.after), Step(None)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_last_transfers_before_the_last_message_are_noticed(
     p: int, m: int, chunks: int, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank p-1 gives back twice at its end. The second waits for the first, which rank 0 takes with the gradients yet to be sent."""
-    monkeypatch.setattr(lower, "steps", steps_without_end)
+    monkeypatch.setattr(lower, "each_step", steps_without_end)
     (schedule,) = default_plans((p,), chunks, (m // p,))
     assert [bool(blocked_ranks(schedule, level)) for level in Waits] == [level >= waits for level in Waits]
     assert "transfer" in {one.rank: one.message for one in blocked_ranks(schedule, waits)}[p - 1]
@@ -140,7 +140,7 @@ def test_gpipe_does_not_deadlock() -> None:
 
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """An acceptor that starts its half only at its first computation waits there for what waits for it."""
-    monkeypatch.setattr(lower, "steps", steps_without_start)
+    monkeypatch.setattr(lower, "each_step", steps_without_start)
     schedules = plans("1f1b", 1, (4, 6, 8))
     stuck = [schedule for schedule in schedules if blocked_ranks(schedule, Waits.IN_EVERY_OPERATION)]
     assert stuck
