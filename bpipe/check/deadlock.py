@@ -77,7 +77,8 @@ class _Board:
         self.missing = [2] * needs.num_values
         if needs.layout.shard_kinds:
             self.missing = [len(needs.route(value).parties) for value in range(needs.num_values)]
-        self.transfers: dict[tuple[int, int, int], int] = {}
+        # By sender and receiver, the numbers of what passes so, in order.
+        self.transfers: dict[tuple[int, int], list[int]] = {}
         # By evictor: by what leaves it, in order, of how many of its stages it has told the sizes by then; and the numbers of these.
         self.told_by: dict[int, dict[Hosting, int]] = {}
         self.told: dict[int, list[int]] = {}
@@ -93,13 +94,14 @@ class _Board:
 
     def transfer(self, key: tuple[int, int, int]) -> int:
         """The number of a transfer: of its sender, its receiver and how many passed so before it."""
-        if key[0] == key[1]:
+        sender, receiver, nth = key
+        if sender == receiver:
             # What a rank keeps in its own host memory has no other end.
             return self._expect(1)
-        number = self.transfers.get(key)
-        if number is None:
-            number = self.transfers[key] = self._expect(2)
-        return number
+        numbers = self.transfers.setdefault((sender, receiver), [])
+        if nth == len(numbers):
+            numbers.append(self._expect(2))
+        return numbers[nth]
 
     def _expect(self, ends: int) -> int:
         self.missing.append(ends)
@@ -252,8 +254,9 @@ class _RankWalk:
         if number < needs.num_values:
             others = [rank for rank in needs.route(number).parties if rank != own]
             return Blocked(own, slot, needs.words(number), others[0])
-        for (sender, receiver, nth), value in self.board.transfers.items():
-            if value == number:
+        for (sender, receiver), numbers in self.board.transfers.items():
+            if number in numbers:
+                nth = numbers.index(number)
                 return Blocked(own, slot, f"transfer {nth} from rank {sender} to rank {receiver}", sender if receiver == own else receiver)
         evictor = next(rank for rank, numbers in self.board.told.items() if number in numbers)
         return Blocked(own, slot, f"the sizes of what {self.program.whats[self.index]} brings", evictor)

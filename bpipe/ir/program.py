@@ -82,20 +82,19 @@ class Numbering:
 
     def __init__(self) -> None:
         self._started: dict[tuple[int, int], int] = {}
-        # By half, told apart as objects: what leaves a second time is the same to read.
-        self._halves: dict[int, tuple[int, int, int]] = {}
+        # By half, told apart as objects: what leaves a second time is the same to read. Only its number, as there may be millions.
+        self._halves: dict[int, int] = {}
 
     def start(self, half: Transfer) -> tuple[int, int, int]:
         """Sender, receiver and how many passed so before it. Halves are started in the program's order."""
         _, sender, receiver = half
-        nth = self._started.get((sender, receiver), 0)
+        nth = self._halves[id(half)] = self._started.get((sender, receiver), 0)
         self._started[sender, receiver] = nth + 1
-        numbered = self._halves[id(half)] = (sender, receiver, nth)
-        return numbered
+        return sender, receiver, nth
 
     def of(self, half: Transfer) -> tuple[int, int, int]:
         """The same of a half that has been started."""
-        return self._halves[id(half)]
+        return half.sender, half.receiver, self._halves[id(half)]
 
 
 class Do(enum.IntEnum):
