@@ -219,12 +219,10 @@ def _check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> N
     for rank, bound in enumerate(bounds):
         if bound < 1:
             raise ValueError(f"rank {rank}: bound {bound} is below 1, and what is computed on must be held")
-    moving = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
-    if moving is not None:
-        raise ValueError(f"the schedule already has transfers ({moving}): balance it as it was before")
-    overlapping = next((slot for row in schedule.ranks for slot in row if slot.overlapped is not None), None)
-    if overlapping is not None:
-        raise ValueError(f"{overlapping.compute} and {overlapping.overlapped} overlap: only schedules of single computations are balanced")
+    for slot in (slot for row in schedule.ranks for slot in row if slot.transfers or slot.overlapped is not None):
+        if slot.transfers:
+            raise ValueError(f"the schedule already has transfers ({slot.transfers[0]}): balance it as it was before")
+        raise ValueError(f"{slot.compute} and {slot.overlapped} overlap: only schedules of single computations are balanced")
     memory.check(schedule.num_stages)
     for stage, size in enumerate(memory.stages):
         if size.saved_bytes < 1:
