@@ -42,7 +42,7 @@ def why_nothing_moves(schedule: Schedule) -> str:
     # A bound may have been given that is above what pairs can keep.
     if max(balance(without_transfers(schedule)).bounds or ()) < max(peaks):
         return "no stage holds more than its bound"
-    return f"no pair of stages can keep less than the {fullest} that the fullest holds alone"
+    return f"stages in pairs cannot all keep less than the {fullest} that the fullest holds alone"
 
 
 def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:

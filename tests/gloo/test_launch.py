@@ -114,7 +114,7 @@ def test_a_scripts_own_ranks_with_embeddings_are_refused_in_a_v(tmp_path: Path) 
             2,
             [
                 "interleaved-1f1b, 4 stages, 8 micro-batches: at most 9 held; evicting 0 -> 3",
-                "interleaved-1f1b, 4 stages, 4 micro-batches: no stage holds more micro-batches than the bound",
+                "interleaved-1f1b, 4 stages, 4 micro-batches: stages in pairs cannot all keep less than the 8 micro-batches of a chunk",
             ],
             id="interleaved",
         ),

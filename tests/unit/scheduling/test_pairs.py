@@ -107,7 +107,7 @@ def test_three_ranks_are_enough_where_chunks_hold_more_than_one_apart() -> None:
 
 WHY = [
     (("1f1b", 1, 4), None, "1 stage, 4 micro-batches: one stage has no other to share with; training as usual"),
-    (("1f1b", 3, 8), None, "no pair of stages can keep less than the 3 micro-batches that the fullest holds alone; training as usual"),
+    (("1f1b", 3, 8), None, "stages in pairs cannot all keep less than the 3 micro-batches that the fullest holds alone; training as usual"),
     (("v-half", 4, 8, 2), None, "every stage holds 6 micro-batches of a chunk, so there is nothing to share; training as usual"),
     (("1f1b", 4, 8), 4, "no stage holds more than its bound; training as usual"),
     (("interleaved-1f1b", 3, 6, 2), None, "at most 7 held; evicting 0 -> 2 (2 of 6, 2 host buffers)"),
