@@ -127,15 +127,13 @@ def check_once(case: Case) -> None:
     filled = {_FORWARD: (forward,), _BACKWARD: (need, release), _INPUT: (need,), _WEIGHT: (release,)}
     filled |= {kind: (spots,) for kind, spots in shards.items()}
     limits = {kind: schedule.num_ranks if kind in SHARDS else schedule.num_stages for kind in filled}
-    rank_of = layout.rank_of_action
     for rank, row in enumerate(schedule.ranks):
         for slot, cell in enumerate(row):
             if cell.compute is None and cell.overlapped is None:
                 continue
             if cell.overlapped is not None:
                 _check_pair(case, rank, slot, cell)
-            for compute in (cell.compute,) if cell.overlapped is None else cell.computations:
-                assert compute is not None, "nothing overlaps nothing"
+            for compute in cell.computations:
                 kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
                 if kind not in filled:
                     what = "belongs to a split vocabulary, and here it is whole" if kind in COMPUTE else "is no computation"
@@ -143,7 +141,7 @@ def check_once(case: Case) -> None:
                 num_stages = limits[kind]
                 if not 0 <= stage < num_stages or not 0 <= microbatch < width:
                     raise case.error(rule, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
-                if (owner := rank_of(compute)) != rank:
+                if (owner := layout.rank_of_action(compute)) != rank:
                     raise case.error(rule, rank, slot, compute, f"stage {stage} belongs to rank {owner}", (owner,))
                 key = stage * width + microbatch
                 for spots in filled[kind]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bpipe.generate import (
     bitpipe,
     chimera,
@@ -42,28 +44,33 @@ def exchange_of(name: str) -> Exchange:
     return FAMILIES[name].exchange if name in FAMILIES else Exchange.POSTED
 
 
+def _names(of: Callable[[Family], bool]) -> str:
+    """The families that are so, as an error lists them."""
+    return ", ".join(name for name, family in FAMILIES.items() if of(family))
+
+
 def that_take_groups() -> str:
-    return ", ".join(name for name, family in FAMILIES.items() if family.takes_groups)
+    return _names(lambda family: family.takes_groups)
 
 
 def that_take_delays() -> str:
-    return ", ".join(name for name, family in FAMILIES.items() if family.takes_delay)
+    return _names(lambda family: family.takes_delay)
 
 
 def that_take_shards() -> str:
-    return ", ".join(name for name, family in FAMILIES.items() if family.sharded is not None)
+    return _names(lambda family: family.sharded is not None)
 
 
 def that_take_chunks() -> str:
-    return ", ".join(name for name, family in FAMILIES.items() if family.max_chunks is None)
+    return _names(lambda family: family.max_chunks is None)
 
 
 def that_are_made_for_bounds() -> str:
-    return ", ".join(name for name, family in FAMILIES.items() if family.within is not None)
+    return _names(lambda family: family.within is not None)
 
 
 def of_one_pipe() -> str:
-    return ", ".join(name for name, family in FAMILIES.items() if family.num_pipes == 1)
+    return _names(lambda family: family.num_pipes == 1)
 
 
 def require_one_pipe(name: str, what: str) -> None:

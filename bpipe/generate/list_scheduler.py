@@ -13,13 +13,11 @@ import heapq
 from dataclasses import dataclass
 from fractions import Fraction
 
-from bpipe.generate.timing import Tempo
+from bpipe.generate.timing import NEVER, Tempo
 from bpipe.generate.turns import NONE, Turns
 from bpipe.ir.action import Action, Kind
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-# Beyond any time: ticks are as fine as all costs together ask for, and a float may have 1074 binary places.
-_NEVER = 1 << 4096
 
 
 class Discipline(enum.Enum):
@@ -91,7 +89,7 @@ class _Ranks:
         self.takes = {_F: whole, _I: max(0, after - whole), _W: 0}
         self.gives = {_F: 0, _I: max(0, whole - after), _W: after}
         self.caps = [cap * whole for cap in rule.caps]
-        self.together = _NEVER if rule.together is None else rule.together * whole
+        self.together = NEVER if rule.together is None else rule.together * whole
         self.tails, self.discipline = rule.tails, rule.discipline
         self.patience = {kind: ticks // 2 * rule.patient for kind, ticks in self.durations.items()}
         self.forwards: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -138,7 +136,7 @@ class _Ranks:
         for kind in (_F, _W):
             if arrives >= now + self.patience[kind] and self._can(rank, kind, now):
                 return kind
-        if arrives < _NEVER:
+        if arrives < NEVER:
             self._wake(arrives, rank)
         return None
 
@@ -160,26 +158,26 @@ class _Ranks:
     def _forward_ready(self, rank: int) -> int:
         number = len(self.forwards[rank])
         if number == self.total:
-            return _NEVER
+            return NEVER
         if not rank:
             number = self.before[number]
             if number == NONE:
                 return 0
         there = self.forwards[rank - 1]
-        return there[number] + self.hop if number < len(there) else _NEVER
+        return there[number] + self.hop if number < len(there) else NEVER
 
     def _input_ready(self, rank: int) -> int:
         number = len(self.inputs[rank])
         if number == self.total:
-            return _NEVER
+            return NEVER
         if rank < self.last:
             there = self.inputs[rank + 1]
         elif self.before[number] != NONE:
             number, there = self.before[number], self.inputs[0]
         else:
             own, there = self.own[number], self.forwards[rank]
-            return there[own] if own < len(there) else _NEVER
-        return there[number] + self.hop if number < len(there) else _NEVER
+            return there[own] if own < len(there) else NEVER
+        return there[number] + self.hop if number < len(there) else NEVER
 
     def _has_room(self, rank: int) -> bool:
         held = self.held[rank] + self.whole

@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.generate.family import UnitCosts
-from bpipe.generate.timing import Work, length, tempo, work_of
+from bpipe.generate.timing import NEVER, Work, length, tempo, work_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import Memory, counting
-
-# Beyond any time: ticks are as fine as all costs together ask for, and a float may have 1074 binary places.
-_NEVER = 1 << 4096
 
 # To and fro so often; more changed nothing that was tried.
 _ROUNDS = 2
@@ -142,13 +139,13 @@ class _Pass:
             job, again = self._choice(rank, now)
             if job >= 0:
                 self._begin(rank, job, now, events)
-            elif again < _NEVER:
+            elif again < NEVER:
                 heapq.heappush(events, (again, rank))
         assert all(self.done), "the old order is one in which nobody waits for ever"
         return max(free), self.found
 
     def _choice(self, rank: int, now: int) -> tuple[int, int]:
-        """What the rank begins, -1 for nothing; and then when to look again, _NEVER if somebody will wake it."""
+        """What the rank begins, -1 for nothing; and then when to look again, NEVER if somebody will wake it."""
         missing, ready, place = self.missing, self.ready, self.place
         can, coming = [], []
         for job in self.heads[rank]:
@@ -164,11 +161,11 @@ class _Pass:
             if takes[job] and not self._fits(rank, job, at):
                 continue
             if coming and self.patience and (self.of_all or takes[job] != gives[job]):
-                soonest = min((when for other, when in coming if other < at), default=_NEVER)
+                soonest = min((when for other, when in coming if other < at), default=NEVER)
                 if 100 * (soonest - now) < self.patience * self.lasts[job]:
                     return -1, soonest
-            return job, _NEVER
-        return -1, min((when for _, when in coming), default=_NEVER)
+            return job, NEVER
+        return -1, min((when for _, when in coming), default=NEVER)
 
     def _fits(self, rank: int, job: int, at: int) -> bool:
         """Whether the rank may take this first, and all that stands before it in the old order behind it."""

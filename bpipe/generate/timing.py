@@ -20,6 +20,9 @@ from bpipe.ir.layout import Layout
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.schedule import Schedule, Slot
 
+# Beyond any time: ticks are as fine as all costs together ask for, and a float may have 1074 binary places.
+NEVER = 1 << 4096
+
 
 class Tempo(NamedTuple):
     """Ticks that each kind of computation of one stage takes, and a message between ranks; `per_unit` ticks are one unit of the costs."""

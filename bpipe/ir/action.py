@@ -29,11 +29,11 @@ class Kind(enum.Enum):
 # Computations of a rank's shard of the vocabulary: of the output layer with its loss, and of the embedding.
 SHARDS = frozenset({Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD})
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}) | SHARDS
-# What reads the activations that its stage's forward saved.
-READING = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 # What completes a backward of a stage's input, which the stage before waits for, and of its weights.
 OF_THE_INPUT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 OF_THE_WEIGHTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+# What reads the activations that its stage's forward saved.
+READING = OF_THE_INPUT | OF_THE_WEIGHTS
 TRANSFER = frozenset({Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD})
 
 # Both ends of a transfer are actions: the evictor's on the left, its acceptor's on the right.
