@@ -29,7 +29,7 @@ def test_the_table_is_all_that_is_said(tmp_path: Path) -> None:
     title, head, *rows = ended.stdout.splitlines()
     assert "1F1B of 2 stages, 4 micro-batches; 3 rounds" in title
     assert head.startswith("rank ")
-    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert [row.split()[0] for row in rows] == ["0", "1", "all"]
     for rank, entry in enumerate(json.loads(written.read_text())):
         assert entry["rank"] == rank
         assert len(entry["megatron_s"]) == len(entry["ours_s"]) == 3
