@@ -9,7 +9,7 @@ to the weights whose gradients cost nothing to compute at once, the weights' hal
 
 from __future__ import annotations
 
-from bpipe.check.rules import Case
+from bpipe.check.case import Case
 from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, Action, Kind
 from bpipe.ir.schedule import Schedule
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 
 from bpipe.check.deadlock import Waits
-from bpipe.check.rules import ScheduleError, check_waits
+from bpipe.check.case import ScheduleError
+from bpipe.check.rules import check_waits
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import ONE_SIDED

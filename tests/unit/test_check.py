@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.check.rules import RULES, Case, ScheduleError, check, check_host_buffers, check_no_deadlock
+from bpipe.check.case import Case, ScheduleError
+from bpipe.check.rules import RULES, check, check_host_buffers, check_no_deadlock
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers

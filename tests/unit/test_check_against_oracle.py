@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.check.rules import RULES, Case, ScheduleError, check_no_deadlock
+from bpipe.check.case import Case, ScheduleError
+from bpipe.check.rules import RULES, check_no_deadlock
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.program import BalanceConfig, ScheduleConfig, build

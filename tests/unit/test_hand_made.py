@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.case import ScheduleError
+from bpipe.check.rules import check
 from bpipe.draw.svg import write_svg
 from bpipe.ir.action import Kind
 from bpipe.ir.document import read_json, write_json

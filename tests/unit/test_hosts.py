@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.case import ScheduleError
+from bpipe.check.rules import check
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid

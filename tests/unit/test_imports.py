@@ -65,7 +65,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "families",
     ),
     "passes": ("align evict forwards lower", "answered balance", "levels"),
-    "check": ("deadlock", "rules", "order"),
+    "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "engine host_buffers", "trace"),
     "models": ("cluster model", "cluster_file flops layout", "profile saved", "memory", "compute"),
     "plan": (

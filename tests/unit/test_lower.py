@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.rules import check
 from bpipe.generate.families import exchange_of
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind

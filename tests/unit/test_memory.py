@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.case import ScheduleError
+from bpipe.check.rules import check
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
 from bpipe.generate.families import FAMILIES

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.check.case import ScheduleError
 from bpipe.check.order import check_microbatch_order
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.grid import read_grid
 from bpipe.ir.schedule import Schedule

@@ -8,8 +8,9 @@ from io import BytesIO, TextIOWrapper
 
 import pytest
 
+from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.rules import check
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
 from bpipe.ir.action import Action, Kind

@@ -6,8 +6,9 @@ from fractions import Fraction
 
 import pytest
 
+from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.rules import check
 from bpipe.generate.families import exchange_of
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.place import backwards, forwards

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from bpipe.check import deadlock
+from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.check.rules import ScheduleError, check
+from bpipe.check.rules import check
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured, stages_in_buffers
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
