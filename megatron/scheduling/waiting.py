@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
-from bpipe.check.deadlock import Waits
 from bpipe.check.case import ScheduleError
+from bpipe.check.deadlock import Waits
 from bpipe.check.rules import check_waits
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
