@@ -27,7 +27,7 @@ class StageCost:
     `sent_bytes` is what the stage hands to the next one (and the size of the gradient that comes back), `moved_bytes` what a balancing
     transfer moves, `saved_bytes` what a forward saves, `after_input_bytes` what of a split backward is held between its halves (None: all
     that was saved). `transfer_s`, where given, is how long such a transfer takes, whatever the link.
-    Per iteration: `reduction_s` reduces gradients over replicas (the part that nothing hides), `optimizer_s` updates the weights.
+    Per iteration, on every rank with the stage: `reduction_s` reduces its gradients over all replicas, `optimizer_s` updates its weights.
     """
 
     forward_s: Number
@@ -126,6 +126,12 @@ class Link:
 FREE = Link()
 
 
+def ports(rank: int, between: bool) -> tuple[int, int]:
+    """Numbers of a rank's port out and port in, inside its node or between nodes."""
+    first = 4 * rank + 2 * between
+    return first, first + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """Which link joins two ranks: `inside` a node or `between` nodes. `nodes[rank]` is the rank's node; empty: all are on one.
@@ -153,6 +159,8 @@ class Costs:
     or one for all alike; `collectives`: what passes between them.
     `one_sided`: ranks that move their activations by themselves, whatever their partner is doing; others meet it for every transfer.
     `synchronous`: an evictor waits for every transfer where it starts it, as with `--bpipe-sync-transfers`.
+    `eager`: gradients of a stage are reduced as soon as they are complete, as with `--overlap-grad-reduce`, and not behind everything;
+    `replicas_apart`: some of their replicas are on other nodes.
     """
 
     stages: tuple[StageCost, ...]
@@ -162,6 +170,8 @@ class Costs:
     synchronous: bool = False
     shards: tuple[ShardCost, ...] = ()
     collectives: CollectiveCost = CollectiveCost()
+    eager: bool = False
+    replicas_apart: bool = False
 
     @property
     def memory(self) -> Memory:

@@ -11,6 +11,7 @@ Every rank follows its program (`passes.lower`) and waits as the runtime does; t
   [5] a message leaves when it is sent, beside computation; by the exchanges of Megatron's loops it starts when both sides are there, and
       the rank goes on when it has passed
   [6] a collective starts when all who have a part in it are there, and the one before it of its sort is over
+  [7] gradients are reduced over replicas behind or beside all that (`reductions`), and then all ranks update their weights
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
 ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
 Knows no tensors and no device; refuses nothing that `check` lets pass.
@@ -30,7 +31,8 @@ from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
-from bpipe.simulate.cost import Costs, Number, ShardCost, check_fits
+from bpipe.simulate.cost import Costs, Number, ShardCost, check_fits, ports
+from bpipe.simulate.reductions import reductions
 from bpipe.simulate.report import Simulation, Timed
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -110,6 +112,8 @@ class _Run:
         # What happens next: a message or transfer is ready, or (negative) a transfer may be over.
         self.ready: list[tuple[Number, int, int, int, Number]] = []
         self.port_free: list[Number] = [0] * (4 * schedule.num_ranks)
+        # By port, when messages pass it: what reductions beside computations give way to.
+        self.messages: dict[int, list[tuple[Number, Number]]] = {}
         self.waiting: dict[int, list[_Process]] = {}
         self.compute: list[list[Timed]] = [[] for _ in range(schedule.num_ranks)]
         self.exposed: list[Number] = [0] * schedule.num_ranks
@@ -146,8 +150,8 @@ class _Run:
         return paths
 
     def _ports(self, sender: int, receiver: int) -> tuple[int, int]:
-        medium = int(self.costs.links.crosses(sender, receiver))
-        return 4 * sender + 2 * medium, 4 * receiver + 2 * medium + 1
+        between = self.costs.links.crosses(sender, receiver)
+        return ports(sender, between)[0], ports(receiver, between)[1]
 
     def execute(self) -> None:
         runnable = [self._rank(program) for program in lower(self.schedule, self.costs.exchange)]
@@ -192,6 +196,8 @@ class _Run:
         for port in (port_out, port_in):
             if port in self.under_way:
                 self.under_way[port].pause(start, end)
+            if self.costs.eager:
+                self.messages.setdefault(port, []).append((start, end))
 
     def _begin(self, at: Number, transfer: _Transfer, port_out: int, port_in: int) -> None:
         transfer.start = transfer.paused_until = max(at, self.port_free[port_out], self.port_free[port_in])
@@ -344,19 +350,29 @@ class _Run:
             for rank, action in transfer.actions.items():
                 moves[rank].append(Timed(action, transfer.start, self._end(transfer.event)))
         stages, layout = self.costs.stages, self.schedule.layout
-        owned = [layout.stages_of(rank) for rank in range(self.schedule.num_ranks)]
-        reduced = [clock + sum(stages[stage].reduction_s for stage in own) for clock, own in zip(self.clocks, owned, strict=True)]
+        updates = [sum(stages[stage].optimizer_s for stage in layout.stages_of(rank)) for rank in range(self.schedule.num_ranks)]
+        reduced = reductions(self.schedule, self.costs, self.compute, self.clocks, self._busy())
+        pipeline = max(self.clocks)
         # The norm of all gradients scales every update, so no rank updates before the last has reduced.
-        updates = [sum(stages[stage].optimizer_s for stage in own) for own in owned]
+        complete = max([pipeline, *(row[-1].end_s for row in reduced if row)])
         return Simulation(
             schedule=self.schedule,
             costs=self.costs,
             computations=tuple(tuple(row) for row in self.compute),
             transfers=tuple(tuple(sorted(row, key=lambda one: (one.start_s, one.end_s))) for row in moves),
             exposed_s=tuple(self.exposed),
-            pipeline_s=max(self.clocks),
-            makespan_s=max(reduced) + max(updates),
+            pipeline_s=pipeline,
+            makespan_s=complete + max(updates),
+            reductions=reduced,
         )
+
+    def _busy(self) -> dict[int, list[tuple[Number, Number]]]:
+        """By port, when messages and transfers pass it. Asked for only where reductions run beside computations."""
+        busy = self.messages
+        for transfer in self.transfers if self.costs.eager else ():
+            for port in self._ports(transfer.sender, transfer.receiver):
+                busy.setdefault(port, []).append((transfer.start, transfer.end))
+        return busy
 
 
 def _durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:

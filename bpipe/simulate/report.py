@@ -25,6 +25,14 @@ class Timed(NamedTuple):
     end_s: Number
 
 
+class Reduced(NamedTuple):
+    """When the gradients of a stage were reduced over its replicas, pauses included."""
+
+    stage: int
+    start_s: Number
+    end_s: Number
+
+
 class Level(NamedTuple):
     """From `start_s` on a rank holds `held_bytes` of activations, until the next level."""
 
@@ -37,7 +45,7 @@ class Simulation:
     """`computations[rank]` in order, `transfers[rank]` by start: both ends of a transfer are there, each on its rank.
 
     `pipeline_s` is when the last rank has computed, `makespan_s` when gradients are reduced and weights updated too. `exposed_s[rank]` is
-    how long a rank stood still for balancing transfers and for nothing else.
+    how long a rank stood still for balancing transfers and for nothing else. `reductions[rank]`: those that the rank had a part in.
     """
 
     schedule: Schedule
@@ -47,6 +55,13 @@ class Simulation:
     exposed_s: tuple[Number, ...]
     pipeline_s: Number
     makespan_s: Number
+    reductions: tuple[tuple[Reduced, ...], ...]
+
+    @property
+    def exposed_reduction_s(self) -> Number:
+        """How long the last reduction lasts beyond the pipeline."""
+        ends = [row[-1].end_s for row in self.reductions if row]
+        return max(0, max(ends) - self.pipeline_s) if ends else 0
 
     def busy_s(self, rank: int) -> Number:
         return sum(timed.end_s - timed.start_s for timed in self.computations[rank])

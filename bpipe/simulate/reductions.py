@@ -1,0 +1,84 @@
+"""Time the reductions of gradients over replicas, once everything else is timed. In: a Schedule, costs, times, busy ports. Out: `Reduced`.
+
+A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily they are reduced behind
+all computations of these ranks, eagerly as soon as they are complete, beside what is computed (Megatron's `--overlap-grad-reduce`). The
+replicas of a pair of ranks have one queue, for their reductions share a communicator: the one that is complete first goes first.
+
+Nobody waits for a reduction but the update, so it gives way: one that runs beside computations pauses while a message or a transfer
+passes one of its ports. Replicas that are not in the schedule, those of data parallelism, are part of the seconds that costs give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bpipe.ir.action import OF_THE_WEIGHTS
+from bpipe.ir.schedule import Schedule
+from bpipe.simulate.cost import Costs, Number, ports
+from bpipe.simulate.report import Reduced, Timed
+
+# When a port carries something.
+Busy = Mapping[int, Sequence[tuple[Number, Number]]]
+
+
+class _Complete(NamedTuple):
+    """A stage's gradients: when the last of their replicas is complete, and when they may be reduced."""
+
+    complete_s: Number
+    stage: int
+    ready_s: Number
+
+
+def reductions(
+    schedule: Schedule, costs: Costs, computations: Sequence[Sequence[Timed]], clocks: Sequence[Number], busy: Busy
+) -> tuple[tuple[Reduced, ...], ...]:
+    """By rank, those that it has a part in, in order. `clocks[rank]`: when the rank has computed everything."""
+    queues: dict[tuple[int, ...], list[_Complete]] = {}
+    completed = [_completed(row) for row in computations]
+    for stage, cost in enumerate(costs.stages):
+        ranks = tuple(sorted(set(schedule.layout.replicas(stage))))
+        # A pipe without a micro-batch completes nothing, and has its gradients, zeros, at once.
+        complete = max(completed[rank].get(stage, 0) for rank in ranks)
+        if cost.reduction_s:
+            ready = complete if costs.eager else max(clocks[rank] for rank in ranks)
+            queues.setdefault(ranks, []).append(_Complete(complete, stage, ready))
+    found: list[list[Reduced]] = [[] for _ in schedule.ranks]
+    for ranks, queue in queues.items():
+        between = costs.replicas_apart or any(costs.links.crosses(ranks[0], other) for other in ranks)
+        taken = _merged([times for rank in ranks for port in ports(rank, between) for times in busy.get(port, ())])
+        free: Number = 0
+        for _, stage, ready in sorted(queue):
+            start = max(ready, free)
+            free = _over(start, costs.stages[stage].reduction_s, taken)
+            for rank in ranks:
+                found[rank].append(Reduced(stage, start, free))
+    return tuple(map(tuple, found))
+
+
+def _completed(row: Sequence[Timed]) -> dict[int, Number]:
+    """When the last of each stage's backwards ends on a rank."""
+    return {timed.action.stage: timed.end_s for timed in row if timed.action.kind in OF_THE_WEIGHTS}
+
+
+def _merged(times: list[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
+    """The times in which any is, in order, none touching another."""
+    merged: list[tuple[Number, Number]] = []
+    for start, end in sorted(times):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _over(now: Number, left: Number, taken: Sequence[tuple[Number, Number]]) -> Number:
+    """When what begins now and lasts so long beside nothing is over."""
+    for start, end in taken:
+        if end <= now:
+            continue
+        if now + left <= start:
+            break
+        left -= max(0, start - now)
+        now = end
+    return now + left
