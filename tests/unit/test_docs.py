@@ -34,6 +34,7 @@ ELSEWHERE = {
     "python scripts/data/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
     "python scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
     "python scripts/validation/validate.py": "tests/scripts/test_validate.py",
+    "python -m terra audit": "tests/unit/terra/test_script.py",
 }
 
 # A block that shows a file begins with a comment of its name.

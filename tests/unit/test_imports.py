@@ -217,6 +217,17 @@ def test_only_the_hooks_import_megatron() -> None:
             assert not name.startswith(("bpipe.commands", "bpipe.draw", "bpipe.cli", "tests", "scripts")), f"{path} imports {name}"
 
 
+def test_terra_stands_alone() -> None:
+    """It is a package of its own, and whoever trains without an audit never loads it."""
+    for path in (ROOT / "terra").rglob("*.py"):
+        wrong = {name for name in imported(path) if name.split(".")[0] in ("bpipe", "megatron", "scripts", "tests")}
+        assert not wrong, f"{path} imports {wrong}"
+    for folder in ("bpipe", "megatron"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path != ROOT / "megatron/scheduling/audit.py":
+                assert not any(name.split(".")[0] == "terra" for name in imported(path)), f"{path} imports terra"
+
+
 def test_the_command_loads_nothing_heavy() -> None:
     program = (
         "import sys; import bpipe.cli as cli; "

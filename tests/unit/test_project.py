@@ -74,7 +74,7 @@ def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("bpipe", "megatron"):
+    for name in ("bpipe", "megatron", "terra"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "."]
     built = subprocess.run([*command, str(source)], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
@@ -82,7 +82,7 @@ def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as found:
         names = set(found.namelist())
-    assert {"bpipe/py.typed", "megatron/scheduling/py.typed", "bpipe/report/out/assets/page.html"} <= names
+    assert {"bpipe/py.typed", "megatron/scheduling/py.typed", "terra/py.typed", "bpipe/report/out/assets/page.html"} <= names
     # Either would hide the installed Megatron.
     assert not {"megatron/__init__.py", "megatron/py.typed"} & names
 

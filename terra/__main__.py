@@ -1,0 +1,49 @@
+"""`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 where nothing was found, 1 where something was, 2 where it could not be said."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from terra.audit.report import document, text
+from terra.audit.run import STEPS, WARM_UP, audit_script
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m terra", description="Look at what a PyTorch program issues, step by step.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    audit = commands.add_parser(
+        "audit",
+        help="say what a CUDA graph would freeze, lose or break on",
+        description="Run a script until its first optimizer has stepped a few times, and say a source line each what a CUDA graph or "
+        "torch.compile would freeze, lose or break on. The script does what it would do; its arguments come last.",
+    )
+    audit.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps to compare (default {STEPS})")
+    audit.add_argument("--warm-up", type=int, default=WARM_UP, metavar="N", help=f"steps before them, at least 1 (default {WARM_UP})")
+    audit.add_argument("--json", metavar="FILE", help="write there what was found, as JSON ('-': to standard output, in place of the text)")
+    audit.add_argument("script", type=Path)
+    audit.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    if options.steps < 2 or options.warm_up < 1:
+        parser.error(f"--steps {options.steps} --warm-up {options.warm_up}: needs 2 steps or more, after 1 or more")
+    if not options.script.is_file():
+        parser.error(f"{options.script} is no file")
+    try:
+        found = audit_script(options.script, options.arguments, options.steps, options.warm_up)
+    except ValueError as error:
+        print(f"terra: {error}", file=sys.stderr)
+        return 2
+    if options.json == "-":
+        print(json.dumps(document(found), indent=1))
+    else:
+        print(text(found), end="")
+        if options.json is not None:
+            Path(options.json).write_text(json.dumps(document(found), indent=1) + "\n", encoding="utf-8")
+    return 1 if found.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

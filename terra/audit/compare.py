@@ -1,0 +1,269 @@
+"""Find what differs between steps, and what a step does that a capture cannot hold. In: recorded `Step`s. Out: an `Audit` of `Finding`s.
+
+The first step is held against each other one. Two operations are the same node where they have the same name and place and come in one
+order between others that are. Of a node every argument must be the same in all steps: the same plain value, the same memory from outside,
+or what the same node made. What is made from what differs is not said again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+from terra.audit.record import Argument, Given, Made, Operation, Step
+from terra.trace.place import Place
+
+# What waits for the device to tell the host: a number, or how large a result is.
+_HOST_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
+_SIZED_BY_DATA = frozenset(
+    {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "repeat_interleave", "bincount", "nonzero_numpy"}
+)
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+# What makes a tensor of numbers that Python holds.
+_FROM_PYTHON = "lift_fresh"
+_SEEDS = frozenset({"<manual_seed>", "<manual_seed_all>", "<seed>", "<set_rng_state>"})
+
+
+# Of how many operations of a branch the names are said.
+_MANY = 4
+# Made by an operation that the first step has not.
+_NOWHERE = -2
+
+
+class Kind(enum.Enum):
+    """What was found, and what comes of it when the step is captured once and replayed."""
+
+    SCALAR = "scalar changes", "a replay repeats the captured number"
+    ATTRIBUTE = "setting changes", "a replay repeats the captured one"
+    REPLACED = "tensor replaced", "a replay reads and writes the captured step's memory: copy into one tensor that stays"
+    SOURCE = "another value", "a replay takes it from where the captured step did"
+    SHAPE = "shape varies", "a replay has the captured shape; torch.compile compiles again"
+    SOMETIMES = "comes only sometimes", "a replay does what the captured step did"
+    HOST_READ = "host reads", "a capture ends here with an error; torch.compile breaks its graph"
+    SIZE = "size depends on data", "the host must wait to learn it: a capture ends here with an error"
+    FROM_PYTHON = "values from Python", "a replay repeats the captured numbers"
+    SEED = "random state set", "a replay sets nothing: its random numbers go on"
+    COLLECTIVE = "collective", "every rank must capture and replay it in one order, and the group's time-out does not watch it"
+
+    def __init__(self, title: str, consequence: str) -> None:
+        self.title, self.consequence = title, consequence
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`detail` says what was seen; `times` how often in the step that has it most often."""
+
+    kind: Kind
+    place: Place
+    operation: str
+    detail: str
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Audit:
+    """`findings` in the program's order; `unseen` says what may be there and could not be looked at."""
+
+    num_steps: int
+    num_operations: tuple[int, ...]
+    findings: tuple[Finding, ...]
+    unseen: tuple[str, ...] = field(default=())
+
+
+def compare(steps: Sequence[Step], unseen: Sequence[str] = ()) -> Audit:
+    """Raises ValueError for fewer than two steps: nothing could be said of what changes."""
+    if len(steps) < 2:
+        raise ValueError(f"{len(steps)} steps were recorded, and what changes from step to step needs 2 or more")
+    found = [*_across(steps), *_of_one_step(steps)]
+    order = {id(operation): number for step in steps for number, operation in enumerate(step.operations)}
+    found.sort(key=lambda each: order[id(each[1])])
+    return Audit(len(steps), tuple(len(step.operations) for step in steps), tuple(_together(found)), tuple(unseen))
+
+
+# A kind, the operation where it was found, and what was seen.
+_Found = tuple[Kind, Operation, str]
+
+
+def _together(found: Iterable[_Found]) -> Iterator[Finding]:
+    """One finding of what is the same thing at one place, as of all parameters of a model; of a branch, all that is in it."""
+    grouped: dict[tuple[Kind, object, object], list[tuple[Operation, str]]] = {}
+    for kind, operation, detail in found:
+        place = operation.place
+        what = (str(place), detail) if kind is Kind.SOMETIMES else (place, operation.short)
+        grouped.setdefault((kind, *what), []).append((operation, detail))
+    for (kind, _, _), each in grouped.items():
+        names = list(dict.fromkeys(operation.short for operation, _ in each))
+        more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+        yield Finding(kind, each[0][0].place, ", ".join(names[:_MANY]) + more, each[0][1], len(each))
+
+
+# -- what every step shows by itself ---------------------------------------------------------------------------------------------------
+
+
+def _of_one_step(steps: Sequence[Step]) -> Iterator[_Found]:
+    """Said of the step that has most of it, so that what comes in each is counted once."""
+    by_kind: dict[tuple[Kind, Place, str], list[list[_Found]]] = {}
+    for place, step in enumerate(steps):
+        for operation in step.operations:
+            kind, detail = _alone(operation)
+            if kind is not None:
+                key = kind, operation.place, operation.short
+                by_kind.setdefault(key, [[] for _ in steps])[place].append((kind, operation, detail))
+    for each in by_kind.values():
+        yield from max(each, key=len)
+
+
+def _alone(operation: Operation) -> tuple[Kind | None, str]:
+    name, short = operation.name, operation.short
+    if name in _SEEDS:
+        return Kind.SEED, f"{short.strip('<>')} is called in the step"
+    if name.startswith("<"):
+        return Kind.HOST_READ, f"{short.strip('<>')} of {_words(operation.arguments[0])}"
+    if name.split(".")[0] in _COLLECTIVES:
+        return Kind.COLLECTIVE, name
+    if short in _HOST_READS:
+        return Kind.HOST_READ, f"a value of {_words(operation.arguments[0])}"
+    if short in _SIZED_BY_DATA or (short in ("index", "index_put_", "index_put") and any(_is_mask(each) for each in operation.arguments)):
+        return Kind.SIZE, f"of what {short} makes"
+    if short == "_to_copy" and _leaves_device(operation):
+        return Kind.HOST_READ, f"a copy of {_words(operation.arguments[0])} to the host"
+    return None, ""
+
+
+def _is_mask(argument: Argument) -> bool:
+    return argument.name.startswith("indices") and argument.meta.startswith("bool ")
+
+
+def _leaves_device(operation: Operation) -> bool:
+    to = next((str(each.value) for each in operation.arguments if each.name == "device"), "")
+    return to == "cpu" and not operation.arguments[0].meta.endswith(" cpu")
+
+
+# -- what differs from step to step ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Which operations of another step are the same as which of the first."""
+
+    step: Step
+    there: Mapping[int, int]
+    back: Mapping[int, int]
+
+    @classmethod
+    def of(cls, first: Step, other: Step) -> _Match:
+        keys = [[(operation.name, operation.place) for operation in each.operations] for each in (first, other)]
+        if keys[0] == keys[1]:
+            there = {number: number for number in range(len(keys[0]))}
+        else:
+            blocks = SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
+            there = {start + number: begin + number for start, begin, length in blocks for number in range(length)}
+        return cls(other, there, {other: one for one, other in there.items()})
+
+    def as_first(self, memory: Given | Made | None) -> Given | Made | None:
+        """What an operation made, by the operation of the first step that is the same."""
+        if not isinstance(memory, Made) or memory.operation < 0:
+            return memory
+        return Made(self.back.get(memory.operation, _NOWHERE))
+
+
+def _across(steps: Sequence[Step]) -> Iterator[_Found]:
+    first, *others = steps
+    matches = [_Match.of(first, step) for step in others]
+    yield from _sometimes(first, matches)
+    nodes = _Nodes()
+    for number, operation in enumerate(first.operations):
+        same = [(match.step.operations[match.there[number]], match) for match in matches if number in match.there]
+        yield from nodes.different(number, operation, same)
+
+
+def _sometimes(first: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
+    """An operation that a step has and another has not, each place once."""
+    num_steps = 1 + len(matches)
+    for number, operation in enumerate(first.operations):
+        having = 1 + sum(number in match.there for match in matches)
+        if having < num_steps:
+            yield Kind.SOMETIMES, operation, f"in {having} of {num_steps} steps"
+    # What the first has not: by its name, place and which of these it is.
+    extra: dict[tuple[str, Place, int], list[Operation]] = {}
+    for match in matches:
+        counted = Counter[tuple[str, Place]]()
+        for number, operation in enumerate(match.step.operations):
+            if number not in match.back:
+                key = operation.name, operation.place
+                counted[key] += 1
+                extra.setdefault((*key, counted[key]), []).append(operation)
+    for same in extra.values():
+        yield Kind.SOMETIMES, same[0], f"in {len(same)} of {num_steps} steps"
+
+
+class _Nodes:
+    """What differs in the arguments of nodes, told in the order of the first step: each thing where it begins."""
+
+    def __init__(self) -> None:
+        # Memory of which it was said that it is another, and operations whose sizes vary.
+        self._others: set[Given | Made] = set()
+        self._varying: set[Given | Made] = set()
+
+    def different(self, number: int, operation: Operation, same: Sequence[tuple[Operation, _Match]]) -> Iterator[_Found]:
+        if _alone(operation)[0] is Kind.HOST_READ:
+            # What the host reads is wrong wherever it comes from.
+            return
+        for place, argument in enumerate(operation.arguments):
+            others = [(each.arguments[place], match) for each, match in same if place < len(each.arguments)]
+            found = _argument(argument, others)
+            if found is None:
+                continue
+            kind, detail = found
+            if kind is Kind.SHAPE or (kind is Kind.SCALAR and isinstance(argument.value, int)):
+                known = argument.memory in self._varying or Made(number) in self._varying
+                self._varying.add(Made(number))
+                if known:
+                    continue
+            if kind in (Kind.REPLACED, Kind.SOURCE) and argument.memory is not None:
+                if argument.memory in self._others:
+                    continue
+                self._others.add(argument.memory)
+            if kind is Kind.REPLACED and operation.short == _FROM_PYTHON:
+                kind, detail = Kind.FROM_PYTHON, f"{_words(argument)} is made of numbers that Python holds"
+            yield kind, operation, detail
+
+
+def _argument(argument: Argument, others: Sequence[tuple[Argument, _Match]]) -> tuple[Kind, str] | None:
+    seen = [argument, *(each for each, _ in others)]
+    shapes = _different(each.shape for each in seen)
+    if len(shapes) > 1:
+        return Kind.SHAPE, f"{argument.name} is {' then '.join(str(list(shape)) for shape in shapes)}"
+    metas = _different(each.meta for each in seen)
+    if len(metas) > 1:
+        return Kind.ATTRIBUTE, f"{argument.name} is {' then '.join(metas)}"
+    values = _different(each.value for each in seen)
+    if len(values) > 1:
+        kind = Kind.SCALAR if all(isinstance(value, int | float | complex) for value in values) else Kind.ATTRIBUTE
+        return kind, f"{argument.name} is {' then '.join(_number(value) for value in values)}"
+    memories = [argument.memory, *(match.as_first(each.memory) for each, match in others)]
+    if len(_different(memories)) == 1:
+        return None
+    if all(isinstance(each.memory, Given) for each in seen):
+        return Kind.REPLACED, f"{argument.name}, {_words(argument)}, is another tensor"
+    return Kind.SOURCE, f"{argument.name}, {_words(argument)}, comes from elsewhere"
+
+
+def _different[T](values: Iterable[T]) -> list[T]:
+    """Each once, in order. Of equal numbers those of one type: 1 and 1.0 are two settings; no number is equal to itself there only."""
+    found: dict[str, T] = {}
+    for value in values:
+        found.setdefault(f"{type(value).__name__} {value!r}", value)
+    return list(found.values())
+
+
+def _words(argument: Argument) -> str:
+    kind, _, device = argument.meta.partition(" ")
+    return f"{kind} {list(argument.shape)}{'' if device == 'cpu' else f' on {device}'}"
+
+
+def _number(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

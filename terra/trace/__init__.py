@@ -1,0 +1,1 @@
+"""Where operations are issued, and in which order."""

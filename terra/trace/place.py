@@ -1,0 +1,106 @@
+"""Say where in a program an operation was issued. In: the running thread's frames and autograd node. Out: `Place` values.
+
+An operation of a backward pass is issued by autograd, at whichever line began that pass: its place is that of the forward operation whose
+gradient it computes, and says so; where a program wrote the backward itself, it is there. Forward and backward are found to belong together
+by autograd's sequence number, which a node keeps from its forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_HERE = str(Path(__file__).parents[1]) + "/"
+# What stands between an operation and whoever looks on: torch's ways into a mode, and Python's frozen modules.
+_BETWEEN = (
+    _HERE,
+    "<",
+    *(f"{_TORCH}{name}" for name in ("_dynamo/", "_ops.py", "_compile.py", "overrides.py", "utils/_python_dispatch.py")),
+)
+# Where Python calls autograd's engine, which runs nodes in this thread or in its own.
+_ENGINE = f"{_TORCH}autograd/graph.py"
+# The node that adds a gradient to a leaf belongs to no forward operation.
+_NO_FORWARD = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the program, innermost outside of torch; `within`, the innermost line of torch below it, where Python has one there.
+
+    `backward_of` is autograd's name of a node: the operation computes the gradient of one that was issued at this place.
+    """
+
+    file: str
+    line: int
+    function: str
+    within: str = ""
+    backward_of: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+UNKNOWN = Place("<unknown>", 0, "?")
+
+
+class Places:
+    """The places of one program; remembers of every forward operation where it was, for its backward."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[CodeType, int, CodeType | None, int], Place] = {}
+        self._forwards: dict[int, Place] = {}
+
+    def here(self) -> Place:
+        """Of the operation that is being dispatched in this thread."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            place = self._line() or UNKNOWN
+            # The operation's own node was made just before, if it has one. Later operations without one must not take it for theirs.
+            self._forwards.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+            return place
+        line = self._line(until=_ENGINE)
+        if line is not None:
+            # Python that the node runs: a Function's own backward, or a hook.
+            return replace(line, backward_of=node.name())
+        number = node._sequence_nr()
+        forward = None if number == _NO_FORWARD else self._forwards.get(number)
+        return replace(forward or self._line() or UNKNOWN, backward_of=node.name())
+
+    def calling(self) -> Place:
+        """Of whoever called into torch just now, whatever node is running."""
+        return self._line() or UNKNOWN
+
+    def _line(self, until: str | None = None) -> Place | None:
+        """The innermost line outside of torch; None where there is none further in than the file `until`."""
+        inner, outer = None, None
+        for frame in _frames(sys._getframe(1)):
+            file = frame.f_code.co_filename
+            if file == until:
+                return None
+            if not file.startswith(_TORCH):
+                outer = frame
+                break
+            inner = inner or frame
+        if outer is None:
+            return None
+        key = (outer.f_code, outer.f_lineno, inner and inner.f_code, inner.f_lineno if inner else 0)
+        place = self._lines.get(key)
+        if place is None:
+            within = f"torch/{inner.f_code.co_filename.removeprefix(_TORCH)}:{inner.f_lineno}" if inner else ""
+            place = self._lines[key] = Place(outer.f_code.co_filename, outer.f_lineno, outer.f_code.co_qualname, within)
+        return place
+
+
+def _frames(frame: FrameType | None) -> Iterator[Any]:
+    """From the inside out, without what only looks on and without what has no file."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_BETWEEN):
+            yield frame
+        frame = frame.f_back

@@ -1,0 +1,362 @@
+"""The audit of single steps: each defect at its own line, nothing where there is none, and the program computes what it would.
+
+A step marks the line of its defect by a comment, and the test reads the line's number from the source.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import terra
+from terra.audit.compare import compare
+from terra.audit.report import document, text
+
+Step = Callable[[], Any]
+
+
+def marked(step: Step) -> set[tuple[int, str]]:
+    """Lines of the step that a comment marks, with the kinds that it names."""
+    lines, first = inspect.getsourcelines(step)
+    return {
+        (first + number, kind)
+        for number, line in enumerate(lines)
+        if "# is " in line
+        for kind in line.partition("# is ")[2].strip().split(" and ")
+    }
+
+
+def found(audit: terra.Audit) -> set[tuple[int, str]]:
+    return {(each.place.line, each.kind.name.lower()) for each in audit.findings}
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Dropout(0.25), torch.nn.Linear(8, 2))
+
+
+def training(optimizer: Callable[..., torch.optim.Optimizer], set_to_none: bool = True, **settings: Any) -> tuple[torch.nn.Module, Step]:
+    net = model()
+    stepping, batch = optimizer(net.parameters(), lr=0.1, **settings), torch.randn(5, 4)
+
+    def step() -> None:
+        stepping.zero_grad(set_to_none)
+        net(batch).pow(2).mean().backward()
+        stepping.step()  # is scalar and host_read
+
+    return net, step
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.1}, {"foreach": True}])
+def test_a_clean_step_has_nothing(settings: dict[str, Any], set_to_none: bool) -> None:
+    _, step = training(torch.optim.SGD, set_to_none, **settings)
+    audit = terra.audit(step)
+    assert audit.findings == ()
+    assert audit.num_steps == 3
+    assert min(audit.num_operations) > 10
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_corrections_of_an_optimizer_that_python_computes_are_frozen(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """Replayed, the first step's would be used for all: the commonest way to train wrongly with a graph."""
+    _, step = training(optimizer)
+    audit = terra.audit(step)
+    assert found(audit) == marked(step)
+    frozen = [each for each in audit.findings if each.kind is terra.Kind.SCALAR]
+    assert {each.place.within.partition(":")[0] for each in frozen} == {"torch/optim/adam.py"}
+    assert {each.times for each in frozen} == {4}
+
+
+def test_what_is_looked_at_computes_the_same() -> None:
+    looked, plain = training(torch.optim.Adam), training(torch.optim.Adam)
+    states = []
+    for (net, step), look in ((looked, True), (plain, False)):
+        torch.manual_seed(11)
+        if look:
+            terra.audit(step, num_steps=4, warm_up=1)
+        else:
+            for _ in range(5):
+                step()
+        states.append([*net.state_dict().values(), torch.get_rng_state()])
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_is_left_behind() -> None:
+    before = torch.manual_seed, torch.cuda.manual_seed
+    terra.audit(training(torch.optim.SGD)[1])
+    assert before == (torch.manual_seed, torch.cuda.manual_seed)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        terra.audit(_raises, warm_up=0)
+    assert before == (torch.manual_seed, torch.cuda.manual_seed)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def _raises() -> None:
+    raise RuntimeError("on purpose")
+
+
+# -- one defect a step -----------------------------------------------------------------------------------------------------------------
+
+
+def growing_rate() -> Step:
+    weight, steps = torch.ones(3), count(1)
+
+    def step() -> None:
+        weight.mul_(0.5)
+        weight.add_(torch.ones(3), alpha=1 / next(steps))  # is scalar
+
+    return step
+
+
+def carried_state() -> Step:
+    weight, state = torch.randn(3, 3), [torch.zeros(3)]
+
+    def step() -> None:
+        state[0] = (weight @ state[0]).tanh()  # is replaced
+
+    return step
+
+
+def new_batch() -> Step:
+    weight, batches = torch.randn(3, 3), iter([torch.randn(2, 3) for _ in range(9)])
+
+    def step() -> None:
+        batch = next(batches)
+        hidden = batch @ weight  # is replaced
+        # The same tensor again is no other finding.
+        hidden + batch @ weight
+
+    return step
+
+
+def numbers_of_python() -> Step:
+    weight = torch.ones(2)
+
+    def step() -> None:
+        weight.mul_(torch.tensor([0.5, 0.25]))  # is from_python
+
+    return step
+
+
+def branch() -> Step:
+    weight, steps = torch.randn(3), count()
+
+    def step() -> None:
+        hidden = weight.sin()
+        if next(steps) % 2:
+            hidden = hidden.cos() + 1  # is sometimes
+        hidden.exp()  # is source
+
+    return step
+
+
+def other_operand() -> Step:
+    """Nothing but an operand tells the two apart: the operations, their places and their order are the same."""
+    weight, steps = torch.randn(3), count()
+
+    def step() -> None:
+        sine, cosine = weight.sin(), weight.cos()
+        chosen = sine if next(steps) % 2 else cosine
+        (chosen + 1).exp()  # is source
+
+    return step
+
+
+def longer_each_time() -> Step:
+    weight, steps = torch.randn(20), count(3)
+
+    def step() -> None:
+        part = weight[: next(steps)]  # is scalar
+        part.sin().sum()
+
+    return step
+
+
+def longer_batches() -> Step:
+    weight, batches = torch.randn(3, 3), iter([torch.randn(length, 3) for length in range(1, 9)])
+
+    def step() -> None:
+        (next(batches) @ weight).sin()  # is shape
+
+    return step
+
+
+def reads() -> Step:
+    weight = torch.randn(3)
+
+    def step() -> None:
+        if weight.sum() > 100:  # is host_read
+            raise AssertionError
+        weight.max().item()  # is host_read
+        weight.tolist()  # is host_read
+        weight.numpy()  # is host_read
+        weight.clone()
+
+    return step
+
+
+def sizes_by_data() -> Step:
+    weight = torch.randn(30)
+
+    def step() -> None:
+        weight.nonzero()  # is size
+        weight[weight > 0]  # is size
+        weight[torch.arange(3)]
+
+    return step
+
+
+def seeding() -> Step:
+    def step() -> None:
+        torch.manual_seed(7)  # is seed
+        torch.rand(3)
+
+    return step
+
+
+def gradient_of_a_number() -> Step:
+    """What autograd issues stands at the forward's line, not where backward was called."""
+    weight, steps = torch.randn(3, requires_grad=True), count(1)
+
+    def step() -> None:
+        loss = (weight * (1 / next(steps))).sum()  # is scalar
+        weight.grad = None
+        loss.backward()
+
+    return step
+
+
+class _Scaled(torch.autograd.Function):
+    """What a program computes in its own backward stands there."""
+
+    steps: Iterator[int] = count(1)
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 / next(_Scaled.steps))  # is scalar
+
+
+DEFECTS = (
+    *(growing_rate, carried_state, new_batch, numbers_of_python, branch, other_operand, longer_each_time, longer_batches),
+    *(reads, sizes_by_data, seeding, gradient_of_a_number),
+)
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+def test_a_defect_is_found_at_its_line_and_nothing_else(defect: Callable[[], Step]) -> None:
+    step = defect()
+    assert marked(step), "no line is marked"
+    assert found(terra.audit(step, num_steps=4)) == marked(step)
+
+
+def test_a_backward_of_ones_own_is_named_at_its_line() -> None:
+    weight = torch.randn(3, requires_grad=True)
+
+    def step() -> None:
+        loss = _Scaled.apply(weight).sum()
+        weight.grad = None
+        loss.backward()
+
+    audit = terra.audit(step)
+    assert found(audit) == marked(_Scaled.backward)
+    assert [each.place.backward_of for each in audit.findings] == ["_ScaledBackward"]
+
+
+def test_a_collective_is_said(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        weight = torch.ones(3)
+
+        def step() -> None:
+            dist.all_reduce(weight)  # is collective
+
+        assert found(terra.audit(step)) == marked(step)
+    finally:
+        dist.destroy_process_group()
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_is_one_finding_with_what_is_in_it() -> None:
+    (sometimes,) = [each for each in terra.audit(branch(), num_steps=5).findings if each.kind is terra.Kind.SOMETIMES]
+    assert (sometimes.operation, sometimes.times, sometimes.detail) == ("cos, add", 2, "in 3 of 5 steps")
+
+
+def test_the_text_has_a_line_for_each_and_says_what_it_cannot_see() -> None:
+    step = growing_rate()
+    audit = terra.audit(step)
+    ((line, _),) = marked(step)
+    said = text(audit)
+    assert said.startswith("3 steps of 3 operations: 1 thing that a CUDA graph would freeze, lose or break on\n")
+    assert f"test_audit.py:{line}\n  scalar changes: add_: alpha is 0.5 then 0.333333 then 0.25\n" in said
+    assert "scalar changes: a replay repeats the captured number" in said
+    assert "kernels that do not pass torch's dispatcher" in said
+    (entry,) = document(audit)["findings"]
+    assert (entry["kind"], entry["line"], entry["file"]) == ("scalar", line, __file__)
+
+
+@pytest.mark.parametrize(("num_steps", "warm_up"), [(1, 1), (3, -1)])
+def test_what_changes_needs_two_steps(num_steps: int, warm_up: int) -> None:
+    with pytest.raises(ValueError, match="needs 2 or more"):
+        terra.audit(growing_rate(), num_steps, warm_up)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_made_is_not_kept() -> None:
+    """A stage's activations would not fit twice."""
+    recorder, weight = terra.Recorder(), torch.randn(100)
+    with recorder.running():
+        with recorder.step(0):
+            hidden = weight.sin()
+            gone = weakref.ref(hidden.untyped_storage())
+            del hidden
+        gc.collect()
+        assert gone() is None
+
+
+def test_memory_that_comes_to_lie_where_other_lay_is_not_taken_for_it() -> None:
+    """Python's numbers make tensors that no operation made: often at an address that was just let go."""
+    recorder, weight = terra.Recorder(), torch.ones(1000)
+    with recorder.running():
+        for number in range(2):
+            with recorder.step(number):
+                weight.sin()
+                for _ in range(20):
+                    weight + torch.tensor([1.0] * 1000)
+    memories = [[each.arguments[0].memory for each in step.operations if each.short == "lift_fresh"] for step in recorder.steps.values()]
+    assert len({*memories[0], *memories[1]}) == 40
+
+
+def test_two_steps_may_be_under_way_and_come_in_parts() -> None:
+    """As micro-batches of a pipeline do: what the forward of one made, its backward does not take for memory from outside."""
+    recorder, weight = terra.Recorder(), torch.randn(3, requires_grad=True)
+    # Else the first makes it and the others add to it.
+    weight.grad = torch.zeros(3)
+    losses = {}
+    with recorder.running():
+        for number in range(3):
+            given = torch.randn(3)
+            with recorder.step(number, inputs=[given]):
+                losses[number] = (given * weight).exp().sum()
+        for number in range(3):
+            with recorder.step(number):
+                losses.pop(number).backward()
+    assert compare(list(recorder.steps.values())).findings == ()

@@ -1,0 +1,69 @@
+"""`python -m terra audit SCRIPT`: what it says of a script that trains, and of one where nothing can be said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+TRAINING = """
+import sys, torch
+net = torch.nn.Linear(4, 2)
+first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+batch = torch.randn(3, 4)
+for step in range(int(sys.argv[1])):
+    for optimizer in (first, second):
+        optimizer.zero_grad()
+        net(batch).sum().backward()
+        optimizer.step()
+    DEFECT
+open(sys.argv[2], "w").write("trained to the end")
+"""
+
+
+def audit(folder: Path, content: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(content)
+    command = [sys.executable, "-m", "terra", "audit", *options, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, cwd=ROOT)
+
+
+def test_a_script_is_run_for_a_few_steps_of_its_first_optimizer(tmp_path: Path) -> None:
+    content = TRAINING.replace("DEFECT", "batch.mul_(1 / (step + 1))")
+    ended = audit(tmp_path, content, "1000000", str(tmp_path / "end"), options=("--json", str(tmp_path / "found.json")))
+    assert ended.returncode == 1, ended.stderr
+    assert "3 steps of" in ended.stdout
+    (entry,) = json.loads((tmp_path / "found.json").read_text())["findings"]
+    assert (entry["kind"], entry["operation"], entry["line"]) == ("scalar", "mul_", 11)
+    assert not (tmp_path / "end").exists()
+
+
+def test_a_script_that_ends_by_itself_is_judged_by_what_it_did(tmp_path: Path) -> None:
+    ended = audit(tmp_path, TRAINING.replace("DEFECT", "pass"), "3", str(tmp_path / "end"), options=("--json", "-"))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["format"], found["version"], found["steps"], found["findings"]) == ("terra-audit", 1, 2, [])
+    assert (tmp_path / "end").read_text() == "trained to the end"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("import torch\ntorch.ones(3)\n", "no torch.optim optimizer stepped in it"), (TRAINING, "stepped 2 times, and what changes")],
+    ids=["none", "too few"],
+)
+def test_where_nothing_can_be_said_that_is_said(tmp_path: Path, content: str, words: str) -> None:
+    ended = audit(tmp_path, content.replace("DEFECT", "pass"), "2", str(tmp_path / "end"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_error_of_the_script_is_its_own(tmp_path: Path) -> None:
+    ended = audit(tmp_path, "raise OSError('on purpose')\n")
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("OSError: on purpose\n")
