@@ -34,9 +34,11 @@ from megatron.scheduling.beside import no_barrier
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.delaying import delaying
 from megatron.scheduling.driver import Driver
+from megatron.scheduling.embedding_ranks import refuse_group
 from megatron.scheduling.halves import Halves, Keep
 from megatron.scheduling.hooks import as_list, group_of
 from megatron.scheduling.links import connect_neighbours, connect_shards
+from megatron.scheduling.placed import require_built_here
 from megatron.scheduling.shards import ShardedStages
 from megatron.scheduling.syncing import Marks, Syncing
 from megatron.scheduling.vocabulary import output_shard
@@ -115,6 +117,7 @@ class Loop:
                 "nor a pipeline of several modules; train without --bpipe-schedule"
             )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        refuse_group(self._config.positions, groups)
         call = Call(
             config=config,
             models=models,
@@ -176,6 +179,7 @@ class Loop:
         if prepared is None:
             schedule, rank = schedule_of(), self._driver.rank
             if self._groups is None:
+                require_built_here(self._config.positions, models)
                 self._groups = connect_neighbours(
                     neighbours(schedule), self._config.positions, self._config.message_timeout_s, self._driver.device
                 )

@@ -120,10 +120,11 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     from bpipe.runtime.failures import Watch
     from megatron.scheduling.delaying import ask
     from megatron.scheduling.driver import Driver
+    from megatron.scheduling.embedding_ranks import refuse_ranks
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.patches import LINEAR, install
-    from megatron.scheduling.placed import refuse_ranks, wraps_of
+    from megatron.scheduling.placed import wraps_of
     from megatron.scheduling.reporting import Reporter
 
     with _or_end():

@@ -12,13 +12,14 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from megatron.core import parallel_state
 
 from megatron.scheduling import patches, tied, twins
+from megatron.scheduling.embedding_ranks import refuse_group, refuse_ranks
 from megatron.scheduling.positions import Positions
 
 
@@ -151,6 +152,7 @@ class Placed:
 
     def _build(self, make: Callable[..., Any], groups: Any, given: dict[str, Any]) -> Any:
         """One chunk, as the stage that it is. `make` takes the groups to build with, and Megatron's flags."""
+        refuse_group(self._positions, groups)
         chunk, last = given["vp_stage"], len(self._positions.mirrored) - 1
         seen = self._positions.seen(groups.pp.rank(), chunk)
         given |= {"pre_process": chunk == seen == 0, "post_process": (chunk, seen) == (last, self._positions.num_ranks - 1)}
@@ -160,6 +162,7 @@ class Placed:
             model = make(view, **given)
         # What is inside goes on counting layers with the view; the trainer communicates in the model's own.
         model.pg_collection = groups
+        setattr(model, _BUILT_HERE, True)
         if chunk == 0:
             self._first = model
         if chunk == last:
@@ -204,18 +207,24 @@ def wraps_of(positions: Positions) -> dict[patches.Patch, patches.Wrap]:
     return {} if positions.native else Placed(positions).wraps()
 
 
-def refuse_ranks(positions: Positions, given: Mapping[str, Any]) -> None:
-    """Raise ValueError where a script says itself which ranks have embeddings, among what it gives `pretrain` or Megatron's own set-up.
+# What is set on a model that was built as the stage that it is.
+_BUILT_HERE = "bpipe_built_as_its_stage"
 
-    It says so of ranks that have the first stage and the last, and here one has both: the other would be waited for in vain.
-    """
-    said = [name for name in ("get_embedding_ranks", "get_position_embedding_ranks") if given.get(name) is not None]
-    if said and positions.folded:
-        raise ValueError(
-            f"{' and '.join(said)}: the script says which ranks have embeddings, but where the first stage and the last are of one rank, "
-            "as in a V, that one has them alone: leave it out, or take a schedule whose stages go round the ranks, such as "
-            "--bpipe-schedule grouped-interleaved"
-        )
+
+def require_built_here(positions: Positions, models: Sequence[Any]) -> None:
+    """Raises ValueError for models that were built by somebody who knows nothing of the placement, and so have other stages' layers."""
+    if positions.native:
+        return
+    for chunk, model in enumerate(models):
+        inner = model
+        while not hasattr(inner, _BUILT_HERE) and hasattr(inner, "module"):
+            inner = inner.module
+        if not hasattr(inner, _BUILT_HERE):
+            raise ValueError(
+                f"chunk {chunk} of the model has the layers that Megatron's own placement gives this rank, and the schedule has others "
+                "there: build it by megatron.training.training.get_model or megatron.training.models, after install(), or take a schedule "
+                "whose stages go round the ranks, such as grouped-interleaved"
+            )
 
 
 def _last_rank(default_ranks: Callable[..., list[int]]) -> Callable[..., list[int]]:

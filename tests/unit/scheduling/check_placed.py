@@ -32,7 +32,8 @@ from megatron.training.models import dist_utils
 
 from bpipe.ir.layout import Layout, one_pipe
 from megatron.scheduling import patches, tied, twins
-from megatron.scheduling.placed import View, refuse_ranks, wraps_of
+from megatron.scheduling.embedding_ranks import refuse_group, refuse_ranks
+from megatron.scheduling.placed import View, require_built_here, wraps_of
 from megatron.scheduling.positions import Positions
 
 RANKS = 4
@@ -155,6 +156,17 @@ def a_scripts_own_model_is_built_so_too() -> None:
         assert [(chunk.pre_process, chunk.post_process) for chunk in chunks] == [(rank == 3, False), (False, rank == 3)]
 
 
+def a_model_that_nobody_placed_is_refused() -> None:
+    """One that a loop of one's own builds by itself would have its layers in another order, and say nothing."""
+    chunks = built(V, 3, config(V))
+    wrapped = [SimpleNamespace(module=SimpleNamespace(module=chunk)) for chunk in chunks]
+    for models in (chunks, wrapped):
+        require_built_here(Positions.of(V), models)
+    with pytest.raises(ValueError, match=r"^chunk 1 of the model has the layers .* build it by megatron.training.training.get_model or"):
+        require_built_here(Positions.of(V), [wrapped[0], SimpleNamespace(module=Chunk(False, True))])
+    require_built_here(Positions.of(LOOPS), [Chunk(True, False), Chunk(False, True)])
+
+
 def nothing_can_be_sent_in_a_view() -> None:
     view = View(1, RANKS)
     assert (view.rank(), view.size()) == (1, RANKS)
@@ -207,6 +219,20 @@ def one_rank_has_both_embeddings() -> None:
         refuse_ranks(Positions.of(V), given)
     refuse_ranks(Positions.of(WAVE), given)
     refuse_ranks(Positions.of(V), {"get_embedding_ranks": None})
+
+
+def two_ranks_that_add_up_one_weight_are_refused() -> None:
+    """A script's own groups: in a V one of the two would wait for the other, for ever. Where they are given, and where they are used."""
+    both, alone, outside = (SimpleNamespace(pp=Ranks(3), tp=Ranks(0, 1), embd=embd) for embd in (Ranks(0, 2), Ranks(0, 1), -100))
+    refusal = r"^pg_collection\.embd: the script lets 2 ranks add up .* last rank alone, or None \(.*, or take a schedule"
+    with pytest.raises(ValueError, match=refusal):
+        refuse_ranks(Positions.of(V), {"pg_collection": both})
+    wrapped = wraps_of(Positions.of(V))[patches.GET_MODEL](lambda provider, **given: provider(vp_stage=0, **given))
+    with pytest.raises(ValueError, match=refusal):
+        wrapped(lambda **given: pytest.fail("its constructor would wait"), pg_collection=both)
+    for groups in (alone, outside, None):
+        refuse_group(Positions.of(V), groups)
+    refuse_group(Positions.of(WAVE), both)
 
 
 def copies_of_a_tied_weight_stay_equal() -> None:
@@ -268,10 +294,12 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     every_stage_is_built_as_what_it_is()
     a_scripts_own_model_is_built_so_too()
+    a_model_that_nobody_placed_is_refused()
     nothing_can_be_sent_in_a_view()
     megatrons_own_placement_is_left_alone()
     the_last_rank_has_the_first_stages_data()
     one_rank_has_both_embeddings()
+    two_ranks_that_add_up_one_weight_are_refused()
     copies_of_a_tied_weight_stay_equal()
     a_copy_is_saved_once_and_loaded_apart()
     state_that_is_filed_by_rank_is_refused()
