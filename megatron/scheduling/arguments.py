@@ -12,9 +12,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from bpipe.generate.families import DEFAULTS, of_one_pipe, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
+from bpipe.generate.families import (
+    DEFAULTS,
+    FAMILIES,
+    default,
+    of_one_pipe,
+    that_are_made_for_bounds,
+    that_take_delays,
+    that_take_groups,
+    that_take_shards,
+)
+from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_share
-from bpipe.program import BalanceConfig, ScheduleConfig
+from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import balance_of, own_schedule, unplaced
@@ -65,6 +75,19 @@ class SchedulingConfig:
     micro_batch_size: int | None = None
     logits_per_microbatch: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where `own` says otherwise."""
+        for name in ("num_ranks", "num_chunks") if self.own is not None else ():
+            if getattr(self, name) != getattr(self.own, name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but of the schedule in own {getattr(self.own, name)}: give both the same"
+                )
+        if self.own is not None and self.balance is not (self.own.balance is not None):
+            raise ValueError(
+                f"balance is {self.balance}, but own is a schedule {'with' if self.own.balance else 'without'} balance: give own a "
+                "BalanceConfig() where activations are to move, and none where they are not"
+            )
+
     @property
     def balancing(self) -> BalanceConfig | None:
         """How to balance, if at all."""
@@ -79,6 +102,14 @@ class SchedulingConfig:
     def positions(self) -> Positions:
         """Which process is which rank of the schedule."""
         return Positions(self.num_ranks, mirrored=(False,) * self.num_chunks) if self.own is None else Positions.of(self.own.layout)
+
+    def first_schedule(self) -> Schedule:
+        """Of as many micro-batches as `own` has, or as fill the pipeline: the pairs of all others are the same."""
+        if self.own is not None:
+            return built(self.own)
+        name = default(self.num_chunks)
+        full = (FAMILIES[name].fill or 1) * self.num_ranks
+        return built(ScheduleConfig(name, self.num_ranks, full, self.num_chunks, self.balancing))
 
     def flops(self, num_microbatches: int) -> float | None:
         """The model's FLOPs of one iteration of the whole world."""

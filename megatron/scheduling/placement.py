@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bpipe.ir.memory import moves_anything
+from bpipe.ir.schedule import Schedule
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import first_schedule
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import Settings
+
+if TYPE_CHECKING:
+    from megatron.scheduling.arguments import SchedulingConfig
 
 PLACEMENTS = ("adjacent", "none")
 
@@ -34,14 +38,21 @@ def apply(args: Any) -> None:
         args.rank = _take(args.rank, topology, args.use_tp_pp_dp_mapping, *found)
 
 
-def _pairs_of(args: Any) -> tuple[tuple[int, ...], Positions] | None:
-    """The other of each of Megatron's pipeline ranks, and where these are in the schedule; None where no pair moves anything."""
+def _pairs_of(args: Any) -> _Pairs | None:
     try:
-        schedule = first_schedule(args)
-        positions = Positions.of(schedule.layout)
+        return _pairs_in(first_schedule(args))
     except ValueError:
         # Before training begins it is said, with whatever else is wrong.
         return None
+
+
+# The other of each of Megatron's pipeline ranks, and where these are in the schedule.
+_Pairs = tuple[tuple[int, ...], Positions]
+
+
+def _pairs_in(schedule: Schedule) -> _Pairs | None:
+    """None where no pair moves anything. Raises ValueError for stages that Megatron cannot place so."""
+    positions = Positions.of(schedule.layout)
     partners = schedule.partners
     if partners is None or not moves_anything(schedule):
         return None
@@ -49,13 +60,16 @@ def _pairs_of(args: Any) -> tuple[tuple[int, ...], Positions] | None:
     return tuple(positions.rank_at(partners[positions.position_of(rank)]) for rank in ranks), positions
 
 
-def place(*, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_data: bool = False) -> int:
+def place(
+    *, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_data: bool = False, config: SchedulingConfig | None = None
+) -> int:
     """Give this process the rank that puts the two stages of a pair on one node, and return it. For programs without Megatron's parser.
 
     Call it once, in every process, before any process group exists and before anybody has read `RANK`: it reads `RANK` and `WORLD_SIZE`,
-    and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`. Pairs
-    are those of 1F1B, first and last and so on; below 4 stages it has none, and nothing changes. Raises ValueError for sizes that do not
-    divide the world, RuntimeError where it is too late.
+    and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`.
+    `config` is what `install` is given: pairs are its schedule's. Without it they are those of 1F1B, first and last and so on, which are
+    interleaved 1F1B's, too. Where none moves anything, nothing changes. Raises ValueError for sizes that do not divide the world or are
+    not the configuration's, RuntimeError where it is too late.
     """
     # Not at the top: what reads this module for its names needs no torch.
     import torch.distributed as dist
@@ -77,10 +91,19 @@ def place(*, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_d
     if min(sizes.values()) < 1 or world % (tensor * context * pipeline):
         raise ValueError(f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide a world of {world} processes")
     topology = Topology(**sizes, data=world // (tensor * context * pipeline), gpus_per_node=_gpus_per_node(world))
+    found = _usual_pairs(pipeline) if config is None else _configured_pairs(pipeline, config)
     os.environ[_PLACED] = str(rank)
-    if pipeline < 4:
-        return rank
-    return _take(rank, topology, pipeline_before_data, tuple(reversed(range(pipeline))), Positions(pipeline))
+    return rank if found is None else _take(rank, topology, pipeline_before_data, *found)
+
+
+def _usual_pairs(pipeline: int) -> _Pairs | None:
+    return None if pipeline < 4 else (tuple(reversed(range(pipeline))), Positions(pipeline))
+
+
+def _configured_pairs(pipeline: int, config: SchedulingConfig) -> _Pairs | None:
+    if pipeline != config.num_ranks:
+        raise ValueError(f"pipeline {pipeline} is not the num_ranks {config.num_ranks} of the configuration: give place() the same")
+    return _pairs_in(config.first_schedule())
 
 
 # In the environment, as the rank is: a process of multiprocessing's that inherits the one inherits the other.

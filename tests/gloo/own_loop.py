@@ -1,8 +1,8 @@
 """A training loop of one's own around Megatron's pipelined loop: trained plain, then with `install`, then plain again.
 
-In: the launcher's environment, and how many chunks a rank has (more than one: interleaved). Out: exit code 0 where all three trained the
-same bits, the second one moved activations, and `remove` gave Megatron's own functions back; a line for each. Uses megatron.core alone,
-none of Megatron's trainer.
+In: the launcher's environment, how many chunks a rank has (more than one: interleaved), and a schedule by name where our own loop is to run
+one. Out: exit code 0 where all three trained the same bits, the second one moved activations, and `remove` gave Megatron's own functions
+back; a line for each. Uses megatron.core alone, none of Megatron's trainer.
 """
 
 # ruff: noqa: E402
@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.scheduling import install, startup
+from bpipe.program import BalanceConfig, ScheduleConfig
+from megatron.scheduling import install, place, startup
 
 startup.prepare()
 
@@ -34,6 +35,9 @@ from megatron.scheduling.arguments import SchedulingConfig
 NUM_MICROBATCHES = (8, 4, 8, 4)
 LENGTH, VOCABULARY = 64, 128
 NUM_CHUNKS = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+OWN = ScheduleConfig(sys.argv[2], 4, NUM_MICROBATCHES[0], NUM_CHUNKS, BalanceConfig()) if len(sys.argv) > 2 else None
+CONFIG = SchedulingConfig(balance=True, num_ranks=4, num_chunks=NUM_CHUNKS, own=OWN, minimum_bytes=1024, poison=True, timeout_s=60.0)
+LAUNCH_RANK = os.environ["RANK"]
 VIRTUAL_STAGES = NUM_CHUNKS if NUM_CHUNKS > 1 else None
 SETTINGS: dict[str, Any] = {
     "num_layers": 4 * NUM_CHUNKS,
@@ -43,6 +47,8 @@ SETTINGS: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
     "pipeline_dtype": torch.float32,
     "use_cpu_initialization": True,
+    # Another order of forwards draws other dropout.
+    **({"attention_dropout": 0.0, "hidden_dropout": 0.0} if OWN else {}),
 }
 
 
@@ -109,12 +115,12 @@ def functions() -> list[object]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    place(pipeline=4, config=CONFIG)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=VIRTUAL_STAGES)
     own = functions()
     plain = train()
-    config = SchedulingConfig(balance=True, num_ranks=4, num_chunks=NUM_CHUNKS, minimum_bytes=1024, poison=True, timeout_s=60.0)
-    installed = install(config)
+    installed = install(CONFIG)
     assert functions() != own
     balanced = train()
     try:
@@ -126,7 +132,7 @@ def main() -> None:
     again = train()
     assert len(set(plain[0])) == len(plain[0]), "losses that do not change would make any two runs equal"
     assert plain == again == balanced, "the bits differ"
-    print(f"rank {os.environ['RANK']}: plain, balanced and plain again are equal", flush=True)
+    print(f"rank {LAUNCH_RANK}: plain, balanced and plain again are equal", flush=True)
     dist.destroy_process_group()
 
 

@@ -100,10 +100,10 @@ def test_a_scripts_own_ranks_with_embeddings_are_refused_in_a_v(tmp_path: Path) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("chunks", "said"),
+    ("asked", "said"),
     [
         pytest.param(
-            1,
+            ["1"],
             [
                 "1f1b, 4 stages, 8 micro-batches: at most 3 held; evicting 0 -> 3",
                 "1f1b, 4 stages, 4 micro-batches: at most 3 held; evicting 0 -> 3",
@@ -111,21 +111,31 @@ def test_a_scripts_own_ranks_with_embeddings_are_refused_in_a_v(tmp_path: Path) 
             id="1f1b",
         ),
         pytest.param(
-            2,
+            ["2"],
             [
                 "interleaved-1f1b, 4 stages, 8 micro-batches: at most 9 held; evicting 0 -> 3",
                 "interleaved-1f1b, 4 stages, 4 micro-batches: stages in pairs cannot all keep less than the 8 micro-batches of a chunk",
             ],
             id="interleaved",
         ),
+        pytest.param(
+            ["2", "grouped-interleaved"],
+            [
+                "grouped-interleaved, 4 stages, 8 micro-batches: at most 5 held; evicting 0 -> 3",
+                "grouped-interleaved, 4 stages, 4 micro-batches: at most 5 held; evicting 0 -> 3",
+            ],
+            id="grouped-interleaved",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, chunks: int, said: list[str]) -> None:
-    """`install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
-    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop.py"), str(chunks)], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: list[str]) -> None:
+    """`place`, `install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
+    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop.py"), *asked], tmp_path, _free_ports(1)[0]), tmp_path, 100)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: plain, balanced and plain again are equal" in log
+    assert "bpipe:   node 0: stages 0 3 1 2" in outcome.logs[0]
     # A program for each of the two numbers of micro-batches, made once although both come twice.
     for line in said:
         assert outcome.logs[0].count(line) == 1, outcome.logs[0]

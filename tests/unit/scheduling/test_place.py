@@ -7,7 +7,12 @@ import os
 import pytest
 import torch.distributed as dist
 
+from bpipe.generate.place import place as on_the_grid
+from bpipe.ir.action import Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.program import BalanceConfig, ScheduleConfig, build, given
 from megatron.scheduling import place
+from megatron.scheduling.arguments import SchedulingConfig
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +23,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BPIPE_PLACED_FROM_RANK")
 
 
-def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool) -> list[int]:
+def eager(schedule: Schedule) -> Schedule:
+    """The same, but the first stage computes all its forwards first, so that its rank holds more than the others."""
+    orders = [[one for slot in row for one in slot.computations] for row in schedule.ranks]
+    orders[0].sort(key=lambda one: (one.stage, one.kind) != (0, Kind.FORWARD))
+    return on_the_grid("eager", schedule.num_microbatches, schedule.layout, orders)
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool | SchedulingConfig) -> list[int]:
     """The rank every process takes, in the order of their launch."""
     found = []
     for rank in range(8):
@@ -34,6 +46,35 @@ def test_partners_are_neighbours(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     said = capsys.readouterr().out
     assert said.count("bpipe: placement adjacent: 8 ranks on nodes of 4") == 1, "the table comes from the first process alone"
     assert "bpipe:   node 0: stages 0 7 1 6" in said
+
+
+def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the one that is installed: a V counts its positions from the other end, and what moves nothing has no pairs."""
+    pairs = (4, 5, 7, 6, 0, 1, 3, 2)
+    for schedule, chunks in (("1f1b-split", 1), ("grouped-interleaved", 2)):
+        own = ScheduleConfig(schedule, 8, 16, chunks, BalanceConfig(None, pairs))
+        assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, chunks, own=own)) == [0, 4, 1, 5, 2, 7, 3, 6]
+    of_a_file = eager(build(ScheduleConfig("v-min", 8, 16, 2)))
+    own = given(of_a_file, BalanceConfig())
+    capsys.readouterr()
+    found = ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 2, own=own))
+    assert found[:2] == [0, 7]
+    assert "bpipe:   node 0: stages 7 0 " in capsys.readouterr().out
+    for config in (SchedulingConfig(True, 8, 2, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig())), SchedulingConfig(False, 8, 1)):
+        assert ranks(monkeypatch, pipeline=8, config=config) == list(range(8))
+    usual = ranks(monkeypatch, pipeline=8)
+    assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 1)) == usual
+    assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 2)) == usual
+
+
+def test_what_is_not_the_configurations_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"pipeline 8 is not the num_ranks 4 of the configuration: give place\(\) the same"):
+        place(pipeline=8, config=SchedulingConfig(True, 4, 1))
+    assert os.environ["RANK"] == "1"
+    with pytest.raises(ValueError, match="num_chunks is 1, but of the schedule in own 2: give both the same"):
+        SchedulingConfig(True, 8, 1, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig()))
+    with pytest.raises(ValueError, match=r"balance is True, but own is a schedule without balance: give own a BalanceConfig\(\) where"):
+        SchedulingConfig(True, 8, 2, own=ScheduleConfig("v-half", 8, 16, 2))
 
 
 def test_replicas_come_in_either_order(monkeypatch: pytest.MonkeyPatch) -> None:
