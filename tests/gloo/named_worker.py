@@ -2,7 +2,7 @@
 
 In: as worker.py; a case that names data has no mock data, and one that names a script of this folder is trained by it. Out: the same
 records, with a hash of every weight of this rank by its name in the whole model. Where nothing is loaded all weights are drawn by their
-names, because Megatron draws them in the order of the ranks.
+names, because Megatron draws them in the order of the ranks. A case that says --seeded draws dropout by iteration, micro-batch and stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if __name__ == "__main__":
     import hashlib
     import json
     import runpy
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import Any
 
@@ -23,7 +23,8 @@ if __name__ == "__main__":
 
     # isort: split
     import torch
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import get_attr_wrapped_model
 
     TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
@@ -44,14 +45,41 @@ if __name__ == "__main__":
                     name += f" of {parallel_state.get_expert_model_parallel_rank()}"
                 yield f"{name} {parallel_state.get_tensor_model_parallel_rank()}", weight
 
+    def seed(words: str) -> torch.Generator:
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:6]))
+
     def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
         """The same numbers for one name on every rank; norms are around one, and what no tensor-parallel rank shards is equal on all."""
         key = name if getattr(weight, "tensor_model_parallel", False) else name.rpartition(" ")[0]
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]))
-        drawn = torch.randn(weight.shape, generator=generator) * (0.02 if weight.dim() > 1 else 0.1)
+        drawn = torch.randn(weight.shape, generator=seed(key)) * (0.02 if weight.dim() > 1 else 0.1)
         return drawn + 1 if "norm" in name and name.split()[0].endswith("weight") else drawn
 
+    def seeding(forward_step: Callable[..., Any], recorder: worker.Recorder) -> Callable[..., Any]:
+        """Megatron's step, from random states that follow from what is computed."""
+
+        @functools.wraps(forward_step)
+        def seeded(forward_step_func: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            first = get_attr_wrapped_model(model, "pre_process", return_model_obj=True).decoder.layers[0].layer_number
+            state = seed(f"{len(recorder.iterations)} {kwargs['current_microbatch']} {first}").get_state()
+            torch.set_rng_state(state)
+            tracker = tensor_parallel.get_cuda_rng_tracker()
+            tracker.set_states(dict.fromkeys(tracker.get_states(), state))
+            return forward_step(forward_step_func, data, model, *args, **kwargs)
+
+        return seeded
+
     class NamedRecorder(worker.Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self._step = schedules.forward_step
+            if "--seeded" in sys.argv:
+                sys.argv.remove("--seeded")
+                schedules.forward_step = seeding(self._step, self)
+
+        def remove(self) -> None:
+            super().remove()
+            schedules.forward_step = self._step
+
         def _keep_model(self, setup: Any) -> Any:
             keep = super()._keep_model(setup)
 

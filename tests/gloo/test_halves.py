@@ -16,8 +16,8 @@ import pytest
 from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_fused_gradients import DEFERRED
-from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
-from tests.gloo.test_schedules import GROWS, Rows
+from tests.gloo.test_parallelism import EXPERTS, FP16, INTERLEAVED, LLAMA, OVERLAPS, PLAIN_ATTENTION
+from tests.gloo.test_schedules import FULL, GROWS, QUIET, Rows
 from tests.gloo.test_training import same
 
 H1 = ("--bpipe-schedule", "zb-h1", "--bpipe-min-bytes", "1024")
@@ -26,15 +26,18 @@ OURS = {
     "zb_h1": (*H1, *MEASURED),
     "zb_h1_balanced": (*H1, *BPIPE, "--bpipe-transport", "peer", *MEASURED),
     "split": ("--bpipe-schedule", "1f1b-split", *MEASURED),
+    "split_balanced": ("--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1", *BPIPE, "--bpipe-transport", "gloo", *MEASURED),
     "whole": (*H1, "--bpipe-keep-weights-halves", "none", *MEASURED),
+    "whole_balanced": (*H1, "--bpipe-keep-weights-halves", "none", *BPIPE, *MEASURED),
     "unmeasured": H1,
+    # Whole backwards, by our own loop.
+    "own": ("--bpipe-executor", *MEASURED),
 }
 BATCH = ("--global-batch-size", "16")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 MTP = ("--global-batch-size", "8", "--mtp-num-layers", "2", "--position-embedding-type", "rope")
 ROWS: Rows = {
     "m8": (BATCH, ("zb_h1", "split", "whole")),
-    "balanced": (BATCH, ("zb_h1_balanced",)),
+    "balanced": (BATCH, ("zb_h1_balanced", "split_balanced", "whole_balanced")),
     "recomputed": ((*BATCH, *FULL), ("unmeasured",)),
     "selective": ((*BATCH, "--recompute-granularity", "selective"), ("zb_h1",)),
     "bf16": ((*BATCH, "--bf16"), ("zb_h1",)),
@@ -47,6 +50,7 @@ ROWS: Rows = {
     "layout": (("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "8"), ("zb_h1",)),
     "per_token_loss": ((*BATCH, "--calculate-per-token-loss"), ("zb_h1",)),
     "batch_that_grows": (GROWS, ("zb_h1_balanced",)),
+    "timed": ((*BATCH, "--timing-log-level", "2"), ("zb_h1",)),
 }
 ALWAYS = ("m8", "recomputed")
 # Two stages, and two ranks in another dimension.
@@ -61,10 +65,10 @@ WIDE_ROWS: Rows = {
 }
 WIDE_ALWAYS = ("overlaps", "sequence")
 FUSED_ROWS: Rows = {
-    "fused": (BATCH, ("zb_h1",)),
+    "fused": (BATCH, ("zb_h1", "own")),
     "fused_recomputed": ((*BATCH, *FULL), ("zb_h1",)),
     # The output layer's are put off by Megatron itself, to the end of the iteration.
-    "deferred": (DEFERRED, ("zb_h1",)),
+    "deferred": (DEFERRED, ("zb_h1", "own")),
 }
 
 
@@ -154,3 +158,40 @@ def fused(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize(("row", "ours"), compared(FUSED_ROWS, ()))
 def test_gradients_added_up_inside_the_product(fused: Outcome, row: str, ours: str) -> None:
     same(fused, row, f"{row}_{ours}", 4)
+
+
+# Stock's flags of a row, and ours beside them.
+SAVED_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "one_stage_a_rank": (BATCH, OURS["zb_h1_balanced"][:-2]),
+    "chunks": ((*INTERLEAVED, *QUIET, *BATCH), ("--bpipe-schedule", "grouped-interleaved", *BPIPE)),
+    "distributed_optimizer": (
+        ("--num-layers", "2", "--pipeline-model-parallel-size", "2", *BATCH, *OVERLAPS),
+        ("--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1"),
+    ),
+}
+# Who goes on after whom.
+GONE_ON = [(first, second) for first in ("stock", "halves") for second in ("stock", "halves")]
+
+
+@pytest.fixture(scope="module")
+def saved(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    found, wanted = [], asked_for(request, "row")
+    for row, (flags, ours) in SAVED_ROWS.items():
+        both = {"stock": (*flags, "--train-iters", "4"), "halves": (*flags, "--train-iters", "4", *ours)}
+        if (row,) in wanted:
+            for who, its in both.items():
+                found.append(Case(f"{row}_{who}", (*its, "--save", f"{{folder}}/{row}_{who}", "--save-interval", "2")))
+            for first, second in GONE_ON:
+                load = ("--load", f"{{folder}}/{row}_{first}", "--ckpt-step", "2")
+                found.append(Case(f"{row}_{second}_after_{first}", (*both[second], *load)))
+    return run_cases(4, found, timeout_s=900)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(("first", "second"), GONE_ON)
+@pytest.mark.parametrize("row", SAVED_ROWS)
+def test_a_checkpoint_does_not_know_of_halves(saved: Outcome, row: str, first: str, second: str) -> None:
+    """The optimizer's state with it, and the random state: dropout goes on, where order does not change what it draws."""
+    same(saved, f"{row}_stock", f"{row}_halves", 4)
+    same(saved, f"{row}_stock", f"{row}_{second}_after_{first}", 4, last=2)

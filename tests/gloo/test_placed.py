@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,10 @@ def written(folder: Path) -> Path:
     """Schedules by name, ranks and micro-batches; with eight micro-batches by name alone."""
     (folder / "eager.csv").write_text(write_csv(eager(build(ScheduleConfig("v-min", 4, 8, 2)))))
     (folder / "dual_pipe_v.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 4, 8, 2)))
-    for name in ("v_half", "v_min"):
+    (folder / "dual_pipe_v_8.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 8, 16, 2)))
+    for name, chunks in (("v_half", 2), ("v_min", 2), ("zb_v", 2), ("zb_h1", 1), ("1f1b", 1)):
         for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
-            schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, 2))
+            schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, chunks))
             (folder / f"{name}_{ranks}_{microbatches}.csv").write_text(write_csv(schedule))
             (folder / f"{name}_whole_{ranks}_{microbatches}.csv").write_text(write_csv(whole(schedule)))
     return folder
@@ -91,6 +92,8 @@ ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "predictions_in_a_v": (("--mtp-num-layers", "2", "--position-embedding-type", "rope"), 6, ()),
     "untied_predictions": (("--mtp-num-layers", "2", *LLAMA), 6, ()),
     "recomputed_v": (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 6, ()),
+    "selective_v": (("--recompute-granularity", "selective"), 6, ()),
+    "timed_in_a_v": (("--timing-log-level", "2"), 6, ()),
     "tokens_of_a_file": (
         (
             *("--data-path", "{schedules}/corpus_text_document", "--tokenizer-type", "ByteLevelTokenizer"),
@@ -117,6 +120,17 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "experts_on_two_ranks": ((*EXPERTS, "--expert-model-parallel-size", "2"), 3, ()),
 }
 SCHEDULES = ("v_half", "v_min", "v_half_whole")
+# By what else a row is trained: ZB-V, and one stage a rank, in halves and whole.
+ONE_STAGE = ("zb_h1", "1f1b")
+MORE = {
+    **dict.fromkeys(("fewer_than_stages", "balanced_v"), ("zb_v",)),
+    **dict.fromkeys(("tokens_of_a_file", "script_of_ones_own", "timed_in_a_v"), ONE_STAGE),
+}
+
+
+def by_schedule(rows: Iterable[str]) -> list[tuple[str, str]]:
+    return [(row, schedule) for row in rows for schedule in (*SCHEDULES, *MORE.get(row, ()))]
+
 
 # Of four stages and eight micro-batches: families by name, a schedule of torch's own, and one that leaves something to balance.
 MEASURED = ("--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/")
@@ -125,7 +139,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "v-half": ("--bpipe-schedule", "v-half"),
     "v-half_whole": ("--bpipe-schedule", "v-half", "--bpipe-keep-weights-halves", "none"),
     "v-min": ("--bpipe-schedule", "v-min"),
+    "v-min_whole": ("--bpipe-schedule", "v-min", "--bpipe-keep-weights-halves", "none"),
     "zb-v": ("--bpipe-schedule", "zb-v"),
+    "zb-v_whole": ("--bpipe-schedule", "zb-v", "--bpipe-keep-weights-halves", "none"),
     "zb-v_balanced": ("--bpipe-schedule", "zb-v", *BPIPE),
     "dual_pipe_v": of_file("dual_pipe_v"),
     "eager_balanced": (*of_file("eager"), *BPIPE, "--bpipe-transport", "peer"),
@@ -249,7 +265,7 @@ def trained(
 ) -> Outcome:
     cases = []
     for name, (flags, microbatches, more) in rows.items():
-        of_row = [schedule for schedule in SCHEDULES if (name, schedule) in wanted]
+        of_row = [schedule for row, schedule in by_schedule([name]) if (row, schedule) in wanted]
         if of_row:
             cases.append(Case(name, (*ALIKE, *pipeline, *flags)))
         for schedule in of_row:
@@ -270,8 +286,7 @@ def wide(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2460)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "schedule"), by_schedule(ROWS))
 def test_a_v_trains_as_stock_does(four: Outcome, row: str, schedule: str) -> None:
     alike(four, row, f"{row}_{schedule}")
     skipped = [step["skipped"] for step in four.record(f"{row}_{schedule}", 3)["iterations"]]
@@ -280,21 +295,28 @@ def test_a_v_trains_as_stock_does(four: Outcome, row: str, schedule: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(2460)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("row", WIDE_ROWS)
+@pytest.mark.parametrize(("row", "schedule"), by_schedule(WIDE_ROWS))
 def test_another_dimension_beside_a_v_changes_nothing(wide: Outcome, row: str, schedule: str) -> None:
     alike(wide, row, f"{row}_{schedule}")
 
 
-# Of eight stages, one of each kind.
+PEER = (*BPIPE, "--bpipe-transport", "peer")
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+GROUPED = ("--bpipe-schedule", "grouped-interleaved", "--bpipe-group", "4", *CHUNKS)
 EIGHT_RANKS: dict[str, tuple[str, ...]] = {
     "1f1b": ("--bpipe-executor",),
+    "1f1b_balanced": ("--bpipe-executor", *PEER),
+    "interleaved": ("--bpipe-executor", *CHUNKS),
+    "interleaved_balanced": ("--bpipe-executor", *CHUNKS, *PEER),
+    "1f1b-split": ("--bpipe-schedule", "1f1b-split"),
+    "1f1b-split_balanced": ("--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1", *PEER),
     "zb-h1": ("--bpipe-schedule", "zb-h1"),
     "v-half": ("--bpipe-schedule", "v-half"),
-    "grouped_balanced": (
-        *("--bpipe-schedule", "grouped-interleaved", "--bpipe-group", "4", "--num-virtual-stages-per-pipeline-rank", "2"),
-        *(*BPIPE, "--bpipe-transport", "peer"),
-    ),
+    "v-min": ("--bpipe-schedule", "v-min"),
+    "zb-v": ("--bpipe-schedule", "zb-v"),
+    "dual_pipe_v": of_file("dual_pipe_v_8"),
+    "grouped": GROUPED,
+    "grouped_balanced": (*GROUPED, *PEER),
 }
 
 
@@ -315,14 +337,15 @@ def as_predicted(outcome: Outcome, name: str, world: int, moves: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def eight_ranks(run_placed: Placed) -> Outcome:
+def eight_ranks(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
+    wanted = asked_for(request, "name")
     common = (*ALIKE, "--num-layers", "16", "--pipeline-model-parallel-size", "8", "--micro-batch-size", "1", "--global-batch-size", "16")
-    cases = [measured(name, (*common, *flags)) for name, flags in EIGHT_RANKS.items()]
-    return run_placed([Case("stock", common), *cases], 500, world=8)
+    cases = [measured(name, (*common, *flags)) for name, flags in EIGHT_RANKS.items() if (name,) in wanted]
+    return run_placed([Case("stock", common), *cases], 1500, world=8)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(560)
+@pytest.mark.timeout(1560)
 @pytest.mark.parametrize("name", EIGHT_RANKS)
 def test_eight_stages_train_as_stock_does(eight_ranks: Outcome, name: str) -> None:
     alike(eight_ranks, "stock", name, world=8)
@@ -343,6 +366,29 @@ def test_a_v_by_name_or_from_elsewhere_trains_as_stock_does(named: Outcome, name
     alike(named, "stock", name)
     # A uniform V leaves nothing to balance.
     as_predicted(named, name, 4, moves=name.startswith("eager"))
+
+
+# The same numbers for one micro-batch of one stage, whoever computes it, and when.
+SEEDED = ("--seeded", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+
+
+@pytest.fixture(scope="module")
+def seeded(run_placed: Placed) -> Outcome:
+    common = (*ALIKE, *FOUR, *EIGHT)
+    cases = [Case(name, (*common, *SEEDED, *FAMILIES[name])) for name in DRAWN]
+    return run_placed([Case("stock", (*common, *CHUNKS, *SEEDED)), Case("quiet", common), *cases], 400)
+
+
+DRAWN = ("zb-v", "v-half")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(460)
+@pytest.mark.parametrize("name", DRAWN)
+def test_dropout_drawn_by_stage_is_stocks_interleaved_one(seeded: Outcome, name: str) -> None:
+    """Of chunks as large: beside the order in which ranks draw, nothing about a V has to do with dropout."""
+    alike(seeded, "stock", name)
+    assert weights(seeded, "stock", 4) != weights(seeded, "quiet", 4), "nothing was dropped"
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ OURS = {
     "grouped_chosen": (*GROUPED, *PEER, "--bpipe-bound", "6", "--bpipe-group", "auto"),
     "grouped_of_3": (*GROUPED, "--bpipe-group", "3"),
     "grouped_whole": (*GROUPED, "--bpipe-keep-weights-halves", "none"),
+    "grouped_whole_balanced": (*GROUPED, "--bpipe-keep-weights-halves", "none", *GLOO),
     # A schedule of torch's own, from a file.
     "torch": TORCH,
     # A file that says itself what moves.
@@ -44,7 +45,8 @@ OURS = {
 
 # Another order of forwards draws other dropout.
 QUIET = ("--attention-dropout", "0", "--hidden-dropout", "0")
-QUIET_OURS = ("grouped", "grouped_balanced", "grouped_chosen", "grouped_of_3", "grouped_whole", "torch")
+QUIET_OURS = ("grouped", "grouped_balanced", "grouped_chosen", "grouped_of_3", "grouped_whole", "grouped_whole_balanced", "torch")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 GROWS = ("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48")
 # One row a feature of Megatron's, of four stages: its flags, and which of ours are compared with stock.
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -54,6 +56,15 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "interleaved_groups": ((*INTERLEAVED, *GROUPS, "--global-batch-size", "20"), ("own",)),
     "interleaved_v3": (("--num-layers", "12", "--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "8"), ("own",)),
     "interleaved_quiet": ((*INTERLEAVED, *QUIET, "--global-batch-size", "16"), QUIET_OURS),
+    "quiet_recomputed": ((*INTERLEAVED, *QUIET, *FULL, "--global-batch-size", "16"), ("grouped_balanced",)),
+    "quiet_fp16": ((*INTERLEAVED, *QUIET, *FP16, "--global-batch-size", "16"), ("grouped_balanced",)),
+    "quiet_llama": ((*INTERLEAVED, *QUIET, *LLAMA, "--bf16", "--global-batch-size", "16"), ("grouped_balanced",)),
+    "quiet_experts": ((*INTERLEAVED, *QUIET, *EXPERTS, "--global-batch-size", "16"), ("grouped_balanced",)),
+    "quiet_evaluation": (
+        (*INTERLEAVED, *QUIET, "--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"),
+        ("grouped_balanced",),
+    ),
+    "quiet_batch_that_grows": ((*INTERLEAVED, *QUIET, *GROWS), ("grouped_balanced",)),
     "evaluation": (("--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"), ("own", "gpipe")),
     "evaluation_of_another_size": (
         (
@@ -70,10 +81,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "per_token_loss": (("--global-batch-size", "16", "--calculate-per-token-loss"), ("own",)),
     "selective": (("--global-batch-size", "16", "--recompute-granularity", "selective"), ("own",)),
     "full_uniform": (
-        (
-            *("--num-layers", "8", "--global-batch-size", "16", "--recompute-granularity", "full"),
-            *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
-        ),
+        ("--num-layers", "8", "--global-batch-size", "16", *FULL),
         ("balanced",),
     ),
     "layout": (("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "8"), ("own",)),
@@ -98,6 +106,11 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "interleaved_unaligned": ((*CHUNKS, *OVERLAPS, *SMALL_BUCKETS, *UNALIGNED), ("own",)),
     "interleaved_sequence": ((*CHUNKS, "--tensor-model-parallel-size", "2", "--sequence-parallel"), ("own",)),
     "reduction_alone": (("--overlap-grad-reduce",), ("own",)),
+    "quiet_overlaps": ((*CHUNKS, *QUIET, *OVERLAPS), ("grouped",)),
+    "quiet_unaligned": ((*CHUNKS, *QUIET, *OVERLAPS, *SMALL_BUCKETS, *UNALIGNED), ("grouped",)),
+    "quiet_sequence": ((*CHUNKS, *QUIET, "--tensor-model-parallel-size", "2", "--sequence-parallel"), ("grouped",)),
+    "quiet_context": ((*CHUNKS, *QUIET, "--context-parallel-size", "2", *PLAIN_ATTENTION), ("grouped",)),
+    "quiet_expert_parallel": ((*CHUNKS, *QUIET, *EXPERTS, "--expert-model-parallel-size", "2"), ("grouped",)),
 }
 
 ALWAYS = ("m8", "interleaved_quiet")
@@ -113,11 +126,12 @@ def compared(rows: Rows) -> list[Any]:
     ]
 
 
-def cases(rows: Rows, request: pytest.FixtureRequest, common: tuple[str, ...] = (), schedules: Path | None = None) -> list[Case]:
-    wanted = asked_for(request, "row", "ours")
+def cases(rows: Rows, request: pytest.FixtureRequest | None, common: tuple[str, ...] = (), schedules: Path | None = None) -> list[Case]:
+    """What the tests of this request compare, or all."""
+    wanted = None if request is None else asked_for(request, "row", "ours")
     found = []
     for name, (flags, which) in rows.items():
-        of_row = [ours for ours in which if (name, ours) in wanted]
+        of_row = [ours for ours in which if wanted is None or (name, ours) in wanted]
         if of_row:
             found.append(Case(name, [*common, *flags]))
         for ours in of_row:
@@ -127,11 +141,11 @@ def cases(rows: Rows, request: pytest.FixtureRequest, common: tuple[str, ...] = 
     return found
 
 
-def as_stock(outcome: Outcome, row: str, ours: str) -> None:
+def as_stock(outcome: Outcome, row: str, ours: str, world: int = 4) -> None:
     """The same bits, and what was held is what the schedule predicted, to the byte."""
-    same(outcome, row, f"{row}_{ours}", 4)
+    same(outcome, row, f"{row}_{ours}", world)
     reports = outcome.reports(f"{row}_{ours}")
-    assert len(reports) == 4
+    assert len(reports) == world
     for report in reports:
         assert report["peak_microbatches"] == report["predicted_microbatches"], f"stage {report['stage']}"
         assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"stage {report['stage']}"
@@ -167,10 +181,19 @@ def test_an_order_chosen_for_a_bound_keeps_it_and_is_named(four: Outcome, row: s
 @pytest.fixture(scope="module")
 def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
     common = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
-    return run_cases(4, cases(WIDE_ROWS, request, common), timeout_s=900)
+    return run_cases(4, cases(WIDE_ROWS, request, common), timeout_s=1500)
 
 
 @pytest.mark.timeout(1560)
 @pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS))
 def test_another_dimension_changes_nothing(wide: Outcome, row: str, ours: str) -> None:
     as_stock(wide, row, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(460)
+def test_balanced_halves_beside_overlapped_gradients(run_cases: Callable[..., Outcome]) -> None:
+    """Eight processes: transfers, messages, and reductions and gathers of two replicas are under way at the same time."""
+    common = (*INTERLEAVED, *QUIET, *OVERLAPS, "--pipeline-model-parallel-size", "4", "--global-batch-size", "32")
+    outcome = run_cases(8, cases({"overlaps": ((), ("grouped_balanced",))}, None, common), timeout_s=400)
+    as_stock(outcome, "overlaps", "grouped_balanced", 8)

@@ -99,15 +99,15 @@ def test_what_our_own_loop_trains_is_what_its_tests_compare() -> None:
     """Every row of theirs, and no other, under the test that has it."""
     shown, _, _ = tables("By our own loop")
     exists = names_in_gloo_tests()
-    for column, test in enumerate(("schedules", "halves", "placed"), start=1):
+    elsewhere = {
+        (column, name) for row in shown for column in range(1, 5) for name in re.findall(r"`(\w+)`, a row of `test_halves.py`", row[column])
+    }
+    for test, columns in {"schedules": (1, 3), "halves": (2,), "placed": (4,)}.items():
         rows = {row for name, keys in tables_of(test).items() if name.endswith("ROWS") or name == "FROM_STOCK" for row in keys}
-        named = {name for row in shown for name in re.findall(r"`(\w+)`", row[column])}
-        if test == "schedules":
-            named |= {name for row in shown for name in re.findall(r"`(\w+)`, a row of `test_schedules.py`", row[2])}
-        else:
-            named -= {name for row in shown for name in re.findall(r"`(\w+)`, a row of `test_schedules.py`", row[column])}
-        assert {name for name in named if not name.startswith("test_")} == rows, test
-        assert {name for name in named if name.startswith("test_")} <= exists
+        named = {(column, name) for row in shown for column in columns for name in re.findall(r"`(\w+)`", row[column])} - elsewhere
+        found = {name for _, name in named} | ({name for _, name in elsewhere} if test == "halves" else set())
+        assert {name for name in found if not name.startswith("test_")} == rows, test
+        assert {name for name in found if name.startswith("test_")} <= exists
 
 
 def test_every_schedule_says_which_runs_show_it() -> None:
