@@ -169,6 +169,11 @@ def _add_arguments(parser: Parser) -> None:
         metavar="N|N,N,...",
         help="most saved micro-batches, for all ranks or each (default: the smallest kept by all)",
     )
+    add(
+        "--buffers-stay",
+        action="store_true",
+        help="where an order is chosen for --bound: host buffers count all the time, as in a training",
+    )
     add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: fullest with emptiest)")
     add(
         "--after-input",
@@ -225,21 +230,22 @@ def _generated(options: argparse.Namespace) -> Schedule:
         raise ValueError(f"{', '.join(missing)} missing: say what to generate, or read a schedule with --input")
     if options.align:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
-    return build(
-        ScheduleConfig(
-            options.schedule,
-            options.stages,
-            options.microbatches,
-            options.chunks or FAMILIES[options.schedule].usual_chunks,
-            balancing(options.balance, options.bound, options.partners),
-            _group_of(options),
-            vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
-            input_shards=options.input_shards,
-            costs=unit_costs(options.costs, options.hop),
-            delay=options.delay or 0,
-            after_input=Fraction(1) if options.after_input is None else options.after_input,
-        )
+    config = ScheduleConfig(
+        options.schedule,
+        options.stages,
+        options.microbatches,
+        options.chunks or FAMILIES[options.schedule].usual_chunks,
+        balancing(options.balance, options.bound, options.partners, options.buffers_stay),
+        _group_of(options),
+        vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
+        input_shards=options.input_shards,
+        costs=unit_costs(options.costs, options.hop),
+        delay=options.delay or 0,
+        after_input=Fraction(1) if options.after_input is None else options.after_input,
     )
+    if options.buffers_stay and config.room is None:
+        raise ValueError("--buffers-stay is for orders that are chosen for a bound: give --bound N and no group, or leave it out")
+    return build(config)
 
 
 def _group_of(options: argparse.Namespace) -> int | None:
@@ -259,7 +265,7 @@ def _group_of(options: argparse.Namespace) -> int | None:
 
 
 def _imported(options: argparse.Namespace) -> Schedule:
-    for name in ("schedule", "stages", "microbatches", "chunks", "group", "delay", "vocabulary", "input_shards", "hop"):
+    for name in ("schedule", "stages", "microbatches", "chunks", "group", "delay", "vocabulary", "input_shards", "hop", "buffers_stay"):
         if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
     schedule = read_file(options.input)

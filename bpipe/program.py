@@ -19,7 +19,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import header, read_csv, write_rows
 from bpipe.names import unknown
-from bpipe.passes.balance import balance, keeps
+from bpipe.passes.balance import balance, keeps, occupied_counts
 
 # What commands and files call no `BalanceConfig`, and one.
 BALANCES = ("none", "bpipe")
@@ -34,11 +34,13 @@ Pass = Callable[[Schedule], Schedule]
 class BalanceConfig:
     """How to balance. `bounds` holds one number for every rank, or the same for all; by default the smallest that every pair can keep.
 
-    `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on.
+    `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on. `buffers_stay`:
+    where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full.
     """
 
     bounds: tuple[int, ...] | None = None
     partners: tuple[int, ...] | None = None
+    buffers_stay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +159,14 @@ class ScheduleConfig:
         return BALANCES[self.balance is not None]
 
 
-def balancing(name: str, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None) -> BalanceConfig | None:
+def balancing(
+    name: str, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None, buffers_stay: bool = False
+) -> BalanceConfig | None:
     """What a command or a file means by such a name."""
     if name not in BALANCES:
         raise ValueError(unknown("balance", name, BALANCES))
     if name != BALANCES[0]:
-        return BalanceConfig(None if bounds is None else tuple(bounds), None if partners is None else tuple(partners))
+        return BalanceConfig(None if bounds is None else tuple(bounds), None if partners is None else tuple(partners), buffers_stay)
     if bounds is not None or partners is not None:
         raise ValueError('bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out')
     return None
@@ -196,14 +200,17 @@ def choice_of(config: ScheduleConfig) -> Choice | None:
 def _made_for(config: ScheduleConfig, room: RankRoom) -> tuple[Choice, Schedule]:
     """The fastest of the family's orders for a room that pairs can keep. Raises ValueError where there is none."""
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    staying = config.balance is not None and config.balance.buffers_stay
     for choice, made in family.generate_within(*sizes, config.asked):
         schedule = replace(made, after_input=room.after_input)
-        if keeps(schedule, room.bound):
+        if keeps(schedule, room.bound, staying):
             return choice, schedule
     usual = replace(family.generate(*sizes, replace(config.asked, room=None)), after_input=room.after_input)
-    (kept,) = set(balance(usual).bounds or ())
+    evened = balance(usual)
+    (kept,) = {max(occupied_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(
-        f"no order of {config.schedule} was found that keeps every rank within {room.bound} micro-batches of a chunk: "
+        f"no order of {config.schedule} was found that keeps every rank within {room.bound} micro-batches of a chunk"
+        f"{', host buffers included' if staying else ''}: "
         f"its groups of {family.usual_group(config.num_ranks)} keep {kept}; raise the bound, or take more chunks"
     )
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from bpipe.ir.text import TextError, read_share
+from bpipe.ir.text import TextError, read_costs, read_share
 from bpipe.names import nearest, unknown
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
@@ -90,17 +90,18 @@ def counted(text: str) -> int:
 
 def costs(text: str) -> tuple[Fraction, ...]:
     """`1,2` or `1,1.5,1/2`: a forward and a backward, or a forward and the halves of a backward, exactly."""
-    one = r"[0-9]{1,9}(\.[0-9]{1,9}|/[0-9]{1,9})?"
-    if not re.fullmatch(f"{one}(,{one}){{1,2}}", text) or re.search("/0+(,|$)", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} are no two or three numbers such as 1,2 or 1,1.5,1/2")
-    return tuple(map(Fraction, text.split(",")))
+    try:
+        return read_costs(text, 2, 3)
+    except TextError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def hop(text: str) -> Fraction:
     """`0.05` or `1/20`: what a message takes, exactly."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9}|/0*[1-9][0-9]{0,8})?", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number such as 0.05 or 1/20")
-    return Fraction(text)
+    try:
+        return read_costs(text, 1, 1)[0]
+    except TextError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def numbers(text: str) -> tuple[int, ...]:

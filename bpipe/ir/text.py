@@ -220,6 +220,14 @@ def read_vocabulary(text: str, place: str) -> Vocabulary:
         raise TextError(f"{place}: vocabulary {text[:40]!r} is none of {names}") from None
 
 
+def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
+    """So many durations, such as `1,1.5,1/2`, exactly."""
+    one = r"([0-9]{1,9}(\.[0-9]{1,9})?|[0-9]{1,18}/0*[1-9][0-9]{0,17})"
+    if not re.fullmatch(f"{one}(,{one}){{{least - 1},{most - 1}}}", text):
+        raise TextError(f"{text[:40]!r} is not {' or '.join(map(str, sorted({least, most})))} numbers such as 1, 1.5 or 1/2")
+    return tuple(map(Fraction, text.split(",")))
+
+
 def read_share(text: str, place: str) -> Fraction:
     """A share of a micro-batch such as `0.5`, exactly."""
     if not _SHARE.fullmatch(text):

@@ -14,8 +14,9 @@ from math import ceil
 from operator import add
 
 from bpipe.ir.action import OTHER_END, Action
+from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.hosts import default_partners, in_pairs, pairing
-from bpipe.ir.memory import Memory, counts_of, live_bytes, peak_counts
+from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
 
@@ -31,11 +32,31 @@ def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: S
     return replace(_balance(schedule, bounds, counts_of(schedule), partners), bounds=tuple(bounds))
 
 
-def keeps(schedule: Schedule, bound: int) -> bool:
-    """Whether balancing can keep every rank within so many chunk micro-batches, with the partners that the peaks suggest."""
+def keeps(schedule: Schedule, bound: int, buffers_stay: bool = False) -> bool:
+    """Whether balancing can keep every rank within so many chunk micro-batches, with the partners that the peaks suggest.
+
+    `buffers_stay`: host buffers count all the time, and not only while a micro-batch is in them.
+    """
     memory = counts_of(schedule)
-    pairs = pairs_of(choose_partners(schedule, None))
-    return all(share(schedule, pair, (bound * memory.parts,) * 2, memory).refusal is None for pair in pairs)
+    partners = choose_partners(schedule, None)
+    outcomes = {}
+    for pair in pairs_of(partners):
+        outcomes[pair] = share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        if outcomes[pair].refusal is not None:
+            return False
+    return not buffers_stay or max(occupied_counts(_joined(schedule, partners, outcomes))) <= bound
+
+
+def occupied_counts(schedule: Schedule) -> tuple[Count, ...]:
+    """The most chunk micro-batches that each rank has room for at once: what its own hold, and its host buffers, which a run keeps."""
+    memory = counts_of(schedule)
+    found = []
+    for rank in range(schedule.num_ranks):
+        own = set(schedule.layout.stages_of(rank))
+        sizes = tuple(size if stage in own else StageMemory(0, 0, 0) for stage, size in enumerate(memory.stages))
+        held = max(live_bytes(schedule, rank, Memory(sizes, memory.unit, memory.parts)), default=0)
+        found.append(memory.amount(held + num_host_buffers(schedule, rank) * memory.parts))
+    return tuple(found)
 
 
 def balance_bytes(schedule: Schedule, bound_bytes: Sequence[int], memory: Memory, partners: Sequence[int] | None = None) -> Schedule:

@@ -24,11 +24,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.ir.action import Action
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
-from bpipe.ir.text import read_action, read_share
+from bpipe.ir.text import read_action, read_costs, read_share
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing
 from bpipe.record.keys import Rule, by_name, each, keys_of, line, number, values_of, whole, written
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_number, a_text, a_whole, an_object
@@ -110,6 +111,7 @@ Wait = Annotated[float, Rule(lambda value, name: max(0.0, a_number(value, name, 
 HostTime = Annotated[float, Rule(lambda value, _: a_number(value, "host time", -CLOCK_ERROR_S))]
 ExchangeName = Annotated[Exchange, Rule(lambda value, name: _read_exchange(value, name), lambda exchange: exchange.value)]
 ShareText = Annotated[Fraction, Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share)))]
+CostsText = Annotated[UnitCosts, Rule(lambda value, name: _read_costs(a_text(value, name), name), lambda costs: _costs_text(costs))]
 ActionText = Annotated[Action, Rule(lambda value, _: _read_action(a_text(value, "an action")), str)]
 
 
@@ -118,6 +120,18 @@ def _read_exchange(value: object, name: str) -> Exchange:
     if value not in known:
         raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
     return known[str(value)]
+
+
+def _costs_text(costs: UnitCosts) -> str:
+    return ",".join(str(Fraction(one)) for one in (costs.forward, costs.backward_input, costs.backward_weight, costs.hop))
+
+
+def _read_costs(text: str, name: str) -> UnitCosts:
+    """Of F, I, W and a hop."""
+    try:
+        return UnitCosts(*read_costs(text, 4, 4))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 class Row(NamedTuple):
@@ -155,10 +169,12 @@ class _ProgramKeys:
     balance: Text = "none"
     bounds: Counts | None = None
     partners: Counts | None = None
+    buffers_stay: Flag | None = None
     group_size: Count | None = None
     exchange: ExchangeName | None = None
     delay: Count | None = None
     after_input: ShareText | None = None
+    costs: CostsText | None = None
     vocabulary: Text | None = None
     written: Text | None = None
 
@@ -166,7 +182,7 @@ class _ProgramKeys:
 def read_program(found: object, name: str = "program") -> ScheduleConfig:
     """What was to be built."""
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
-    how = balancing(keys.balance, keys.bounds, keys.partners)
+    how = balancing(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay))
     return ScheduleConfig(
         keys.schedule,
         keys.num_stages,
@@ -177,6 +193,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
         delay=keys.delay or 0,
         after_input=Fraction(1) if keys.after_input is None else keys.after_input,
         exchange=keys.exchange,
+        costs=ALIKE if keys.costs is None else keys.costs,
         vocabulary=Vocabulary.WHOLE if keys.vocabulary is None else Vocabulary(keys.vocabulary),
         written=keys.written,
     )
@@ -193,10 +210,12 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         balance=config.balance_name,
         bounds=how.bounds,
         partners=how.partners,
+        buffers_stay=how.buffers_stay or None,
         group_size=config.group_size,
         exchange=config.exchange,
         delay=config.delay or None,
         after_input=None if config.after_input == 1 else config.after_input,
+        costs=None if config.costs == ALIKE else config.costs,
         vocabulary=None if config.vocabulary is Vocabulary.WHOLE else config.vocabulary.value,
         written=config.written,
     )

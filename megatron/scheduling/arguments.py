@@ -22,8 +22,9 @@ from bpipe.generate.families import (
     that_take_groups,
     that_take_shards,
 )
+from bpipe.generate.family import UnitCosts
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import TextError, read_share
+from bpipe.ir.text import TextError, read_costs, read_share
 from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling import upstream
@@ -158,6 +159,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "by default all of it.",
     )
     group.add_argument(
+        "--bpipe-costs",
+        type=_costs,
+        default=None,
+        metavar="F,I,W",
+        help="Where a schedule splits backwards and is chosen among several: what a rank's forward and the halves of its backward of a "
+        "micro-batch take, all its chunks together, such as 1,1.2,0.8; by default all alike.",
+    )
+    group.add_argument(
+        "--bpipe-hop",
+        type=_hop,
+        default=None,
+        metavar="H",
+        help="What a message from one rank to the next takes, in the unit of --bpipe-costs; by default no time.",
+    )
+    group.add_argument(
         "--bpipe-delay",
         type=int,
         default=None,
@@ -251,6 +267,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _group(text: str) -> int | None:
     """None: chosen."""
     return None if text == "auto" else _microbatches(text, ", and not auto")
+
+
+def _costs(text: str) -> UnitCosts:
+    try:
+        return UnitCosts(*read_costs(text, 3, 3))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, a forward and the halves of a backward, F,I,W") from None
+
+
+def _hop(text: str) -> Fraction:
+    try:
+        return read_costs(text, 1, 1)[0]
+    except TextError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _microbatches(text: str, nor: str = "") -> int:

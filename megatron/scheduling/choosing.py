@@ -13,7 +13,7 @@ from typing import Any
 
 from bpipe.check.order import check_microbatch_order
 from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups, that_take_shards
-from bpipe.generate.family import Family
+from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
@@ -77,6 +77,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
             vocabulary=vocabulary,
             delay=args.bpipe_delay or 0,
             after_input=Fraction(1) if args.bpipe_kept is None else args.bpipe_kept,
+            costs=_costs_of(args),
             exchange=Exchange.POSTED if ours else None,
         )
         # Of Megatron's own schedule only a bound can be more than there is.
@@ -88,8 +89,8 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
 
 
 def balance_of(balance: bool, bound: int | None) -> BalanceConfig | None:
-    """How to balance; None where nobody wants to. `bound`: micro-batches of a chunk, for all ranks."""
-    return BalanceConfig(None if bound is None else (bound,)) if balance else None
+    """How to balance; None where nobody wants to. `bound`: micro-batches of a chunk, for all ranks; host buffers are there all the time."""
+    return BalanceConfig(None if bound is None else (bound,), buffers_stay=bound is not None) if balance else None
 
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
@@ -115,6 +116,11 @@ def _is_megatrons(family: Family) -> bool:
     return family.exchange is not Exchange.POSTED
 
 
+def _costs_of(args: Any) -> UnitCosts:
+    found: UnitCosts = args.bpipe_costs or ALIKE
+    return replace(found, hop=args.bpipe_hop or 0)
+
+
 def _check_asked(args: Any, family: Family) -> None:
     if args.bpipe_group is not None and (not family.takes_groups or _is_megatrons(family)):
         own = "the group of Megatron's own schedule is --microbatch-group-size-per-virtual-pipeline-stage"
@@ -122,6 +128,10 @@ def _check_asked(args: Any, family: Family) -> None:
         raise ValueError(f"--bpipe-group {args.bpipe_group}: {reason}")
     if args.bpipe_delay is not None and not family.takes_delay:
         raise ValueError(f"--bpipe-delay {args.bpipe_delay}: {family.name} takes none: choose from {that_take_delays()}")
+    if args.bpipe_costs is not None and not family.splits:
+        raise ValueError(f"--bpipe-costs: {family.name} has the same order at any: leave it out")
+    if args.bpipe_hop is not None and args.bpipe_costs is None:
+        raise ValueError(f"--bpipe-hop {plain(args.bpipe_hop)} is in the unit of --bpipe-costs: give that, too, or leave it out")
     if args.bpipe_kept is not None and not family.splits:
         raise ValueError(
             f"--bpipe-kept {plain(args.bpipe_kept)}: {family.name} computes whole backwards, which have no halves: leave it out"
@@ -161,7 +171,14 @@ def _unlike(args: Any, schedule: Schedule, num_chunks: int) -> Iterator[str]:
     if microbatches is not None and schedule.num_microbatches != microbatches:
         size = schedule.num_microbatches * args.micro_batch_size * args.data_parallel_size
         yield f"it has {schedule.num_microbatches} micro-batches, and an iteration {microbatches}: --global-batch-size {size}"
-    for flag, value in (("group", args.bpipe_group), ("delay", args.bpipe_delay), ("kept", args.bpipe_kept)):
+    asked = {
+        "group": args.bpipe_group,
+        "delay": args.bpipe_delay,
+        "kept": args.bpipe_kept,
+        "costs": args.bpipe_costs,
+        "hop": args.bpipe_hop,
+    }
+    for flag, value in asked.items():
         if value is not None:
             yield f"--bpipe-{flag} is for schedules that are generated: leave it out"
     if schedule.hosts is not None and args.bpipe_bound is not None:

@@ -28,7 +28,7 @@ def refuse_ranks(positions: Positions, given: Mapping[str, Any]) -> None:
 
 def refuse_group(positions: Positions, groups: Any) -> None:
     """Raises ValueError where process groups of the script's own have one of several ranks for the embedding's weight."""
-    group = getattr(groups, "embd", None)
+    group: Any = getattr(groups, "embd", None)
     # A rank outside of a group has a number in its place.
     size = group.size() if hasattr(group, "size") else 1
     if positions.folded and size > 1:

@@ -5,16 +5,18 @@ In the log a rank of the schedule is called a stage, by its position. Imports no
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import groupby
 
 from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import pace
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import moves_anything, num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
+from bpipe.passes.balance import balance, occupied_counts
 from bpipe.program import ScheduleConfig, choice_of
-from bpipe.report.memory import rank_peaks, without_transfers
+from bpipe.report.memory import without_transfers
 
 
 def describe(schedule: Schedule) -> str:
@@ -28,7 +30,7 @@ def describe(schedule: Schedule) -> str:
         f"{num_host_buffers(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
         for s in evictors
     )
-    return f"{schedule.name}, {p} stages, {m} micro-batches: at most {max(peak_counts(schedule))} held; evicting {pairs}"
+    return f"{schedule.name}, {p} stages, {m} micro-batches: {_held(schedule)}; evicting {pairs}"
 
 
 def why_nothing_moves(schedule: Schedule) -> str:
@@ -59,11 +61,25 @@ def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
         return [f"{schedule.name}: groups of {usual} micro-batches, the usual ones; with --bpipe and --bpipe-bound N they are chosen"]
     assert program.room is not None
     groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))
-    held, bubble = max(peak_counts(schedule)), float(pace(schedule, program.costs).bubble_percent)
-    # A rank that hosts at one time and is full at another has room for both all the time.
-    occupied = max(rank_peaks(schedule, rank, None).microbatches for rank in range(program.num_ranks))
-    reserved = f" ({occupied} with host buffers, which stay)" if occupied > held else ""
+    bubble = float(pace(schedule, program.costs).bubble_percent)
     return [
-        f"{schedule.name}, chosen for a bound of {program.room.bound} micro-batches of a chunk: groups: {groups}; {choice.rule}; at most "
-        f"{plain(held)} held{reserved}, bubble {bubble:.1f} %"
+        f"{schedule.name}, chosen for a bound of {program.room.bound} micro-batches of a chunk{_at(program.costs)}: groups: {groups}; "
+        f"{choice.rule}; {_held(schedule)}, bubble {bubble:.1f} %"
     ]
+
+
+def _at(costs: UnitCosts) -> str:
+    if costs == ALIKE:
+        return ""
+    hop = f" and a hop of {_number(costs.hop)}" if costs.hop else ""
+    return f" at costs of {','.join(map(_number, (costs.forward, costs.backward_input, costs.backward_weight)))}{hop}"
+
+
+def _number(cost: int | Fraction) -> str:
+    return f"{float(cost):g}"
+
+
+def _held(schedule: Schedule) -> str:
+    """A rank that hosts at one time and is full at another has room for both all the time."""
+    held, occupied = max(peak_counts(schedule)), max(occupied_counts(schedule))
+    return f"at most {plain(held)} held" + (f" ({plain(occupied)} with host buffers, which stay)" if occupied > held else "")

@@ -23,7 +23,9 @@ from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import occupied_counts
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.report.memory import rank_peaks
 
 NAME = "grouped-interleaved"
 
@@ -238,6 +240,8 @@ def test_where_the_weights_half_holds_more_than_was_saved() -> None:
 def test_a_bound_that_no_order_keeps_names_one_that_can_be_kept() -> None:
     with pytest.raises(ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9; raise the bound"):
         build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((4,))))
+    with pytest.raises(ValueError, match=r"within 4 micro-batches of a chunk, host buffers included: its groups of 2 keep 9"):
+        build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((4,), buffers_stay=True)))
     assert build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((9,)))).bounds == (9,) * 4
 
 
@@ -268,6 +272,22 @@ def test_what_is_chosen_keeps_the_bound_and_the_order_of_micro_batches(
     check_microbatch_order(schedule)
 
 
+def occupied(schedule: Schedule) -> list[int]:
+    """Of each rank, in whole micro-batches: what a run of it allocates."""
+    return [rank_peaks(schedule, rank, None).microbatches for rank in range(schedule.num_ranks)]
+
+
+@pytest.mark.parametrize("size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)])
+def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
+    """A rank that hosts early and is full late has room for both; what is fastest while buffers come and go takes a little more."""
+    *sizes, bound = size
+    there, gone = (build(ScheduleConfig(NAME, *sizes, BalanceConfig((bound,), buffers_stay=stay))) for stay in (True, False))  # type: ignore[arg-type]
+    assert max(occupied(there)) <= bound
+    assert occupied(there) == list(occupied_counts(there))
+    assert max(occupied(gone)) == max(occupied_counts(gone)) == bound + 1 + (size[-1] == 20)
+    assert pace(gone, UnitCosts()).makespan <= pace(there, UnitCosts()).makespan < 1.03 * pace(gone, UnitCosts()).makespan
+
+
 def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["schedule", "--schedule", NAME, "--stages", "4", "--microbatches", "12", "--chunks", "3", "--format", "json"]
     bound = ["--balance", "bpipe", "--bound", "9", "--costs", "1,1.2,0.8", "--hop", "1/20", "--kept", "0.5"]
@@ -285,6 +305,7 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--schedule", NAME, "--chunks", "2", "--balance", "bpipe", "--buffers-stay"], "--buffers-stay is for orders that are chosen"),
         (["--schedule", NAME, "--group", "auto"], "--group auto is chosen for a bound: give --balance bpipe and --bound N"),
         (["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "4,4,4,5"], "one for all ranks"),
         (["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "9", "--partners", "3,2,1,0"], "leave --partners out"),

@@ -31,7 +31,7 @@ MAY: dict[str, set[str]] = {
     "read": {"ir", "passes.align"},
     "simulate": {"ir", "passes.lower"},
     "models": {"values", "names", "placement", "ir", "generate.families", "program", "simulate.cost"},
-    "record": {"values", "ir", "program", "models.flops"},
+    "record": {"values", "ir", "generate.family", "program", "models.flops"},
     "transport": {"ir.action", "ir.program", "simulate.bandwidth"},
     "runtime": {"ir", "passes.answered", "record.format", "transport", "vocabulary"},
     "plan": {"values", "ir", "generate.families", "program", "simulate", "models"},

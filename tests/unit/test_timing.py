@@ -101,7 +101,7 @@ def test_the_command_says_how_long_it_takes(capfd: pytest.CaptureFixture[str], t
 def test_what_are_no_costs_is_refused(text: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*EXAMPLE, "--costs", text])
-    assert "are no two or three numbers such as 1,2 or 1,1.5,1/2" in capfd.readouterr().err
+    assert "is not 2 or 3 numbers such as 1, 1.5 or 1/2" in capfd.readouterr().err
 
 
 def test_costs_that_do_not_fit_are_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.generate.family import UnitCosts
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Exchange
 from bpipe.program import BalanceConfig, ScheduleConfig, build, given
@@ -133,6 +134,14 @@ PROGRAMS = (
     given(build(ScheduleConfig("zb-h1", 4, 8))),
     given(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig()),
     ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((6,)), after_input=Fraction(1, 2)),
+    ScheduleConfig(
+        "grouped-interleaved",
+        4,
+        8,
+        2,
+        BalanceConfig((6,), buffers_stay=True),
+        costs=UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20)),
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bpipe import cli
-from bpipe.generate.family import ALIKE
+from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import pace
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
@@ -44,6 +44,8 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_delay": None,
             "bpipe_bound": None,
             "bpipe_kept": None,
+            "bpipe_costs": None,
+            "bpipe_hop": None,
             "bpipe_vocabulary": None,
             "padded_vocab_size": 1024,
             "tensor_model_parallel_size": 2,
@@ -87,14 +89,25 @@ def test_a_bound_holds_for_every_schedule() -> None:
     assert own_schedule(args(bpipe=True, bpipe_bound=4)) is None, "Megatron's loop runs it, and the driver balances to the bound"
 
 
-@pytest.mark.parametrize("kept", [None, "0.5"])
-def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(kept: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where the group is `auto`, which is how the parser says None."""
-    found = own_schedule(args(**GROUPED, bpipe_bound=6, bpipe_kept=None if kept is None else Fraction(kept)))
+COSTS = UnitCosts(1, Fraction(6, 5), Fraction(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ({}, []),
+        ({"bpipe_kept": Fraction(1, 2)}, ["--kept", "0.5"]),
+        ({"bpipe_costs": COSTS, "bpipe_hop": Fraction(1, 20)}, ["--costs", "1,1.2,0.8", "--hop", "0.05"]),
+    ],
+)
+def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
+    flags: dict[str, Any], asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With host buffers, which a training keeps. Also where the group is `auto`, which is how the parser says None."""
+    found = own_schedule(args(**GROUPED, bpipe_bound=8, **flags))
     assert found is not None
-    share = [] if kept is None else ["--kept", kept]
-    sizes = ["--stages", "4", "--microbatches", "8", "--chunks", "2", "--balance", "bpipe", "--bound", "6"]
-    assert cli.main(["schedule", "--schedule", "grouped-interleaved", *sizes, *share, "--format", "csv"]) == 0
+    sizes = ["--stages", "4", "--microbatches", "8", "--chunks", "2", "--balance", "bpipe", "--bound", "8", "--buffers-stay"]
+    assert cli.main(["schedule", "--schedule", "grouped-interleaved", *sizes, *asked, "--format", "csv"]) == 0
     assert write_csv(build(found)) == capsys.readouterr().out
     usual = own_schedule(args(**GROUPED))
     assert usual is not None
@@ -191,6 +204,8 @@ REFUSED = [
     ({"bpipe_bound": 2, "bpipe": True}, "--bpipe-schedule 1f1b: .*The smallest bound that ranks 0 and 3 can both keep is 3 micro-batches"),
     ({**GROUPED, "bpipe_bound": 1}, "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 5"),
     ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
+    ({"bpipe_schedule": "gpipe", "bpipe_costs": COSTS}, "--bpipe-costs: gpipe has the same order at any: leave it out"),
+    ({"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)}, "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give that, too"),
     (
         {"bpipe_schedule": "chimera"},
         "--bpipe-schedule chimera runs 2 pipes over the same ranks, .*, and several pipes are not trained yet: choose from gpipe, 1f1b, ",
@@ -209,6 +224,10 @@ REFUSED = [
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_kept": Fraction(1, 2)},
         "--bpipe-kept is for schedules that are generated",
+    ),
+    (
+        {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_costs": COSTS},
+        "--bpipe-costs is for schedules that are generated",
     ),
     (
         {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_bound": 3},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bpipe.generate.family import UnitCosts
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -125,6 +128,9 @@ def test_what_was_chosen_is_said() -> None:
     (line,) = grouped(config, build(config))
     assert "a bound of 6 micro-batches of a chunk: groups: 2 of 3, 1 of 2; pairs share one room" in line
     assert line.endswith("at most 6 held (7 with host buffers, which stay), bubble 9.4 %")
+    costs = UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20))
+    (line,) = grouped(replace(config, costs=costs), build(config))
+    assert "a bound of 6 micro-batches of a chunk at costs of 1,1.2,0.8 and a hop of 0.05: groups" in line
     (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, 2), build(config))
     assert "groups of 2 micro-batches, the usual ones" in usual
     for other in (ScheduleConfig("grouped-interleaved", 4, 8, 2, group_size=2), ScheduleConfig("1f1b", 4, 8)):
