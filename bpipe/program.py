@@ -11,7 +11,15 @@ from fractions import Fraction
 from functools import lru_cache
 
 from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES, exchange_of, that_take_chunks, that_take_delays, that_take_groups, that_take_shards
+from bpipe.generate.families import (
+    FAMILIES,
+    exchange_of,
+    that_interlace,
+    that_take_chunks,
+    that_take_delays,
+    that_take_groups,
+    that_take_shards,
+)
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
@@ -117,6 +125,11 @@ class ScheduleConfig:
                 f"schedule {self.schedule} has no place for shards of the vocabulary: leave the vocabulary whole, or choose from "
                 f"{that_take_shards()}"
             )
+        elif self.vocabulary is Vocabulary.INTERLACED and not family.interlaces:
+            raise ValueError(
+                f"schedule {self.schedule} has no place where all ranks compute shards at the same time: take vocabulary 1 or 2, or choose "
+                f"from {that_interlace()}"
+            )
         elif self.num_ranks < 2:
             raise ValueError("1 rank has nobody to share the vocabulary with: leave it whole, or take more ranks")
 
@@ -130,6 +143,9 @@ class ScheduleConfig:
         """What orders are made for: one bound for all, where nobody chose the groups or the pairs, and the family makes orders for one."""
         bounds = None if self.balance is None or self.balance.partners is not None else self.balance.bounds
         if self.written is not None or FAMILIES[self.schedule].within is None or self.group_size is not None or bounds is None:
+            return None
+        if self.vocabulary is not Vocabulary.WHOLE:
+            # Nobody has said how an order made for a bound runs ahead.
             return None
         return RankRoom(bounds[0], self.after_input) if len(set(bounds)) == 1 else None
 
@@ -185,7 +201,7 @@ def build(config: ScheduleConfig) -> Schedule:
     if config.vocabulary is Vocabulary.WHOLE:
         schedule = family.generate(*sizes, config.asked)
     else:
-        schedule = family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config.costs)
+        schedule = family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config.asked)
     if config.after_input != 1:
         schedule = with_after_input(schedule, config.after_input)
     return run(schedule, passes(config.balance), config.passing)

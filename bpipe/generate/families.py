@@ -61,6 +61,10 @@ def that_take_shards() -> str:
     return _names(lambda family: family.sharded is not None)
 
 
+def that_interlace() -> str:
+    return _names(lambda family: family.interlaces)
+
+
 def that_take_chunks() -> str:
     return _names(lambda family: family.max_chunks is None)
 

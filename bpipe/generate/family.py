@@ -77,8 +77,8 @@ LayoutOf = Callable[[int, int], Layout]
 Orders = Callable[[int, int, int, Asked], Sequence[Order]]
 # The same -> orders made for a room, which is given, and what each is: those that take least time first.
 OrdersWithin = Callable[[int, int, int, Asked], Iterable[tuple[Choice, Sequence[Order]]]]
-# (num_microbatches, layout, costs) -> the same with shards of the vocabulary, as the layout says.
-ShardedOrders = Callable[[int, Layout, UnitCosts], Sequence[Order]]
+# The same, and a layout -> orders with shards of the vocabulary, as that says.
+ShardedOrders = Callable[[int, int, int, Asked, Layout], Sequence[Order]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ class Family:
     chunks and the group: that much it holds. None where nobody has said.
     `within`: orders for the room that is asked, fastest first; whether pairs then keep the bound, balancing says. None where nobody has
     said how.
-    `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how.
+    `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
+    nothing beside the shards.
     `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple of it. Several are
     generated and simulated, and neither trained nor planned yet (`families.require_one_pipe`).
     """
@@ -112,6 +113,7 @@ class Family:
     fill: int | None = None
     ahead: Callable[[int, int, int, int], int] | None = None
     sharded: ShardedOrders | None = None
+    interlaces: bool = False
     within: OrdersWithin | None = None
     num_pipes: int = 1
 
@@ -128,7 +130,7 @@ class Family:
             yield choice, place(self.name, num_microbatches, layout, orders)
 
     def generate_sharded(
-        self, num_ranks: int, num_microbatches: int, num_chunks: int, vocabulary: Vocabulary, input_shards: bool, costs: UnitCosts
+        self, num_ranks: int, num_microbatches: int, num_chunks: int, vocabulary: Vocabulary, input_shards: bool, asked: Asked
     ) -> Schedule:
         """The same with shards of the output layer on all ranks, of the embedding too where asked. It has a name of its own.
 
@@ -137,7 +139,7 @@ class Family:
         assert self.sharded is not None, f"nobody has said where shards stand in {self.name}"
         layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
         name = f"{self.name}-vocabulary-{vocabulary.value}"
-        return place(name, num_microbatches, layout, self.sharded(num_microbatches, layout, costs))
+        return place(name, num_microbatches, layout, self.sharded(num_ranks, num_microbatches, num_chunks, asked, layout))
 
     @property
     def usual_chunks(self) -> int:

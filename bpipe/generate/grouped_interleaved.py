@@ -11,6 +11,7 @@ Source of the order: Wan et al., "PipeOffload: Improving Scalability of Pipeline
 
 from __future__ import annotations
 
+from bpipe.generate.ahead import BESIDE_HALVES, further_forwards
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.grouped_choice import within
 from bpipe.generate.interleaved import layout
@@ -54,4 +55,5 @@ FAMILY = Family(
     fill=3,
     ahead=_ahead,
     within=within,
+    sharded=further_forwards(orders, BESIDE_HALVES),
 )

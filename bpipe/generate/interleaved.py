@@ -12,6 +12,7 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 
 from __future__ import annotations
 
+from bpipe.generate.ahead import BESIDE_WHOLE, further_forwards
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.place import alternate
 from bpipe.generate.turns import chunk_turns, groups_of
@@ -61,4 +62,5 @@ FAMILY = Family(
     takes_groups=True,
     usual_group=lambda num_ranks: num_ranks,
     fill=3,
+    sharded=further_forwards(orders, BESIDE_WHOLE),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bpipe.generate.family import Family, one_stage_a_rank
 from bpipe.generate.place import alternate, backwards, forwards
-from bpipe.generate.sharded_1f1b import sharded_orders
+from bpipe.generate.sharded_1f1b import sharded
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
@@ -26,4 +26,4 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     return warm_up + steady + cool_down
 
 
-FAMILY = Family("1f1b", one_stage_a_rank, orders, Exchange.MEGATRON_1F1B, fill=2, sharded=sharded_orders)
+FAMILY = Family("1f1b", one_stage_a_rank, orders, Exchange.MEGATRON_1F1B, fill=2, sharded=sharded(orders), interlaces=True)

@@ -9,6 +9,7 @@ balancing pays as in 1F1B. Source: the split of Qi et al., "Zero Bubble Pipeline
 
 from __future__ import annotations
 
+from bpipe.generate.ahead import BESIDE_HALVES, further_forwards
 from bpipe.generate.family import Asked, Family, one_stage_a_rank
 from bpipe.generate.halves import put_off
 from bpipe.ir.action import Action
@@ -21,5 +22,13 @@ def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> list[
 
 
 FAMILY = Family(
-    "1f1b-split", one_stage_a_rank, orders, Exchange.POSTED, takes_delay=True, splits=True, fill=2, ahead=lambda p, m, v, g: min(p, m)
+    "1f1b-split",
+    one_stage_a_rank,
+    orders,
+    Exchange.POSTED,
+    takes_delay=True,
+    splits=True,
+    fill=2,
+    ahead=lambda p, m, v, g: min(p, m),
+    sharded=further_forwards(orders, BESIDE_HALVES),
 )

@@ -11,33 +11,27 @@ Source: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from bpipe.generate.family import UnitCosts
-from bpipe.generate.place import alternate, backwards, forwards
+from bpipe.generate.ahead import BESIDE_WHOLE, further_forwards
+from bpipe.generate.family import Asked, Orders, ShardedOrders
+from bpipe.generate.place import Order
 from bpipe.generate.shards import fit_shards
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout, Vocabulary
 
-# Barriers between the last stage's forward and its backward.
-_BARRIERS = {Vocabulary.WHOLE: 0, Vocabulary.ONE: 2, Vocabulary.TWO: 1}
 
+def sharded(orders: Orders) -> ShardedOrders:
+    """Of 1F1B's `orders`: with everything going on beside shards, or with nothing."""
+    running_ahead = further_forwards(orders, BESIDE_WHOLE)
 
-def sharded_orders(num_microbatches: int, layout: Layout, costs: UnitCosts) -> list[list[Action]]:
-    """Every rank's own order, and in it the shards that the layout says."""
-    num_ranks = layout.num_stages
-    if layout.vocabulary is Vocabulary.INTERLACED:
+    def made(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout) -> Sequence[Order]:
+        if layout.vocabulary is not Vocabulary.INTERLACED:
+            return running_ahead(num_ranks, num_microbatches, num_chunks, asked, layout)
         own = [list(_interlaced(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)]
-    else:
-        own = [_ahead(rank, num_ranks, num_microbatches, _BARRIERS[layout.vocabulary]) for rank in range(num_ranks)]
-    return fit_shards(layout, num_microbatches, own, costs)
+        return fit_shards(layout, num_microbatches, own, asked.costs)
 
-
-def _ahead(rank: int, num_ranks: int, num_microbatches: int, barriers: int) -> list[Action]:
-    """One backward for one forward behind `num_ranks - rank + barriers` of them: without barriers that is 1F1B."""
-    ahead = min(num_ranks - rank + barriers, num_microbatches)
-    steady = alternate(backwards(rank, range(num_microbatches)), forwards(rank, range(ahead, num_microbatches)))
-    return forwards(rank, range(ahead)) + steady + backwards(rank, range(num_microbatches - ahead, num_microbatches))
+    return made
 
 
 def _interlaced(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:

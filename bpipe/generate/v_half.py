@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bpipe.generate.ahead import later_microbatch
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.v_shape import half, layout, orders_within
 from bpipe.ir.action import Action
@@ -20,4 +21,6 @@ def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Seque
     return orders_within(num_ranks, num_microbatches, half, 2 * ((num_ranks + 2) // 2), asked.costs)
 
 
-FAMILY = Family("v-half", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=2, splits=True, fill=2)
+FAMILY = Family(
+    "v-half", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=2, splits=True, fill=2, sharded=later_microbatch(orders)
+)

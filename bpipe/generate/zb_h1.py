@@ -9,6 +9,7 @@ where w is at most f and at most i, for m >= p. Source: Qi et al., "Zero Bubble 
 
 from __future__ import annotations
 
+from bpipe.generate.ahead import BESIDE_HALVES, further_forwards
 from bpipe.generate.family import Family, one_stage_a_rank
 from bpipe.generate.halves import put_off
 from bpipe.ir.action import Action
@@ -19,4 +20,13 @@ def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Actio
     return put_off(num_ranks, num_microbatches, range(num_ranks))
 
 
-FAMILY = Family("zb-h1", one_stage_a_rank, orders, Exchange.POSTED, splits=True, fill=2, ahead=lambda p, m, v, g: min(p, m))
+FAMILY = Family(
+    "zb-h1",
+    one_stage_a_rank,
+    orders,
+    Exchange.POSTED,
+    splits=True,
+    fill=2,
+    ahead=lambda p, m, v, g: min(p, m),
+    sharded=further_forwards(orders, BESIDE_HALVES),
+)

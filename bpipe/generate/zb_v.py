@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bpipe.generate.ahead import later_microbatch
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.v_shape import half, layout, orders_within
 from bpipe.ir.action import Action
@@ -21,4 +22,4 @@ def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Seque
     return orders_within(num_ranks, num_microbatches, half, 2 * num_ranks, asked.costs)
 
 
-FAMILY = Family("zb-v", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=2, splits=True, fill=2)
+FAMILY = Family("zb-v", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=2, splits=True, fill=2, sharded=later_microbatch(orders))

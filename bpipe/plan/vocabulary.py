@@ -71,9 +71,10 @@ def alternatives(setup: Setup, profile: Profile | None = None) -> dict[str, Setu
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:
         found[REDISTRIBUTE] = replace(setup, layers=layers)
-    if FAMILIES[setup.schedule].sharded is not None:
+    family = FAMILIES[setup.schedule]
+    if family.sharded is not None:
         for one in Vocabulary:
-            if one is not Vocabulary.WHOLE:
+            if one is not Vocabulary.WHOLE and (family.interlaces or one is not Vocabulary.INTERLACED):
                 found[one.value] = replace(setup, vocabulary_parallel=one.value, input_shards=True)
     return found
 

@@ -54,9 +54,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "generate": (
         "place turns",
         "family",
-        "beats gpipe interleaved timing",
+        "beats gpipe timing",
         "list_scheduler shards two_pipes",
-        "bitpipe chimera grouped_choice mixpipe sharded_1f1b",
+        "ahead bitpipe chimera mixpipe",
+        "interleaved sharded_1f1b",
+        "grouped_choice",
         "grouped_interleaved",
         "one_f_one_b",
         "halves shift",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
 from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
-from bpipe.generate.families import exchange_of
-from bpipe.generate.family import ALIKE, UnitCosts
+from bpipe.generate.ahead import further_forwards, later_microbatch
+from bpipe.generate.families import FAMILIES, exchange_of
+from bpipe.generate.family import ALIKE, Asked, UnitCosts
 from bpipe.generate.place import backwards, forwards
 from bpipe.generate.shards import fit_shards
 from bpipe.ir.action import SHARDS, Action, Kind
@@ -108,6 +112,87 @@ def test_balancing_finds_the_smallest_bound(p: int, input_shards: bool) -> None:
         assert max(peak_counts(schedule)) == (p + 3) // 2 + more
 
 
+# Every other family, its chunks, and how many micro-batches of a chunk a rank holds more at most, by algorithm.
+OTHERS = {
+    ("1f1b-split", 1): {ONE: 1, TWO: 1},
+    ("zb-h1", 1): {ONE: 1, TWO: 1},
+    ("interleaved-1f1b", 2): {ONE: 2, TWO: 1},
+    ("interleaved-1f1b", 4): {ONE: 2, TWO: 1},
+    ("grouped-interleaved", 2): {ONE: 1, TWO: 1},
+    ("grouped-interleaved", 4): {ONE: 1, TWO: 1},
+    ("v-half", 2): {ONE: 2, TWO: 2},
+    ("v-min", 2): {ONE: 2, TWO: 2},
+    ("zb-v", 2): {ONE: 2, TWO: 2},
+}
+
+
+def both(name: str, p: int, m: int, v: int, vocabulary: Vocabulary, **more: Any) -> tuple[Schedule, Schedule]:
+    """Without shards and with."""
+    whole = build(ScheduleConfig(name, p, m, v, **more))
+    return whole, build(ScheduleConfig(name, p, m, v, vocabulary=vocabulary, **more))
+
+
+@pytest.mark.parametrize("vocabulary", [ONE, TWO])
+@pytest.mark.parametrize(("name", "v"), OTHERS)
+def test_other_families_run_ahead_by_a_forward_or_two(name: str, v: int, vocabulary: Vocabulary) -> None:
+    """And are longer by their shards and less than two micro-batches' time."""
+    for p in (4, 8):
+        m = 4 * p
+        whole, shards = both(name, p, m, v, vocabulary)
+        more = OTHERS[name, v][vocabulary]
+        assert all(one <= other + more for one, other in zip(peak_counts(shards), peak_counts(whole), strict=True))
+        stage = StageCost(Fraction(1, v), Fraction(2, v), Fraction(1, v) if whole.split_stages else None)
+        for late, length in ((0, Fraction(1, 2)), (Fraction(1, 50), Fraction(1, 50))):
+            costs = Costs((stage,) * p * v, Links(Link(latency_s=late)), Exchange.POSTED, shards=(ShardCost(length, 2 * length),))
+            alone = Costs((stage,) * p * v, Links(Link(latency_s=late)), Exchange.POSTED)
+            longer = Fraction(simulate(shards, costs).pipeline_s) - Fraction(simulate(whole, alone).pipeline_s) - 3 * m * length
+            assert longer < 6, f"{p} ranks: {float(longer)}"
+
+
+@pytest.mark.parametrize("vocabulary", [ONE, TWO])
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8, 16])
+def test_a_v_half_holds_a_micro_batch_more_and_all_ranks_alike(p: int, vocabulary: Vocabulary) -> None:
+    """Of an even number of ranks each p / 2 + 2."""
+    _, shards = both("v-half", p, 3 * p, 2, vocabulary)
+    assert peak_counts(shards) == (2 * ((p + 2) // 2 + 1),) * p
+
+
+@pytest.mark.parametrize("input_shards", [False, True])
+@pytest.mark.parametrize(("name", "v"), OTHERS)
+def test_other_families_run_with_any_number_of_micro_batches(name: str, v: int, input_shards: bool) -> None:
+    for p, m in ((2, 1), (2, 5), (3, 3), (4, 2), (4, 7), (5, 11), (6, 9)):
+        for vocabulary in (ONE, TWO):
+            schedule = build(ScheduleConfig(name, p, m, v, vocabulary=vocabulary, input_shards=input_shards))
+            check_microbatch_order(schedule)
+            assert not blocked_ranks(schedule, Waits.IN_EVERY_OPERATION, Exchange.POSTED)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
+def test_groups_of_any_size_run_ahead(group: int) -> None:
+    """Where a forward more would make ranks wait for each other, a micro-batch more does not."""
+    for m in (5, 12, 17):
+        whole, shards = both("grouped-interleaved", 6, m, 3, ONE, group_size=min(group, m))
+        assert max(peak_counts(shards)) <= max(peak_counts(whole)) + 3
+
+
+def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
+    """Then every backward is that of the micro-batch before, whatever the order is."""
+    name, p, m = "zb-v", 8, 24
+    orders = FAMILIES[name].orders
+    layout = replace(FAMILIES[name].layout(p, 2), vocabulary=ONE)
+    alone = further_forwards(orders, {ONE: 3, TWO: 3})(p, m, 2, Asked(), layout)
+    assert alone == later_microbatch(orders)(p, m, 2, Asked(), layout)
+
+
+@pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2), (8, 4)])
+def test_grouped_interleaving_is_balanced_around_shards(p: int, v: int) -> None:
+    whole, shards = (
+        build(ScheduleConfig("grouped-interleaved", p, 4 * p, v, BalanceConfig(), vocabulary=one)) for one in (Vocabulary.WHOLE, ONE)
+    )
+    assert whole.bounds is not None
+    assert shards.bounds == tuple(bound + 1 for bound in whole.bounds)
+
+
 def overhead(schedule: Schedule, shard: ShardCost, latency: Fraction, backward: int = 2) -> Fraction:
     """What an iteration takes beyond m times a rank's own work, in units of a forward."""
     links = Links(Link(latency_s=latency))
@@ -162,6 +247,8 @@ def test_it_is_run_by_our_executor() -> None:
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"gpipe has no place for shards of the vocabulary: .* choose from 1f1b"):
         ScheduleConfig("gpipe", 4, 8, vocabulary=ONE)
+    with pytest.raises(ValueError, match=r"v-half has no place where all ranks compute shards at the same time: .* choose from 1f1b"):
+        ScheduleConfig("v-half", 4, 8, 2, vocabulary=INTERLACED)
     with pytest.raises(ValueError, match="choose a vocabulary 1, 2 or interlaced, too"):
         ScheduleConfig("1f1b", 4, 8, input_shards=True)
     with pytest.raises(ValueError, match="nobody to share the vocabulary with"):

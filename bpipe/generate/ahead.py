@@ -1,0 +1,79 @@
+"""Run ahead of the barriers before the last stage's backward. In: a family's orders. Out: the same with shards.
+
+Between the last stage's forward of a micro-batch and its backward all ranks compute their shards of the vocabulary, S and T, and wait for
+each other: no longer than a rank's longest computation lasts, at each of the barriers of which algorithm 1 has two and algorithm 2 one. Two
+ways make room for that, and every rank holds so much more:
+
+    further_forwards    Every backward stands behind some more forwards of one chunk, in a full pipeline as many halves of the barriers'
+                        time. For chunks that go round the ranks: there a rank's forwards and backwards take turns one by one.
+    later_microbatch    The orders of a micro-batch more, in which every backward is that of the micro-batch before. What a backward waits
+                        for is as far away as it was, so nobody waits for ever whatever the orders are. For a V, whose turns differ from
+                        rank to rank, and where the first way makes ranks wait for each other.
+
+Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no schedule by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bpipe.generate.family import Asked, Orders, ShardedOrders
+from bpipe.generate.place import Order
+from bpipe.generate.shards import fit_shards
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout, Vocabulary
+
+_FORWARD = Kind.FORWARD
+
+# Of a chunk, forwards that a barrier needs beside whole backwards, which last as long as two of them.
+BESIDE_WHOLE = {Vocabulary.ONE: 2, Vocabulary.TWO: 1}
+# And beside halves: a rank comes to both of its shards within one forward, I and W.
+BESIDE_HALVES = {Vocabulary.ONE: 1, Vocabulary.TWO: 1}
+
+
+def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrders:
+    """So many forwards of a chunk further; a micro-batch where that makes ranks wait for each other."""
+    by_microbatch = later_microbatch(orders)
+
+    def sharded(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout) -> Sequence[Order]:
+        own = orders(num_ranks, num_microbatches, num_chunks, asked)
+        further = [_further(_actions(order), num_forwards[layout.vocabulary]) for order in own]
+        try:
+            return fit_shards(layout, num_microbatches, further, asked.costs)
+        except ValueError:
+            return by_microbatch(num_ranks, num_microbatches, num_chunks, asked, layout)
+
+    return sharded
+
+
+def later_microbatch(orders: Orders) -> ShardedOrders:
+    """Backwards a micro-batch later."""
+
+    def sharded(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout) -> Sequence[Order]:
+        own = orders(num_ranks, num_microbatches + 1, num_chunks, asked)
+        return fit_shards(layout, num_microbatches, [_later(_actions(order), num_microbatches) for order in own], asked.costs)
+
+    return sharded
+
+
+def _actions(order: Order) -> list[Action]:
+    return [one for one in order if isinstance(one, Action)]
+
+
+def _further(order: Sequence[Action], num_forwards: int) -> list[Action]:
+    forwards = [one for one in order if one.kind is _FORWARD]
+    found: list[Action] = []
+    ahead, taken = num_forwards, 0
+    for one in order:
+        if one.kind is _FORWARD:
+            ahead += 1
+        else:
+            found += forwards[taken:ahead]
+            taken = max(taken, min(ahead, len(forwards)))
+            found.append(one)
+    return found + forwards[taken:]
+
+
+def _later(order: Sequence[Action], num_microbatches: int) -> list[Action]:
+    moved = [one if one.kind is _FORWARD else Action(one.stage, one.kind, one.microbatch - 1) for one in order]
+    return [one for one in moved if 0 <= one.microbatch < num_microbatches]
