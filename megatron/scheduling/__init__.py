@@ -34,7 +34,7 @@ def install(config: SchedulingConfig) -> Installed:
 
     driver = Driver(config)
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
-    installed = install_patches(loop.wraps() | wraps_of(config.positions))
+    installed = install_patches(wraps_of(config.positions) | loop.wraps())
     installed.closing(loop.close)
     installed.closing(driver.close)
     return installed

@@ -74,7 +74,7 @@ class Loop:
         """What to put in place of what; Megatron's steps stay as they are, and are called."""
         loops = (patches.ONE_F_ONE_B, patches.INTERLEAVED, patches.NO_PIPELINING)
         halves = self._halves.wraps() if self._own.splits else {}
-        shards = {} if self._own.vocabulary is Vocabulary.WHOLE else vocabulary.wraps()
+        shards = {} if self._own.vocabulary is Vocabulary.WHOLE else vocabulary.Splitting(self._config.positions).wraps()
         return {**dict.fromkeys(loops, self._wrap), **dict.fromkeys(patches.LEAVES, _as_it_is), **halves, **shards}
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Loop:
                 stages = ChunkStages(chunks, last, split, self._halves)
                 executor = Executor(schedule, rank, stages, edges)
             else:
-                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[0]))
+                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]))
                 executor = Executor(schedule, rank, stages, EdgesAndCollectives(edges, self._collectives(schedule)), sharded.shard)
             prepared = self._prepared[key] = _Prepared(executor, stages, Marks.of(order, stages.chunks))
         return prepared

@@ -132,7 +132,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     driver = Driver(config)
     reporter = Reporter(config, driver) if config.report is not None else None
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
-    wraps = loop.wraps() | wraps_of(config.positions)
+    wraps = wraps_of(config.positions) | loop.wraps()
     if LINEAR in wraps:
         with _or_end():
             wraps |= ask(args)

@@ -18,8 +18,6 @@ from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, SHARDS, Action, Kind
 
 # What of a chunk's computations makes gradients of weights: each of these has a last micro-batch of its own.
 _HALVES = (OF_THE_INPUT, OF_THE_WEIGHTS, frozenset({Kind.SHARD_BACKWARD}))
-# A shard of the vocabulary belongs to no stage; its weight is with the rank's first chunk.
-_CHUNK_OF_SHARDS = 0
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,14 @@ class Marks:
 
     @classmethod
     def of(cls, order: Iterable[Action], chunks: Mapping[int, int]) -> Marks:
-        """`chunks[stage]` is a stage's place in the list of models."""
+        """`chunks[stage]` is a stage's place in the list of models. A shard's weight is in the last of them."""
+        of_shards = max(chunks.values(), default=0)
         making = frozenset().union(*_HALVES)
         first: dict[int, Action] = {}
         ends: list[dict[int, Action]] = [{} for _ in _HALVES]
         final: dict[int, Action] = {}
         for action in order:
-            chunk = _CHUNK_OF_SHARDS if action.kind in SHARDS else chunks[action.stage]
+            chunk = of_shards if action.kind in SHARDS else chunks[action.stage]
             if action.kind is Kind.FORWARD:
                 first.setdefault(chunk, action)
             if action.kind not in making:

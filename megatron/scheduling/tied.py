@@ -41,4 +41,6 @@ def _both(first: Any, last: Any) -> tuple[Any, Any] | None:
         return None
     if not last.share_embeddings_and_output_weights and not getattr(last, "mtp_process", False):
         return None
-    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+    copy = last.shared_embedding_or_output_weight()
+    # Of an output layer in shards there is none: `tied_shards`.
+    return None if copy is None else (first.shared_embedding_or_output_weight(), copy)

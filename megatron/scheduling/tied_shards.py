@@ -1,6 +1,6 @@
 """Keep a weight that embedding and output layer share one weight where the output layer is in shards.
 
-In: models of which the first rank embeds with the whole weight, and every rank has some of its rows for the output layer. Out: copies that
+In: models of which one rank embeds with the whole weight, and every rank has some of its rows for the output layer. Out: copies that
 stay equal: their gradients are added up row by row, as Megatron's all-reduce between the first rank and the last does; a sum of two numbers
 has the same bits either way. In a checkpoint there is one weight, under the embedding's key. Knows no schedule.
 """
@@ -22,15 +22,18 @@ _OUTPUT, _EMBEDDING = "output_layer.", "embedding.word_embeddings."
 _COPY = 1
 
 
-def tie(model: Any, weight: torch.nn.Parameter, rows: Rows) -> None:
-    """Mark a rank's rows as Megatron marks the last rank's copy, so that the norm counts each number once; and let the first rank's weight
-    be filed in as many pieces as there are shards.
+def tie(first: Any, last: Any, weight: torch.nn.Parameter, rows: Rows) -> None:
+    """Mark a rank's rows as Megatron marks the last rank's copy, so that the norm counts each number once; and let the embedding's weight
+    be filed in as many pieces as there are shards. `first` and `last` are the rank's chunks, which may be one.
     """
     weight.shared = weight.shared_embedding = True  # type: ignore[attr-defined]
     # Megatron would take the output layer's entry for the whole weight.
-    model.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
-    if model.pre_process:
-        _file_in_pieces(model.embedding.word_embeddings, model.pg_collection.tp.rank(), rows)
+    last.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
+    if last.post_process:
+        # There is no whole copy any more, for whoever keeps two of one rank equal.
+        last.shared_embedding_or_output_weight = lambda: None
+    if first.pre_process:
+        _file_in_pieces(first.embedding.word_embeddings, first.pg_collection.tp.rank(), rows)
 
 
 def entry(weight: torch.nn.Parameter, shard: int, rows: Rows, prefix: str, replica: int) -> ShardedTensor:
@@ -39,20 +42,22 @@ def entry(weight: torch.nn.Parameter, shard: int, rows: Rows, prefix: str, repli
     return _piece(key, weight, shard, rows, (_COPY, 0, replica))
 
 
-def add_up(model: Any, weight: torch.nn.Parameter) -> None:
-    """Give all copies of a row the sum of both layers' gradients. Collective over the model's pipeline. Frozen ones have none."""
-    pipeline = model.pg_collection.pp
-    first = dist.get_process_group_ranks(pipeline)[0]
+def add_up(first: Any, weight: torch.nn.Parameter, embeds: int) -> None:
+    """Give all copies of a row the sum of both layers' gradients. `first` is the rank's first chunk, `embeds` which of the pipeline's ranks
+    has the embedding. Collective over the model's pipeline. Frozen ones have none.
+    """
+    pipeline = first.pg_collection.pp
+    there = dist.get_process_group_ranks(pipeline)[embeds]
     mine = _gradient(weight)
     if mine is None:
         return
-    whole = _gradient(model.embedding.word_embeddings.weight) if model.pre_process else None
+    whole = _gradient(first.embedding.word_embeddings.weight) if first.pre_process else None
     parts = None if whole is None else list(whole.chunk(pipeline.size()))
     others = torch.empty_like(mine)
-    dist.scatter(others, parts, src=first, group=pipeline)
+    dist.scatter(others, parts, src=there, group=pipeline)
     mine.add_(others)
     # Rows of a matrix lie behind each other: what comes is written where it belongs.
-    dist.gather(mine, parts, dst=first, group=pipeline)
+    dist.gather(mine, parts, dst=there, group=pipeline)
 
 
 def _gradient(weight: Any) -> torch.Tensor | None:

@@ -24,6 +24,7 @@ from megatron.core.utils import unwrap_model
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import patches, tied_shards
 from megatron.scheduling.placed import BY_LAYER
+from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import SHARDED, end_where, reasons_of
 
 # What a script's own model and optimizer may be together, whatever the flags say.
@@ -114,10 +115,48 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         return {key: ShardedTensor.from_rank_offsets(key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True)}
 
 
-def wraps() -> dict[patches.Patch, patches.Wrap]:
-    """What to put in place of what, before any model is built."""
-    models = dict.fromkeys((patches.GPT_MODEL, patches.HYBRID_MODEL), _wrap_constructor)
-    return {**models, patches.TIED_GRADIENTS: _wrap_tied_gradients, **BY_LAYER}
+class Splitting:
+    """The wrappers, for models whose chunks are where `positions` has them. A rank's rows are dealt out to its last chunk."""
+
+    def __init__(self, positions: Positions) -> None:
+        self._positions = positions
+        # Of the model that is being built, this rank's first chunk.
+        self._first: Any = None
+
+    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
+        """What to put in place of what, before any model is built."""
+        models = dict.fromkeys((patches.GPT_MODEL, patches.HYBRID_MODEL), self._wrap_constructor)
+        return {**models, patches.TIED_GRADIENTS: self._wrap_tied_gradients, **BY_LAYER}
+
+    def _wrap_constructor(self, construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def constructed(model: Any, *args: Any, **kwargs: Any) -> None:
+            construct(model, *args, **kwargs)
+            chunk = model.vp_stage or 0
+            if chunk == 0:
+                self._first = model
+            if chunk == len(self._positions.mirrored) - 1:
+                split(self._first, model)
+                self._first = None
+
+        return constructed
+
+    def _wrap_tied_gradients(self, all_reduce: Callable[..., None]) -> Callable[..., None]:
+        """Where Megatron adds up the copies' gradients: behind their reduction, before they are scaled."""
+        embeds = -1 if self._positions.folded else 0
+
+        @functools.wraps(all_reduce)
+        def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+            layer = output_shard(model[-1])
+            if not layer.tied:
+                all_reduce(model, *args, **kwargs)
+                return
+            ddp: Any = getattr(model[0], "ddp_config", None)
+            if ddp is not None and ddp.use_distributed_optimizer:
+                raise ValueError(next(iter(reasons_of(SHARDED, _TIED_AND_DISTRIBUTED, "--bpipe-vocabulary"))))
+            tied_shards.add_up(unwrap_model(model[0]), layer.weight, embeds)
+
+        return added
 
 
 def output_shard(model: Any) -> OutputLayerShard:
@@ -132,37 +171,17 @@ def output_shard(model: Any) -> OutputLayerShard:
     return layer
 
 
-def _wrap_constructor(construct: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(construct)
-    def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        split(self)
+def split(first: Any, model: Any) -> None:
+    """Deal the output layer's rows out to the last chunks, `model`, of all ranks; `first` is this rank's first.
 
-    return constructed
-
-
-def _wrap_tied_gradients(all_reduce: Callable[..., None]) -> Callable[..., None]:
-    """Where Megatron adds up the copies' gradients: behind their reduction, before they are scaled."""
-
-    @functools.wraps(all_reduce)
-    def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-        layer = output_shard(model[0])
-        if not layer.tied:
-            all_reduce(model, *args, **kwargs)
-            return
-        ddp: Any = getattr(model[0], "ddp_config", None)
-        if ddp is not None and ddp.use_distributed_optimizer:
-            raise ValueError(next(iter(reasons_of(SHARDED, _TIED_AND_DISTRIBUTED, "--bpipe-vocabulary"))))
-        tied_shards.add_up(unwrap_model(model[0]), layer.weight)
-
-    return added
-
-
-def split(model: Any) -> None:
-    """Deal the output layer's rows out. Collective over the model's pipeline. Raises ValueError for what cannot be split."""
+    Collective over the model's pipeline. Raises ValueError for what cannot be split.
+    """
     end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model)])
-    whole = model.output_layer.weight if model.post_process else None
     shard = OutputLayerShard(model)
+    whole = model.output_layer.weight if model.post_process else None
+    if whole is not None and shard.tied and first.pre_process:
+        # A copy on the embedding's own rank is nothing yet: between two ranks Megatron's constructor has filled it.
+        whole = first.embedding.word_embeddings.weight
     with torch.no_grad():
         _deal(None if whole is None else whole.data, shard.weight.data, model.pg_collection.pp)
     # As Megatron marks the whole layer's.
@@ -170,7 +189,7 @@ def split(model: Any) -> None:
     if model.config.use_mup:
         shard.weight.is_embedding_parameter = True
     if shard.tied:
-        tied_shards.tie(model, shard.weight, shard.rows)
+        tied_shards.tie(first, model, shard.weight, shard.rows)
     model.output_layer = shard
     if model.post_process:
         model.compute_language_model_loss = shard.note
@@ -180,8 +199,6 @@ def _of_model(model: Any) -> Iterator[str]:
     """What only a model says; flags say the same where the model is made of them."""
     if not model.parallel_output:
         yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
-    if model.vp_stage is not None:
-        yield "--bpipe-vocabulary: this model has virtual stages, and shards of the vocabulary are for one stage a rank"
 
 
 def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any) -> None:

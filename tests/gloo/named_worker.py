@@ -27,7 +27,10 @@ if __name__ == "__main__":
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import get_attr_wrapped_model
 
-    TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
+    from megatron.scheduling.vocabulary import OutputLayerShard
+
+    OUTPUT = "output_layer.weight"
+    TIED = {OUTPUT: "embedding.word_embeddings.weight"}
 
     def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every weight of this rank by its name in the whole model, and by its shard."""
@@ -39,8 +42,11 @@ if __name__ == "__main__":
                     _, _, number, rest = name.split(".", 3)
                     name = f"decoder.layers.{numbers[int(number)]}.{rest}"
                 # A stage that predicts further tokens embeds, too: the output layer's own weight is there beside it, and nobody uses it.
+                shard = name == OUTPUT and isinstance(inner.output_layer, OutputLayerShard)
                 if inner.share_embeddings_and_output_weights and not inner.mtp_process:
                     name = TIED.get(name, name)
+                if shard:
+                    name += f" from {inner.output_layer.first_row}"
                 if "experts" in name:
                     name += f" of {parallel_state.get_expert_model_parallel_rank()}"
                 yield f"{name} {parallel_state.get_tensor_model_parallel_rank()}", weight
@@ -50,6 +56,13 @@ if __name__ == "__main__":
 
     def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
         """The same numbers for one name on every rank; norms are around one, and what no tensor-parallel rank shards is equal on all."""
+        if " from " in name:
+            # Rows of what is drawn as a whole, where no tensor-parallel rank has others.
+            whole, _, shard = name.partition(" from ")
+            first, _, rank = shard.partition(" ")
+            rows: Any = torch.empty(int(first) + len(weight), weight.shape[1])
+            rows.tensor_model_parallel = True
+            return draw(f"{whole} {rank}", rows)[int(first) :]
         key = name if getattr(weight, "tensor_model_parallel", False) else name.rpartition(" ")[0]
         drawn = torch.randn(weight.shape, generator=seed(key)) * (0.02 if weight.dim() > 1 else 0.1)
         return drawn + 1 if "norm" in name and name.split()[0].endswith("weight") else drawn

@@ -123,7 +123,7 @@ def one_shard_trains_what_the_whole_layer_does() -> None:
     for loss, settings in ((mean, {}), (summed, {}), (summed, {"calculate_per_token_loss": True})):
         expected, stock = whole(loss, **settings)
         inner = model(**settings)
-        split(inner)
+        split(inner, inner)
         assert isinstance(inner.output_layer, OutputLayerShard)
         call = called(inner, loss)
         sharded(inner, call)
@@ -141,7 +141,7 @@ def one_shard_trains_what_the_whole_layer_does() -> None:
 def splitting_changes_no_weight_and_draws_nothing() -> None:
     plain, after = model(), torch.rand(1)
     inner = model()
-    split(inner)
+    split(inner, inner)
     assert torch.equal(torch.rand(1), after)
     assert all(torch.equal(one, other) for one, other in zip(inner.parameters(), plain.parameters(), strict=True))
     weight = inner.output_layer.weight
@@ -153,7 +153,7 @@ def splitting_changes_no_weight_and_draws_nothing() -> None:
 def logits_are_computed_through_the_module() -> None:
     """Its hooks gather its weight where the distributed optimizer overlaps that: without them the weight would be stale, silently."""
     inner = model()
-    split(inner)
+    split(inner, inner)
     called_for: list[torch.Size] = []
     inner.output_layer.register_forward_pre_hook(lambda layer, given: called_for.append(given[0].shape))
     x = torch.randn(LENGTH, BATCH, HIDDEN)
@@ -169,7 +169,7 @@ def evaluation_calls_the_loss_function_once() -> None:
         return losses if non_loss_data else mean(losses)
 
     inner = model()
-    split(inner)
+    split(inner, inner)
     with torch.no_grad():
         sharded(inner, called(inner, watched, forward_only=True))
         assert len(seen) == MICROBATCHES
@@ -185,7 +185,7 @@ def evaluation_calls_the_loss_function_once() -> None:
 
 def what_shards_cannot_compute_is_refused() -> None:
     inner = model()
-    split(inner)
+    split(inner, inner)
     with pytest.raises(ValueError, match="must not depend on the losses"):
         sharded(inner, called(inner, lambda losses: (losses.square().mean(), {})))
     with pytest.raises(ValueError, match="call the model with labels"):
@@ -198,7 +198,7 @@ def what_shards_cannot_compute_is_refused() -> None:
     ):
         refused = SimpleNamespace(config=SimpleNamespace(**settings), parallel_output=settings.get("parallel_output", True), vp_stage=None)
         with pytest.raises(ValueError, match=reason):
-            split(refused)
+            split(refused, refused)
     with pytest.raises(ValueError, match="and this is a Linear: train without --bpipe-vocabulary"):
         output_shard(torch.nn.Linear(1, 1))
 
@@ -212,10 +212,10 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
         def sharded_state_dict(self, prefix: str) -> dict[str, Any]:
             return {f"{prefix}weight": ShardedTensor.from_rank_offsets(f"{prefix}weight", whole, replica_id=(0, 0, 2))}
 
-    first = SimpleNamespace(pre_process=True, embedding=SimpleNamespace(word_embeddings=Embedding()))
+    first = SimpleNamespace(pre_process=True, post_process=False, embedding=SimpleNamespace(word_embeddings=Embedding()))
     first.pg_collection = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
     weight = torch.nn.Parameter(whole[4:8].clone())
-    tied_shards.tie(first, weight, rows)
+    tied_shards.tie(first, first, weight, rows)
     assert weight.shared
     assert weight.shared_embedding
     found = first.embedding.word_embeddings.sharded_state_dict(prefix="embedding.word_embeddings.")[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,11 +266,15 @@ def test_an_output_layer_in_shards_is_run_by_our_own_loop() -> None:
     found = own_schedule(args(bpipe_vocabulary="1"))
     assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.ONE, exchange=Exchange.POSTED)
     assert unplaced(args(bpipe_vocabulary="1"), found) == []
+    chunks = args(bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2)
+    assert own_schedule(chunks) == replace(found, schedule="interleaved-1f1b", num_chunks=2)
 
 
 def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"interleaved-1f1b has no place for shards of the vocabulary: .* choose from 1f1b"):
-        own_schedule(args(bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2))
+    with pytest.raises(ValueError, match=r"gpipe has no place for shards of the vocabulary: .* choose from 1f1b"):
+        own_schedule(args(bpipe_vocabulary="1", bpipe_schedule="gpipe"))
+    with pytest.raises(ValueError, match=r"interleaved-1f1b has no place where all ranks compute shards at the same time: .* from 1f1b"):
+        own_schedule(args(bpipe_vocabulary="interlaced", virtual_pipeline_model_parallel_size=2))
     with pytest.raises(ValueError, match=r"--bpipe-vocabulary interlaced: --bpipe-schedule mine.csv is a file; choose from 1f1b"):
         own_schedule(args(bpipe_vocabulary="interlaced", bpipe_schedule="mine.csv"))
     uneven = args(bpipe_vocabulary="1", padded_vocab_size=1028)
