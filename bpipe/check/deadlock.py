@@ -37,6 +37,7 @@ class Waits(enum.IntEnum):
     IN_EVERY_OPERATION = 2  # and inside every computation, as some communication libraries and allocators do
     # And before a transfer or a message starts, for the one before it in its direction: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a
     # device share one queue, and an operation at its head that its own stream does not let begin holds up whatever was issued after it.
+    # So does what takes up the statistics of all shards beside the computation, from S on.
     ONE_QUEUE = 3
     AT_ISSUE = 4  # and for every transfer where it is posted: --bpipe-sync-transfers, or a timer around it that synchronises the device
 
@@ -77,6 +78,8 @@ class _Board:
         self.missing = [2] * needs.num_values
         if needs.layout.shard_kinds:
             self.missing = [len(needs.route(value).parties) for value in range(needs.num_values)]
+        # What a collective gathers is taken up at once, beside the computation, to make what the last stage waits for.
+        self.in_two_steps = needs.in_two_steps
         # By sender and receiver, the numbers of what passes so, in order.
         self.transfers: dict[tuple[int, int], list[int]] = {}
         # By evictor: by what leaves it, in order, of how many of its stages it has told the sizes by then; and the numbers of these.
@@ -192,6 +195,9 @@ class _RankWalk:
                 missing[what] = left = missing[what] - 1
                 if not left and what in waiting:
                     runnable += waiting.pop(what)
+                elif left and one_queue and what in board.in_two_steps:
+                    self.index = index
+                    yield what
             elif do == _START:
                 self.index = index
                 yield from self._start(what)

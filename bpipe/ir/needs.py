@@ -80,6 +80,8 @@ class Needs:
         self._own: dict[Kind, list[int] | None] = {**dict.fromkeys(Kind), _BACKWARD: outputs, _INPUT: outputs, _WEIGHT: gradients}
         shards = layout.input_shards or layout.vocabulary is not Vocabulary.WHOLE
         self.num_values = (2 * stages + 3 * shards) * width
+        # What all shards gather and, of what each makes of that, the last stage the sum: nothing is reduced behind T.
+        self.in_two_steps = range(statistics, statistics + width) if last == statistics else range(0)
         # From here on a value has a maker on every rank.
         self.first_shared = 2 * stages * width
         self._by_pipe = tuple(self._routes(pipe) for pipe in range(layout.num_pipes))

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Do, Exchange, Instruction, Message
 from bpipe.ir.schedule import Schedule
@@ -145,6 +145,9 @@ class Executor:
     def _run(self, action: Action, calls: Calls | None) -> None:
         needed = self._needs.needed(action)
         received = () if needed == NOTHING else self._take(needed, action)
+        if needed in self._needs.in_two_steps:
+            # What shards have gathered is theirs, and the sum of what they made of it the stage's.
+            received = received[:1] if action.kind in SHARDS else received[1:]
         if calls:
             calls.before(action)
         made = self._compute[action.kind](action, received)

@@ -1,22 +1,25 @@
-"""Compute a rank's shard of the output layer by autograd, as our executor asks for S and T of algorithm 1.
+"""Compute a rank's shard of the output layer, as our executor asks for S and T of algorithm 1 or 2.
 
 In: a layer that makes logits, what the last stage made for all shards, and what all shards have gathered. Out: a shard's statistics, then
 its part of the gradient of the last stage's output; the losses of a micro-batch's tokens, for whoever wants them. Knows no group, no model.
 
-Between S and T a micro-batch has its logits and the graph behind them here, in the layer's own type. T makes the gradient of the logits in
-their place, and autograd goes on from there: through the layer, whatever it does, once for each micro-batch and in their order.
+Algorithm 1, `OutputShard`: between S and T a micro-batch has its logits and the graph behind them here, in the layer's own type. T makes
+the gradient of the logits in their place, and autograd goes on from there: through the layer, whatever it does, once for each micro-batch
+and in their order. Algorithm 2, `EarlyShard`: S makes what the shard gives that gradient, too, as far as it can be known before the
+statistics of all are. Once they are, `late` puts it right, and what is left for T is the layer's weight: so the layer must be one matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from bpipe.ir.action import Action
 from bpipe.runtime.stage import Tensors
-from bpipe.vocabulary.output import logits_gradient, losses, statistics, totals
+from bpipe.runtime.streams import used_here
+from bpipe.vocabulary.output import SoftmaxTotals, early_part, late_part, logits_gradient, losses, statistics, totals
 
 
 class _BetweenPasses(NamedTuple):
@@ -28,6 +31,9 @@ class _BetweenPasses(NamedTuple):
     token_gradients: torch.Tensor
 
 
+Told = Callable[[int, torch.Tensor], None]
+
+
 class OutputShard:
     """Rows `first_row` and on of an output layer of `vocabulary` rows: `layer` makes their logits [..., r] of a stage's output [..., h].
 
@@ -35,13 +41,7 @@ class OutputShard:
     tokens are those of the logits in their order. `told(microbatch, losses)` is called in T with the losses [n], 32 bit at least.
     """
 
-    def __init__(
-        self,
-        layer: Callable[[torch.Tensor], torch.Tensor],
-        first_row: int,
-        vocabulary: int,
-        told: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, layer: Callable[[torch.Tensor], torch.Tensor], first_row: int, vocabulary: int, told: Told | None = None) -> None:
         self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
         self._held: dict[int, _BetweenPasses] = {}
 
@@ -60,8 +60,7 @@ class OutputShard:
         (gathered,) = received
         found = totals(gathered)
         x, logits, labels, token_gradients = self._held.pop(action.microbatch)
-        if self._told is not None:
-            self._told(action.microbatch, losses(found, labels, self._vocabulary))
+        _tell(self._told, action, found, labels, self._vocabulary)
         if logits is None:
             return ()
         gradient = logits_gradient(_rows(logits), labels, self._first_row, found, token_gradients, overwrite=True)
@@ -69,6 +68,78 @@ class OutputShard:
         assert x.grad is not None, "logits depend on what they are made of"
         # What is added up over all shards is 32 bit, or the error would grow with their number.
         return (x.grad.to(torch.promote_types(x.dtype, torch.float32)),)
+
+
+class Matrix(Protocol):
+    """An output layer's rows: logits are a stage's output times them, and nothing else."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[r, h]."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., r] of [..., h]."""
+
+    def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to the weight's gradient what that of the logits brings."""
+
+
+class _Early(NamedTuple):
+    """Of a micro-batch, from S to `late`: what a shard gives the input's gradient, as far as its own statistics say."""
+
+    part: torch.Tensor
+    statistics: torch.Tensor
+    labels: torch.Tensor
+    token_gradients: torch.Tensor
+
+
+class EarlyShard:
+    """The same rows by algorithm 2. `late` may run beside S and T, in a thread or on a stream of its own: it shares nothing with T."""
+
+    def __init__(self, layer: Matrix, first_row: int, vocabulary: int, told: Told | None = None) -> None:
+        self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
+        self._held: dict[int, _BetweenPasses] = {}
+        self._early: dict[int, _Early] = {}
+
+    def begin(self) -> None:
+        """Nothing is held of an iteration that did not end."""
+        self._held.clear()
+        self._early.clear()
+
+    def forward(self, action: Action, received: Tensors) -> Tensors:
+        x, labels, token_gradients = received
+        back = torch.is_grad_enabled()
+        with torch.no_grad():
+            logits = self._layer.logits(x)
+        own = statistics(_rows(logits), labels, self._first_row)
+        if back:
+            part = early_part(_rows(logits), self._layer.weight, own, token_gradients)
+            self._early[action.microbatch] = _Early(part, own, labels, token_gradients)
+        self._held[action.microbatch] = _BetweenPasses(x, logits if back else None, labels, token_gradients)
+        return (own,)
+
+    def late(self, microbatch: int, received: Tensors) -> Tensors:
+        """[n, h], 32 bit at least: this shard's part of the gradient of the last stage's output, from the statistics of all shards."""
+        (gathered,) = received
+        early = self._early.pop(microbatch)
+        used_here(gathered, *early)
+        part, own, labels, token_gradients = early
+        return (late_part(part, self._layer.weight, labels, self._first_row, own, totals(gathered), token_gradients),)
+
+    def backward(self, action: Action, received: Tensors) -> Tensors:
+        (gathered,) = received
+        found = totals(gathered)
+        x, logits, labels, token_gradients = self._held.pop(action.microbatch)
+        _tell(self._told, action, found, labels, self._vocabulary)
+        if logits is not None:
+            gradient = logits_gradient(_rows(logits), labels, self._first_row, found, token_gradients, overwrite=True)
+            self._layer.backward_weight(x, gradient.view_as(logits))
+        return ()
+
+
+def _tell(told: Told | None, action: Action, found: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> None:
+    if told is not None:
+        told(action.microbatch, losses(found, labels, vocabulary))
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

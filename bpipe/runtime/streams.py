@@ -95,8 +95,32 @@ class StreamLane:
         end.record(stream)
         return _Issued(begin, end)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Nothing of its own: the streams belong to the engine."""
+
+
+class _OwnStreamLane(StreamLane):
+    """A lane of a stream of its own, whatever is current; a job starts behind what the current one has been given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
+        self._stream.wait_event(torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self._stream):
+            return super().run(job, after)
+
+
+def beside(device: torch.device, timeout_s: float) -> CopyLane:
+    """A lane for what is computed once others have made their part, while the computation goes on: a stream of its own, or a thread."""
+    return _OwnStreamLane(device) if device.type == "cuda" else ThreadLane("shards", timeout_s)
+
+
+def used_here(*tensors: torch.Tensor) -> None:
+    """Memory of another stream is used on the current one: nobody gets it before this is over, whoever lets go of the tensor."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:

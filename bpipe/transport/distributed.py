@@ -43,6 +43,10 @@ class Works:
             work.wait()
         self._works, self._tensors = [], []
 
+    def again(self) -> Works:
+        """The same for somebody else to wait for, on a device for another stream."""
+        return Works(self._works, self._tensors)
+
     @property
     def completed(self) -> bool:
         """Whether it is over. Gloo does not know before it was waited for."""

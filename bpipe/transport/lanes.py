@@ -23,8 +23,8 @@ class CopyLane(Protocol):
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
         """Do the job once all of `after` have ended and every earlier job of this lane has."""
 
-    def close(self) -> None:
-        """No more jobs. Ends what belongs to the lane."""
+    def close(self, wait: bool = True) -> None:
+        """No more jobs. Ends what belongs to the lane, and unless told not to waits for it."""
 
 
 class Ticket:
@@ -77,9 +77,10 @@ class ThreadLane:
         self._jobs.put(ticket)
         return ticket
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         self._jobs.put(None)
-        self._thread.join(self._timeout_s)
+        if wait:
+            self._thread.join(self._timeout_s)
 
     def _work(self) -> None:
         while True:

@@ -65,8 +65,8 @@ class LateLane:
 
         return self._lane.run(late, after)
 
-    def close(self) -> None:
-        self._lane.close()
+    def close(self, wait: bool = True) -> None:
+        self._lane.close(wait)
 
 
 def late_lanes(device: torch.device, timeout_s: float, delays: Delays) -> tuple[CopyLane, CopyLane]:

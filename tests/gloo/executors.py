@@ -28,8 +28,9 @@ from bpipe.passes.balance import balance
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.runtime.streams import copying_on
-from bpipe.transport.collectives import Collectives, EdgesAndCollectives, connect_shared
+from bpipe.runtime.shards import EarlyShard
+from bpipe.runtime.streams import beside, copying_on
+from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups, connect_shared
 from bpipe.transport.connect import connect
 from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import Edges, connect_edges
@@ -52,6 +53,7 @@ def v_half_uneven() -> Schedule:
 
 
 SHARDED = ScheduleConfig("1f1b", RANKS, 8, vocabulary=Vocabulary.ONE)
+SPLIT = (Vocabulary.ONE, Vocabulary.TWO)
 INTERLEAVED = ScheduleConfig("interleaved-1f1b", RANKS, 8, num_chunks=2)
 CASES: dict[str, tuple[Callable[[], Schedule], str | None]] = {
     "1f1b": (partial(build, ScheduleConfig("1f1b", RANKS, 8)), None),
@@ -77,19 +79,20 @@ def engine_of(schedule: Schedule, rank: int, transport: str) -> Engine:
     return Engine(schedule, rank, connection.transport() if connection else None, config)
 
 
-def sharded(rank: int, edges: Mapping[int, PairGroups]) -> dict[str, Any]:
-    everybody = [tuple(range(RANKS))]
-    groups = connect_shared(everybody, everybody, "gloo", TIMEOUT_S, CPU)
+def sharded(rank: int, edges: Mapping[int, PairGroups], groups: SharedGroups, vocabulary: Vocabulary) -> dict[str, Any]:
     gradients, moved = [], 0
     for balance_of in (None, BalanceConfig()):
-        schedule = build(replace(SHARDED, balance=balance_of))
+        schedule = build(replace(SHARDED, vocabulary=vocabulary, balance=balance_of))
         model = ShardedModel(RANKS, RANKS)
         engine = engine_of(schedule, rank, "peer") if balance_of else None
-        collectives = Collectives(rank, groups, schedule.layout.rank_of_action, CPU)
+        shard, lane = model.shard(rank, vocabulary), beside(CPU, TIMEOUT_S)
+        second = SecondStep(shard.late, lane) if isinstance(shard, EarlyShard) else None
+        collectives = Collectives(rank, groups, schedule.layout.rank_of_action, CPU, second)
         carried = EdgesAndCollectives(Edges(rank, edges, CPU), collectives)
-        executor = Executor(schedule, rank, model.parts(schedule, rank), carried, model.shard(rank))
+        executor = Executor(schedule, rank, model.parts(schedule, rank), carried, shard)
         for _ in range(ITERATIONS):
             executor.run(engine)
+        lane.close()
         gradients.append([model.weights[rank].grad, model.shards[rank].grad])
         if engine:
             moved = sum(engine.moved_bytes.values())
@@ -128,7 +131,10 @@ def one_rank(rank: int, folder: str) -> None:
         }
         if engine:
             engine.release()
-    found["shards"] = sharded(rank, groups)
+    everybody = [tuple(range(RANKS))]
+    shared = connect_shared(everybody, everybody, "gloo", TIMEOUT_S, CPU)
+    for vocabulary in SPLIT:
+        found[f"shards {vocabulary.value}"] = sharded(rank, groups, shared, vocabulary)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

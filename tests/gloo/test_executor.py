@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from bpipe.ir.layout import Vocabulary
 from tests.gloo.conftest import ROOT
-from tests.gloo.executors import CASES, RANKS
+from tests.gloo.executors import CASES, RANKS, SPLIT
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,9 @@ def test_every_gradient_has_the_bits_of_the_model_in_one_piece(case: str, found:
 
 
 @pytest.mark.timeout(120)
-def test_shards_of_the_output_layer_over_real_collectives(found: list[dict[str, Any]]) -> None:
-    shards = [rank["shards"] for rank in found]
+@pytest.mark.parametrize("vocabulary", SPLIT, ids=lambda split: split.value)
+def test_shards_of_the_output_layer_over_real_collectives(vocabulary: Vocabulary, found: list[dict[str, Any]]) -> None:
+    shards = [rank[f"shards {vocabulary.value}"] for rank in found]
     assert max(rank["error"] for rank in shards) < 1e-9
     assert [rank["balanced_same"] for rank in shards] == [True] * RANKS
     assert any(rank["moved"] for rank in shards)

@@ -15,7 +15,7 @@ from bpipe.check.rules import check
 from bpipe.generate.ahead import further_forwards, later_microbatch
 from bpipe.generate.families import FAMILIES, exchange_of
 from bpipe.generate.family import ALIKE, Asked, UnitCosts
-from bpipe.generate.place import backwards, forwards
+from bpipe.generate.place import backwards, forwards, place
 from bpipe.generate.shards import fit_shards
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.grid import write_grid
@@ -30,6 +30,11 @@ from bpipe.simulate.engine import simulate
 
 ONE, TWO, INTERLACED = Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED
 SPLIT = (ONE, TWO, INTERLACED)
+# What a rank computes behind its S of the first of two micro-batches.
+BEHIND = (
+    *((Kind.SHARD_BACKWARD, 0), (Kind.BACKWARD, 0)),
+    *((Kind.SHARD_FORWARD, 1), (Kind.SHARD_BACKWARD, 1), (Kind.BACKWARD, 1)),
+)
 
 
 def sharded(
@@ -71,6 +76,22 @@ def test_in_one_queue_shards_of_the_embedding_are_seen_to_block() -> None:
     """CUDA_DEVICE_MAX_CONNECTIONS=1: one rank issues a reduction of embeddings before a gradient's, another behind it."""
     blocked = blocked_ranks(sharded(4, 16, ONE, input_shards=True), Waits.ONE_QUEUE, Exchange.POSTED)
     assert {"the embeddings", "the last gradient"} <= {one.message.partition(" of ")[0] for one in blocked}
+
+
+def test_in_one_queue_what_takes_up_the_statistics_is_seen_to_block() -> None:
+    """Behind its S rank 0 waits for rank 1's, which comes behind a forward that needs rank 0's next."""
+    own = [
+        [Action(0, Kind.FORWARD, 0), Action(0, Kind.SHARD_FORWARD, 0), Action(0, Kind.FORWARD, 1)],
+        [Action(1, Kind.FORWARD, 0), Action(1, Kind.FORWARD, 1), Action(1, Kind.SHARD_FORWARD, 0)],
+        [Action(2, Kind.FORWARD, 0), Action(2, Kind.SHARD_FORWARD, 0), Action(2, Kind.FORWARD, 1)],
+    ]
+    rest = [[Action(rank, kind, k) for kind, k in BEHIND] for rank in range(3)]
+    for vocabulary in (ONE, TWO):
+        schedule = place("late", 2, Layout(((0, 1, 2),), vocabulary), [before + behind for before, behind in zip(own, rest, strict=True)])
+        check(schedule)
+        blocked = {one.rank: one.message for one in blocked_ranks(schedule, Waits.ONE_QUEUE)}
+        waiting = {0: "the statistics of micro-batch 0", 1: "the output of 0F1", 2: "the statistics of micro-batch 0"}
+        assert blocked == (waiting if vocabulary is TWO else {})
 
 
 @pytest.mark.parametrize("vocabulary", SPLIT)

@@ -7,14 +7,16 @@ torch's own cross entropy. Collectives have to be sent in one order by all ranks
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
 from bpipe.ir.action import SHARDS, Kind
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Do, Instruction, Message
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.shards import OutputShard
+from bpipe.runtime.shards import EarlyShard, OutputShard
 from bpipe.runtime.stage import Tensors, TorchStages
 from tests.unit.runtime.pipeline import ROWS, WIDTH, Mail, Post, inputs_of, take_turns
 
@@ -29,6 +31,8 @@ class SharedPost(Post):
         super().__init__()
         self.parts: dict[int, dict[int, Tensors]] = defaultdict(dict)
         self.orders: dict[Kind, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        # By rank, where a stage needs what was gathered, too: what each makes of it.
+        self.late: list[Callable[[int, Tensors], Tensors]] = []
 
 
 class SharedMail(Mail):
@@ -56,13 +60,33 @@ class SharedMail(Mail):
             return tuple(tensor.clone() for tensor in parts[0])
         together = tuple(map(torch.stack, zip(*parts, strict=True)))
         # What shards need is gathered, and what a stage needs is added up.
-        return together if any(one.kind in SHARDS for one in message.needed_by) else tuple(one.sum(0) for one in together)
+        stages = [one for one in message.needed_by if one.kind not in SHARDS]
+        if len(stages) == len(message.needed_by):
+            return tuple(one.sum(0) for one in together)
+        if [one.stage for one in stages] != [self._rank]:
+            return together
+        late = zip(*(make(stages[0].microbatch, together) for make in self._post.late), strict=True)
+        return *together, *(torch.stack(one).sum(0) for one in late)
 
     def can(self, instruction: Instruction) -> bool:
         what = instruction.what
         if instruction.do is Do.WAIT and isinstance(what, Message) and what.is_collective:
             return len(self._post.parts[what.value]) == len(what.made_by)
         return super().can(instruction)
+
+
+class Rows:
+    """A matrix of logits by itself, whose gradient comes by its own product."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.weight = weight
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled(), "nobody goes back through this"
+        return x @ self.weight.t()
+
+    def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        torch.autograd.backward(self.weight, gradient.t() @ x)
 
 
 class ShardedModel:
@@ -104,9 +128,12 @@ class ShardedModel:
 
         return TorchStages({stage: part(stage) for stage in schedule.layout.stages_of(rank)})  # type: ignore[misc]
 
-    def shard(self, rank: int) -> OutputShard:
+    def shard(self, rank: int, vocabulary: Vocabulary = Vocabulary.ONE) -> OutputShard | EarlyShard:
+        told = self.told if rank == 0 else None
+        if vocabulary is Vocabulary.TWO:
+            return EarlyShard(Rows(self.shards[rank]), rank * VOCABULARY, len(self.output), told)
         weight = self.shards[rank]
-        return OutputShard(lambda x: x @ weight.t(), rank * VOCABULARY, len(self.output), self.told if rank == 0 else None)
+        return OutputShard(lambda x: x @ weight.t(), rank * VOCABULARY, len(self.output), told)
 
     def told(self, microbatch: int, losses: torch.Tensor) -> None:
         self.losses[microbatch] = losses
@@ -134,7 +161,9 @@ def in_shards(schedule: Schedule) -> ShardedModel:
     num_ranks = schedule.num_ranks
     model, post = ShardedModel(schedule.num_stages, num_ranks), SharedPost()
     mails = [SharedMail(rank, post) for rank in range(num_ranks)]
-    executors = [Executor(schedule, rank, model.parts(schedule, rank), mail, model.shard(rank)) for rank, mail in enumerate(mails)]
+    shards = [model.shard(rank, schedule.layout.vocabulary) for rank in range(num_ranks)]
+    post.late = [shard.late for shard in shards if isinstance(shard, EarlyShard)]
+    executors = [Executor(schedule, rank, model.parts(schedule, rank), mail, shards[rank]) for rank, mail in enumerate(mails)]
     take_turns(executors, mails)
     for by_rank in post.orders.values():
         assert len({tuple(order) for order in by_rank.values()}) == 1, "ranks send one sort of collectives in several orders"

@@ -21,14 +21,14 @@ from bpipe.runtime.shards import OutputShard
 from bpipe.runtime.stage import TorchStages
 from tests.unit.runtime.sharded import in_one_piece, in_shards
 
-WITH_BARRIERS = (Vocabulary.ONE, Vocabulary.INTERLACED)
+SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
 
 
 def schedule(p: int, m: int, vocabulary: Vocabulary) -> ScheduleConfig:
     return ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)
 
 
-@pytest.mark.parametrize("vocabulary", WITH_BARRIERS)
+@pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (3, 2), (4, 1), (4, 9)])
 def test_shards_compute_what_the_layer_in_one_piece_does(p: int, m: int, vocabulary: Vocabulary) -> None:
     found, expected = in_shards(build(schedule(p, m, vocabulary))), in_one_piece(p, p, m)
@@ -39,8 +39,9 @@ def test_shards_compute_what_the_layer_in_one_piece_does(p: int, m: int, vocabul
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
 
 
-def test_balancing_changes_no_bit_and_no_order_of_collectives() -> None:
-    plain = build(schedule(4, 8, Vocabulary.ONE))
+@pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
+def test_balancing_changes_no_bit_and_no_order_of_collectives(vocabulary: Vocabulary) -> None:
+    plain = build(schedule(4, 8, vocabulary))
     moved = balance(plain)
     assert moved.hosts is not None
     pairs = zip(in_shards(plain).gradients(shards=True), in_shards(moved).gradients(shards=True), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +128,70 @@ def test_one_gets_the_sum_of_what_all_make(ranks: list[Collectives]) -> None:
     assert [ranks[rank].wait(gradient(0)) for rank in (0, 1)] == [(), ()]
     (total,) = ranks[LAST].wait(gradient(0))
     assert total.tolist() == [3.0, 3.0]
+
+
+class Lane:
+    """Jobs wait until somebody says `go`, or for what comes of them."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], None]] = []
+
+    def run(self, job: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        def all_of_it() -> None:
+            for pending in after:
+                pending.wait()
+            job()
+
+        self.jobs.append(all_of_it)
+        return SimpleNamespace(wait=self.go)
+
+    def go(self) -> None:
+        while self.jobs:
+            self.jobs.pop(0)()
+
+    def close(self, wait: bool = True) -> None:
+        raise AssertionError
+
+
+def with_stage(microbatch: int) -> Message:
+    """What is gathered and what the last stage needs of it are one value."""
+    message = statistics(microbatch)
+    return message._replace(needed_by=(*message.needed_by, Action(LAST, Kind.BACKWARD, microbatch)))
+
+
+def test_a_stage_gets_the_sum_of_what_all_make_of_what_all_made(ranks: list[Collectives]) -> None:
+    lanes = [Lane() for _ in ranks]
+    for rank, one in enumerate(ranks):
+
+        def late(microbatch: int, gathered: Any, rank: int = rank) -> tuple[torch.Tensor]:
+            return (gathered[0].sum() * 10**rank + torch.tensor([float(microbatch)]),)
+
+        one._second = collectives.SecondStep(late, lanes[rank])
+        one.send(with_stage(1), (torch.tensor([1.0 + rank]),))
+    for rank in (0, 1):
+        (whole,) = ranks[rank].wait(with_stage(1))
+        assert whole.tolist() == [[1.0], [2.0], [3.0]]
+        assert len(lanes[rank].jobs) == 1, "nobody waits for what it does not need"
+        lanes[rank].go()
+    whole, total = ranks[LAST].wait(with_stage(1))
+    assert whole.tolist() == [[1.0], [2.0], [3.0]]
+    assert total.tolist() == [6.0 * 111 + 3]
+
+
+def test_what_breaks_beside_the_computation_is_told_to_the_computation(ranks: list[Collectives]) -> None:
+    """Rank 0 waits for nothing that comes of it."""
+    lane = Lane()
+
+    def late(microbatch: int, gathered: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    for one in ranks:
+        one._second = collectives.SecondStep(late, lane if one is ranks[0] else Lane())
+        one.send(with_stage(0), (torch.tensor([1.0]),))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        lane.go()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ranks[0].wait(with_stage(0))
 
 
 def test_what_was_never_posted_is_not_waited_for(ranks: list[Collectives]) -> None:
