@@ -24,7 +24,7 @@ KERNELS = ("gpu", "cpu")
 # What of the weights' halves of split backwards is put off: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
 # How the trainer can split the output layer, --bpipe-vocabulary.
-TRAINED_SHARDS = ("1", "interlaced")
+TRAINED_SHARDS = ("1", "2", "interlaced")
 
 
 _CHOICES = {

@@ -6,7 +6,7 @@ Says nothing of data, learning rate or iterations: those are the user's. Imports
 from __future__ import annotations
 
 from bpipe.generate.families import default
-from bpipe.models.layout import TRAINED_SHARDS, Setup
+from bpipe.models.layout import Setup
 from bpipe.plan.layer_split import split_flags
 
 
@@ -49,13 +49,13 @@ def _parallel(setup: Setup) -> list[str]:
 def schedule_flags(setup: Setup) -> list[str]:
     """Of a schedule that Megatron's own loops do not run; nothing for what they run.
 
-    Raises ValueError for shards of the vocabulary that no training has.
+    Raises ValueError for shards of the embedding, which no training has.
     """
     flags: list[object] = []
     if setup.is_sharded:
-        if setup.input_shards or setup.vocabulary_parallel not in TRAINED_SHARDS:
-            shards = f"vocabulary {setup.vocabulary_parallel}{' with input shards' if setup.input_shards else ''}"
-            raise ValueError(f"{shards} has no flag of the trainer's: it splits the output layer alone, by {' or '.join(TRAINED_SHARDS)}")
+        if setup.input_shards:
+            shards = f"vocabulary {setup.vocabulary_parallel} with input shards"
+            raise ValueError(f"{shards} has no flag of the trainer's: it splits the output layer alone")
         flags += ["--bpipe-vocabulary", setup.vocabulary_parallel]
     if setup.schedule == default(setup.chunks):
         return [str(flag) for flag in flags]

@@ -37,7 +37,11 @@ from megatron.scheduling.refusals import end_where, reasons, refuse
 TIMERS_LEVEL = 2
 
 # How the output layer may be split in training, and how that is scheduled.
-SPLIT = {"1": "with everything else going on beside it", "interlaced": "all ranks at once with nothing beside it"}
+SPLIT = {
+    "1": "with everything else going on beside it",
+    "2": "the same, with a micro-batch less on each rank, and what a shard gives back made before it is known exactly",
+    "interlaced": "all ranks at once with nothing beside it",
+}
 
 
 @dataclass(frozen=True)

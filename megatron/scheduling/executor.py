@@ -26,8 +26,11 @@ from bpipe.ir.schedule import Schedule
 from bpipe.passes.forwards import forwards_only
 from bpipe.program import ScheduleConfig
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SharedGroups
+from bpipe.runtime.shards import EarlyShard, OutputShard
+from bpipe.runtime.streams import beside
+from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.edges import Edges
+from bpipe.transport.lanes import CopyLane
 from megatron.scheduling import patches, upstream, vocabulary
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import no_barrier
@@ -69,6 +72,7 @@ class Loop:
         self._prepared: dict[object, _Prepared] = {}
         self._groups: Any = None
         self._shared: SharedGroups | None = None
+        self._lane: CopyLane | None = None
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what; Megatron's steps stay as they are, and are called."""
@@ -80,6 +84,9 @@ class Loop:
     def close(self) -> None:
         """Training is over, one way or the other."""
         self._halves.abandon()
+        if self._lane is not None:
+            # What was asked of it is over, or others are gone and it waits for them.
+            self._lane.close(wait=False)
 
     def _wrap(self, loop: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(loop)
@@ -192,16 +199,23 @@ class Loop:
                 stages = ChunkStages(chunks, last, split, self._halves)
                 executor = Executor(schedule, rank, stages, edges)
             else:
-                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]))
-                executor = Executor(schedule, rank, stages, EdgesAndCollectives(edges, self._collectives(schedule)), sharded.shard)
+                early = self._own.vocabulary is Vocabulary.TWO
+                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]), early)
+                carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
+                executor = Executor(schedule, rank, stages, carried, sharded.shard)
             prepared = self._prepared[key] = _Prepared(executor, stages, Marks.of(order, stages.chunks))
         return prepared
 
-    def _collectives(self, schedule: Schedule) -> Collectives:
+    def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:
         """Collective over the world the first time."""
+        timeout_s, device = self._config.message_timeout_s, self._driver.device
         if self._shared is None:
-            self._shared = connect_shards(self._config.positions, self._config.message_timeout_s, self._driver.device)
-        return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, self._driver.device)
+            self._shared = connect_shards(self._config.positions, timeout_s, device)
+        second = None
+        if isinstance(shard, EarlyShard):
+            self._lane = self._lane or beside(device, timeout_s)
+            second = SecondStep(shard.late, self._lane)
+        return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, device, second)
 
 
 class _Around:

@@ -175,16 +175,7 @@ class Halves:
             raise RuntimeFault(
                 f"{_named(key)}: W runs after {kept.passes} passes of it, not after its forward and its I: did it run before?"
             )
-        nodes = []
-        with torch.enable_grad():
-            # Backwards: autograd begins with the node that was made last, and a whole backward began with what was put off first.
-            while kept.halves:
-                half = kept.halves.pop()
-                nodes.append(_Weights.apply(half.weight, half.bias, half))
-                del half
-        if nodes:
-            # Nobody reads these gradients.
-            torch.autograd.backward(nodes, [nodes[0].detach()] * len(nodes))  # [3]
+        _run(kept.halves)
         self._run_delaying(key)
 
     def _run_delaying(self, key: Key) -> None:
@@ -292,6 +283,25 @@ class Halves:
                 f"a weight of {tuple(parameter.shape)} is used by a linear layer, whose part of its gradient waits for W, and by something "
                 f"else, whose part does not: they would be added up apart, in another order and told of twice; {_WAY_OUT}"
             )
+
+
+def backward_of_weight(weight: torch.nn.Parameter, inputs: torch.Tensor, gradient: torch.Tensor, gathers: Any, fused: bool) -> None:
+    """W of one linear layer by itself, whose I somebody else has computed; the arguments are those of a `_Half`."""
+    _run([_Half(weight, None, inputs, gradient, gathers, fused)])
+
+
+def _run(halves: list[_Half]) -> None:
+    """One backward over all of them, in the order in which they were put off; the list is empty afterwards."""
+    nodes = []
+    with torch.enable_grad():
+        # Backwards: autograd begins with the node that was made last, and a whole backward began with what was put off first.
+        while halves:
+            half = halves.pop()
+            nodes.append(_Weights.apply(half.weight, half.bias, half))
+            del half
+    if nodes:
+        # Nobody reads these gradients.
+        torch.autograd.backward(nodes, [nodes[0].detach()] * len(nodes))  # [3]
 
 
 def _named(key: Key) -> str:

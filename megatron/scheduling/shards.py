@@ -6,7 +6,7 @@ and no messages.
     F of the last stage   Megatron's step over the script's own. The model notes hidden states and labels and gives zeros for the tokens'
                           losses; what the script's loss function makes of these, with all of Megatron's scalings, has for its gradient how
                           much every token's loss counts: it goes to all ranks with the hidden states.
-    S, T                  the shard's logits and their gradient, `bpipe.runtime.shards`
+    S, T                  the shard's logits and their gradient, `bpipe.runtime.shards`, of algorithm 1 or 2
     T of the last rank    the losses are known: the script's loss function is called again, for what is logged
     B of the last stage   goes back from the hidden states with the sum of what all shards made
 
@@ -22,7 +22,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from bpipe.ir.action import Action
-from bpipe.runtime.shards import OutputShard
+from bpipe.runtime.shards import EarlyShard, OutputShard
 from bpipe.runtime.stage import Key, Tensors
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.halves import Halves
@@ -33,13 +33,19 @@ LossFunction = Callable[..., Any]
 
 
 class ShardedStages(ChunkStages):
-    """The stages of one rank whose pipeline shares the output layer; `shard` computes this rank's rows of it."""
+    """The stages of one rank whose pipeline shares the output layer; `shard` computes this rank's rows of it, by algorithm 2 if `early`."""
 
-    def __init__(self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, layer: OutputLayerShard) -> None:
+    def __init__(
+        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, layer: OutputLayerShard, early: bool = False
+    ) -> None:
         super().__init__(chunks, last_stage, split, halves)
         self._layer = layer
         told = self._tell if self.has_last else None
-        self.shard = OutputShard(layer.logits, layer.first_row, layer.rows.vocabulary, told)
+        self.shard: OutputShard | EarlyShard
+        if early:
+            self.shard = EarlyShard(layer, layer.first_row, layer.rows.vocabulary, told)
+        else:
+            self.shard = OutputShard(layer.logits, layer.first_row, layer.rows.vocabulary, told)
         # By micro-batch, from the last stage's forward to the last rank's T: its loss function, and how much each token's loss counts.
         self._losses: dict[int, tuple[LossFunction, torch.Tensor]] = {}
         self._shape: torch.Size | None = None
@@ -75,9 +81,15 @@ class ShardedStages(ChunkStages):
         super().let_go(made[:1])
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        if action.stage != self.last_stage:
+            return super().backward(action, gradients)
         # A sum over all shards comes in 32 bit.
         (gradient,) = gradients
         made = self._held[action.stage, action.microbatch][1]
+        if isinstance(self.shard, EarlyShard):
+            # Of this tensor-parallel rank's rows alone: on the lane of a second step its collective would meet the computation's.
+            assert self._shape is not None, "the last stage has run"
+            gradient = self._layer.of_input(gradient.view(*self._shape[::-1], -1))
         return super().backward(action, (gradient.to(made.dtype),))
 
     def check(self) -> None:

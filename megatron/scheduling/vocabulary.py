@@ -19,10 +19,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.utils import unwrap_model
 
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import patches, tied_shards
+from megatron.scheduling.halves import backward_of_weight
 from megatron.scheduling.placed import BY_LAYER
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import SHARDED, end_where, reasons_of
@@ -80,6 +85,21 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
             return self._scaled(self(x)[0])  # type: ignore[no-any-return]
         finally:
             self._computes = False
+
+    def of_input(self, part: torch.Tensor) -> torch.Tensor:
+        """Of a gradient [s, b, h] of the last layer's output, from this tensor-parallel rank's rows, all of it as it goes back there: the
+        sum over these ranks, and of s this rank's part. As Megatron's own backward has it. May be in the same memory.
+        """
+        scaled = self._scaled(part)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
+        return reduce_from_tensor_model_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
+
+    def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add what a gradient [s, b, r] of logits brings the weight, as Megatron's own backward does; `x` as `logits` was given it."""
+        if self.weight.requires_grad:
+            gathers = self.tp_group if self.sequence_parallel else None
+            backward_of_weight(self.weight, x, self._scaled(gradient), gathers, self.gradient_accumulation_fusion)
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         if self._computes:

@@ -14,6 +14,7 @@ import torch
 from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Waits
 from bpipe.check.rules import check_waits
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import ONE_SIDED
@@ -44,6 +45,11 @@ def refuse_standstill(
     Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in the way.
     """
     waits, setting = waits_of(config, device)
+    if waits is Waits.ONE_QUEUE and schedule.layout.vocabulary is Vocabulary.TWO:
+        raise ValueError(
+            f"with {setting} every rank would wait behind its S for all others', because what follows it waits in the one queue that there "
+            "is: drop it, or take --bpipe-vocabulary 1"
+        )
     posted, meets = exchange is Exchange.POSTED, any(link.transport not in ONE_SIDED for link in links)
     if not setting or not (posted or meets):
         return

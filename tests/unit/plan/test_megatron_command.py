@@ -93,7 +93,7 @@ def test_shards_of_the_output_layer_are_read() -> None:
     assert read("--bpipe-vocabulary", "interlaced").options["vocabulary_parallel"] == "interlaced"
     assert "vocabulary_parallel" not in read().options
     with pytest.raises(ValueError, match="--bpipe-vocabulary"):
-        read("--bpipe-vocabulary", "2")
+        read("--bpipe-vocabulary", "3")
 
 
 def test_megatrons_defaults() -> None:

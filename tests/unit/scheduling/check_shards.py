@@ -7,6 +7,7 @@ so what comes out is Megatron's but for the order in which a softmax is added up
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.ir.action import Action, Kind
+from bpipe.runtime.shards import EarlyShard
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import tied_shards
 from megatron.scheduling.chunks import Call, ChunkStages
@@ -104,15 +106,20 @@ def whole(loss: Loss, **settings: Any) -> tuple[GPTModel, Call]:
     return inner, call
 
 
-def sharded(inner: GPTModel, call: Call) -> ShardedStages:
-    stages = ShardedStages({0: 0}, 0, set(), Halves(Keep.LINEAR), output_shard(inner))
+def sharded(inner: GPTModel, call: Call, early: bool = False) -> ShardedStages:
+    stages = ShardedStages({0: 0}, 0, set(), Halves(Keep.LINEAR), output_shard(inner), early)
     stages.begin(call)
     for microbatch in range(MICROBATCHES):
         made = stages.forward(action(Kind.FORWARD, microbatch), ())
         sent = tuple(tensor.detach().clone() for tensor in made)
         stages.let_go(made)
         (own,) = stages.shard.forward(action(Kind.SHARD_FORWARD, microbatch), sent)
-        parts = stages.shard.backward(action(Kind.SHARD_BACKWARD, microbatch), (own[None],))
+        if isinstance(stages.shard, EarlyShard) and not call.forward_only:
+            # Before T or behind it, as a thread pleases.
+            parts = stages.shard.late(microbatch, (own[None],))
+            stages.shard.backward(action(Kind.SHARD_BACKWARD, microbatch), (own[None],))
+        else:
+            parts = stages.shard.backward(action(Kind.SHARD_BACKWARD, microbatch), (own[None],))
         if not call.forward_only:
             stages.backward(action(Kind.BACKWARD, microbatch), parts)
     stages.check()
@@ -120,13 +127,16 @@ def sharded(inner: GPTModel, call: Call) -> ShardedStages:
 
 
 def one_shard_trains_what_the_whole_layer_does() -> None:
-    for loss, settings in ((mean, {}), (summed, {}), (summed, {"calculate_per_token_loss": True})):
+    scaled = {"use_mup": True, "mup_output_mult": 0.25}
+    for loss, settings, early in product((mean, summed), ({}, {"calculate_per_token_loss": True}, scaled), (False, True)):
+        if settings.get("calculate_per_token_loss") and loss is mean:
+            continue
         expected, stock = whole(loss, **settings)
         inner = model(**settings)
         split(inner, inner)
         assert isinstance(inner.output_layer, OutputLayerShard)
         call = called(inner, loss)
-        sharded(inner, call)
+        sharded(inner, call, early)
         for one, other in zip(call.losses, stock.losses, strict=True):
             torch.testing.assert_close(one["lm loss"].float(), other["lm loss"].float(), rtol=1e-6, atol=0)
         assert int(call.num_tokens) == int(stock.num_tokens)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.connect import MeasuredLink
@@ -70,3 +71,15 @@ def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(m
     message = r"drop it, or choose another schedule\. no deadlock: rank 0, slot 3, 0F3: waits for the output of 0F2"
     with pytest.raises(ValueError, match=message):
         refuse_standstill(far_ahead(), posted, small, CUDA, [])
+
+
+def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not stand still, but every S would wait for all others."""
+    posted, small = Exchange.POSTED, SchedulingConfig(balance=False, num_ranks=4, num_chunks=1)
+    one, two = (build(ScheduleConfig("1f1b", 4, 8, vocabulary=split)) for split in (Vocabulary.ONE, Vocabulary.TWO))
+    refuse_standstill(two, posted, small, CUDA, [])
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    refuse_standstill(two, posted, small, CPU, [])
+    refuse_standstill(one, posted, small, CUDA, [])
+    with pytest.raises(ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 .*: drop it, or take --bpipe-vocabulary 1"):
+        refuse_standstill(two, posted, small, CUDA, [])
