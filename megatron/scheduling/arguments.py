@@ -16,7 +16,6 @@ from bpipe.generate.families import (
     DEFAULTS,
     FAMILIES,
     default,
-    of_one_pipe,
     that_are_made_for_bounds,
     that_take_delays,
     that_take_groups,
@@ -32,6 +31,7 @@ from megatron.scheduling.choosing import balance_of, own_schedule, unplaced
 from megatron.scheduling.placement import PLACEMENTS
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import end_where, reasons, refuse
+from megatron.scheduling.sizes import Sizes
 
 # Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
 TIMERS_LEVEL = 2
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--bpipe-schedule",
         default=None,
         metavar="NAME|FILE",
-        help=f"The pipeline schedule: {of_one_pipe()}, or a file that `bpipe schedule --input` reads. By default what Megatron's "
+        help=f"The pipeline schedule: {', '.join(FAMILIES)}, or a file that `bpipe schedule --input` reads. By default what Megatron's "
         f"own loop runs: {DEFAULTS[0]}, with virtual stages {DEFAULTS[1]}. These two it goes on running; any other is run by a loop of "
         "our own. Works with and without --bpipe.",
     )
@@ -316,6 +316,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
     if args.bpipe or own is not None or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe, own is not None)
     end_where(problems)
+    num_pipes = 1 if own is None else own.layout.num_pipes
+    sizes = Sizes.of(args, num_pipes)
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
@@ -327,8 +329,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
         poison=args.bpipe_poison,
         synchronous=args.bpipe_sync_transfers,
         report=args.bpipe_report,
-        num_ranks=args.pipeline_model_parallel_size,
-        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        num_ranks=sizes.num_ranks,
+        num_chunks=sizes.num_chunks,
         own=own,
         keep_weights_halves=args.bpipe_keep_weights_halves,
         report_iterations=_iterations(args),
@@ -336,7 +338,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         peak_tflops=args.bpipe_peak_tflops,
         metrics_interval=args.tensorboard_log_interval if writers else None,
         timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
-        flops_per_microbatch=_flops_per_microbatch(args) if args.bpipe_report is not None else None,
+        flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
     )
@@ -387,11 +389,11 @@ def _logits_per_microbatch(args: Any) -> int | None:
     return int(tokens * args.padded_vocab_size // (args.tensor_model_parallel_size * shards))
 
 
-def _flops_per_microbatch(args: Any) -> float | None:
+def _flops_per_microbatch(args: Any, sizes: Sizes) -> float | None:
     if args.padded_vocab_size is None:
         # No tokenizer yet, so nothing will train: the arguments are only being looked at.
         return None
     # Not at the top: the CPU stand-in has to come before Megatron.
     from megatron.training.training import num_floating_point_operations
 
-    return float(num_floating_point_operations(args, args.micro_batch_size * args.data_parallel_size))
+    return float(num_floating_point_operations(args, args.micro_batch_size * sizes.num_replicas))

@@ -21,9 +21,10 @@ from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import upstream
-from megatron.scheduling.following import of_file, refuse_pipes
+from megatron.scheduling.following import of_file
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
+from megatron.scheduling.sizes import Sizes
 
 _WAY_OUT = "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
 
@@ -43,7 +44,7 @@ def first_schedule(args: Any) -> Schedule:
     Raises ValueError as `own_schedule` does.
     """
     config, _ = _asked_for(args)
-    if config.written is None and _first_microbatches(args) is None:
+    if config.written is None and Sizes.of(args, config.layout.num_pipes).num_microbatches is None:
         config = replace(config, num_microbatches=(FAMILIES[config.schedule].fill or 1) * config.num_ranks)
     return built(config)
 
@@ -51,8 +52,7 @@ def first_schedule(args: Any) -> Schedule:
 def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     """The schedule, and whether our own loop runs it."""
     upstream.require(args, "choosing")
-    num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    name = args.bpipe_schedule or default(num_chunks)
+    name = args.bpipe_schedule or default(args.virtual_pipeline_model_parallel_size or 1)
     balance = balance_of(args.bpipe, args.bpipe_bound)
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(f"--bpipe-bound {args.bpipe_bound} says how to balance: give --bpipe, too, or leave it out")
@@ -60,18 +60,18 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     if name not in FAMILIES:
         if vocabulary is not Vocabulary.WHOLE:
             raise ValueError(f"--bpipe-vocabulary {vocabulary.value}: --bpipe-schedule {name} is a file; choose from {that_take_shards()}")
-        return _from_file(args, name, num_chunks, balance), True
-    refuse_pipes(name)
+        return _from_file(args, name, balance), True
     family = FAMILIES[name]
+    sizes = Sizes.of(args, family.num_pipes)
     ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE
     _check_asked(args, family)
-    first = _first_microbatches(args)
+    first = sizes.num_microbatches
     try:
         config = ScheduleConfig(
             schedule=name,
-            num_ranks=args.pipeline_model_parallel_size,
-            num_microbatches=first or 1,
-            num_chunks=num_chunks,
+            num_ranks=sizes.num_ranks,
+            num_microbatches=first or family.num_pipes,
+            num_chunks=sizes.num_chunks,
             balance=balance,
             group_size=args.bpipe_group,
             vocabulary=vocabulary,
@@ -138,19 +138,12 @@ def _check_asked(args: Any, family: Family) -> None:
         )
 
 
-def _first_microbatches(args: Any) -> int | None:
-    """How many micro-batches the first iteration has, where that is known before the run."""
-    if args.global_batch_size is None or args.step_batch_size_schedule is not None:
-        return None
-    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
-
-
 # -- from a file ------------------------------------------------------------------------------------------------------------------------
 
 
-def _from_file(args: Any, name: str, num_chunks: int, balance: BalanceConfig | None) -> ScheduleConfig:
+def _from_file(args: Any, name: str, balance: BalanceConfig | None) -> ScheduleConfig:
     schedule = of_file(name)
-    problems = list(_unlike(args, schedule, num_chunks))
+    problems = list(_unlike(args, schedule, Sizes.of(args, schedule.layout.num_pipes)))
     if not problems:
         try:
             config = given(schedule, balance)
@@ -161,15 +154,15 @@ def _from_file(args: Any, name: str, num_chunks: int, balance: BalanceConfig | N
     raise ValueError("\n  ".join(f"--bpipe-schedule {name}: {problem}" for problem in problems))
 
 
-def _unlike(args: Any, schedule: Schedule, num_chunks: int) -> Iterator[str]:
+def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
     """In what the file differs from the run."""
-    num_ranks, microbatches = args.pipeline_model_parallel_size, _first_microbatches(args)
-    if schedule.num_ranks != num_ranks:
-        yield f"it has {schedule.num_ranks} ranks, and the pipeline {num_ranks}: --pipeline-model-parallel-size {schedule.num_ranks}"
-    elif schedule.num_chunks != num_chunks:
-        yield f"it has {schedule.num_chunks} stages a rank, and this run {num_chunks}: {_WAY_OUT}"
+    microbatches = sizes.num_microbatches
+    if schedule.num_ranks != sizes.num_ranks:
+        yield f"it has {schedule.num_ranks} ranks, and the pipeline {sizes.num_ranks}: --pipeline-model-parallel-size {schedule.num_ranks}"
+    elif schedule.num_chunks != sizes.num_chunks:
+        yield f"it has {schedule.num_chunks} stages a rank, and this run {sizes.num_chunks}: {_WAY_OUT}"
     if microbatches is not None and schedule.num_microbatches != microbatches:
-        size = schedule.num_microbatches * args.micro_batch_size * args.data_parallel_size
+        size = schedule.num_microbatches * args.micro_batch_size * sizes.num_replicas
         yield f"it has {schedule.num_microbatches} micro-batches, and an iteration {microbatches}: --global-batch-size {size}"
     asked = {
         "group": args.bpipe_group,
@@ -185,5 +178,5 @@ def _unlike(args: Any, schedule: Schedule, num_chunks: int) -> Iterator[str]:
         yield "it moves activations itself, within its own bounds: leave --bpipe-bound out"
     if schedule.hosts is not None and not args.bpipe:
         yield "it moves activations: give --bpipe, too"
-    if schedule.layout.num_pipes > 1 or schedule.layout.shard_kinds:
-        yield "several pipes, and shards of the vocabulary, are not trained yet: take one pipe, and the vocabulary whole"
+    if schedule.layout.shard_kinds:
+        yield "shards of the vocabulary in a file are not trained yet: take the vocabulary whole"

@@ -44,11 +44,13 @@ class Call:
 class ChunkStages:
     """The stages of one rank: `chunks[stage]` is the place of a stage in the list of models. `begin` says first of which call.
 
-    Of `split`, stages and their micro-batches, the backward comes in halves.
+    Of `split`, stages and their micro-batches, the backward comes in halves. A chunk has every `num_pipes`-th micro-batch, as many as the
+    call has.
     """
 
-    def __init__(self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves) -> None:
+    def __init__(self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, num_pipes: int = 1) -> None:
         self.chunks = dict(chunks)
+        self._num_pipes = num_pipes
         self._split = frozenset(split)
         self._halves = halves
         self.last_stage = last_stage
@@ -82,6 +84,7 @@ class ChunkStages:
         if given is not None:
             given.requires_grad_(given.is_floating_point())
         key = action.stage, action.microbatch
+        number = action.microbatch // self._num_pipes
         with self._halves.deferring(key) if key in self._split and not call.forward_only else contextlib.nullcontext():
             made, num_tokens = schedules.forward_step(
                 forward_step_func,
@@ -93,8 +96,8 @@ class ChunkStages:
                 call.config,
                 call.cp_size,
                 collect_non_loss_data=call.collect_non_loss_data,
-                is_first_microbatch=schedules.check_first_val_step(call.first_val_step, call.forward_only, action.microbatch == 0),
-                current_microbatch=action.microbatch,
+                is_first_microbatch=schedules.check_first_val_step(call.first_val_step, call.forward_only, number == 0),
+                current_microbatch=number,
                 vp_stage=chunk if len(call.models) > 1 else None,
                 is_last_stage=is_last_stage,
             )

@@ -66,6 +66,7 @@ class Loop:
         self._driver = driver
         assert config.own is not None, "a schedule for our own loop"
         self._own = config.own
+        self._num_pipes = config.own.layout.num_pipes
         self._config = config
         self._halves = Halves(Keep(config.keep_weights_halves))
         driver.waiting = lambda backward: self._halves.storages((backward.stage, backward.microbatch))
@@ -170,15 +171,15 @@ class Loop:
     # -- set-up --------------------------------------------------------------------------------------------------------------------
 
     def _program(self, num_microbatches: int, config: Any) -> ScheduleConfig:
-        """Megatron's own schedule has Megatron's groups, by us too."""
-        own = replace(self._own, num_microbatches=num_microbatches)
+        """Megatron's own schedule has Megatron's groups, by us too. It counts the micro-batches of one pipe."""
+        own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes)
         family = None if own.written is not None else FAMILIES[own.schedule]
         if family is None or family.exchange is Exchange.POSTED:
             return own
         return replace(own, group_size=group_of(config, family, own.num_ranks))
 
     def _forwards(self, num_microbatches: int) -> Schedule:
-        return forwards_only(self._own.layout, num_microbatches)
+        return forwards_only(self._own.layout, num_microbatches * self._num_pipes)
 
     def _prepare(self, key: object, schedule_of: Callable[[], Schedule], models: Sequence[torch.nn.Module]) -> _Prepared:
         """Collective over the world the first time."""
@@ -196,7 +197,7 @@ class Loop:
             chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
             edges = Edges(rank, self._groups, self._driver.device)
             if schedule.layout.vocabulary is Vocabulary.WHOLE:
-                stages = ChunkStages(chunks, last, split, self._halves)
+                stages = ChunkStages(chunks, last, split, self._halves, self._num_pipes)
                 executor = Executor(schedule, rank, stages, edges)
             else:
                 early = self._own.vocabulary is Vocabulary.TWO

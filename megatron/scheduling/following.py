@@ -1,7 +1,7 @@
 """Let flags of Megatron's follow from the schedule that a run asks for.
 
 In: Megatron's parsed arguments, before it judges them. Out: the same, with as many virtual stages a rank as the schedule has, and what else
-its stages need. Raises ValueError for what is no schedule, and for stages that this model does not have. Imports no Megatron.
+its stages and its pipes need. Raises ValueError for what is no schedule, and for stages that this model does not have. Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bpipe.generate.families import FAMILIES, require_one_pipe
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import NAME
 from bpipe.names import unknown
 from bpipe.passes.align import align, is_listing
 from bpipe.read import read_file
-from megatron.scheduling import upstream
+from megatron.scheduling import pipes, upstream
 from megatron.scheduling.positions import Positions
 
 
@@ -34,29 +35,26 @@ def complete(args: Any) -> None:
     if name is None:
         return
     upstream.require(args, "following")
-    if name in FAMILIES:
-        family = FAMILIES[name]
-        refuse_pipes(name)
-        layout = family.layout(args.pipeline_model_parallel_size, family.min_chunks)
-        known = family.min_chunks == family.max_chunks
-    else:
-        layout = of_file(name).layout
-        # Whatever else is not the run's is refused when all of that is known.
-        known = layout.num_pipes == 1
-    if not known:
-        return
+    num_pipes = FAMILIES[name].num_pipes if name in FAMILIES else of_file(name).layout.num_pipes
     try:
-        follow(args, Positions.of(layout))
+        pipes.share(args, num_pipes)
+        layout = _layout(args, name, args.pipeline_model_parallel_size * num_pipes)
+        if layout is not None:
+            follow(args, Positions.of(layout))
     except ValueError as error:
         raise ValueError(f"--bpipe-schedule {name}: {error}") from None
 
 
-def refuse_pipes(name: str) -> None:
-    """Raises ValueError for a family of several pipes."""
-    try:
-        require_one_pipe(name, "trained")
-    except ValueError as error:
-        raise ValueError(f"--bpipe-schedule {error}") from None
+def _layout(args: Any, name: str, num_ranks: int) -> Layout | None:
+    """Who computes which stage; None where the run says how many chunks a rank has, and any number goes round the ranks."""
+    if name not in FAMILIES:
+        # Whatever else is not the run's is refused when all of that is known.
+        return of_file(name).layout
+    family = FAMILIES[name]
+    if family.min_chunks == family.max_chunks:
+        return family.layout(num_ranks, family.min_chunks)
+    # What two pipes need does not depend on the number; one chunk stands for a number that nobody gave, and is refused where it is too few.
+    return family.layout(num_ranks, 1) if family.num_pipes > 1 else None
 
 
 def follow(args: Any, positions: Positions) -> None:

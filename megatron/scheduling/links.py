@@ -1,7 +1,6 @@
 """Connect the pairs of every pipeline of the world, and its neighbours where our own loop runs.
 
-In: a schedule and the wanted transport. Out: this rank's connection, and a table for the log; groups for messages. Asks of Megatron only
-which ranks form a pipeline.
+In: a schedule and the wanted transport. Out: this rank's connection, and a table for the log; groups for messages.
 """
 
 from __future__ import annotations
@@ -23,18 +22,8 @@ from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import connect_edges
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
+from megatron.scheduling.directory import pipelines
 from megatron.scheduling.positions import Positions
-
-
-def pipelines(positions: Positions) -> list[tuple[int, ...]]:
-    """The global ranks of every pipeline of the world, by their place in the schedule, each pipeline once. Equal on every rank.
-
-    Which ranks form a pipeline is asked of Megatron's groups, not computed again. Collective over the world.
-    """
-    mine = positions.in_order(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return sorted(set(found))
 
 
 def connect_neighbours(edges: Sequence[Pair], positions: Positions, timeout_s: float, device: torch.device) -> dict[int, PairGroups]:

@@ -9,23 +9,17 @@ In: what each stage measured in an iteration. Out: scalars, where Megatron has w
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron.scheduling.directory import gathered
 from megatron.scheduling.guard import Guard
 from megatron.scheduling.positions import Positions
 
 
 def write(guard: Guard, positions: Positions, iteration: int, peak_bytes: int, exposed_s: float, mfu: float | None) -> None:
-    """Collective over the pipeline: every rank gives its own numbers, the one with the writers writes all of them, under the guard."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(stages, (peak_bytes, exposed_s), group)
+    """Collective as `gathered`: every rank gives its own numbers, the one with the writers writes its pipeline's, under the guard."""
     scalars: dict[str, float] = {}
-    for stage, (held, waited_s) in enumerate(positions.in_order(stages)):
+    for stage, (held, waited_s) in enumerate(gathered(positions, (peak_bytes, exposed_s))):
         scalars[f"bpipe-activation-bytes/stage-{stage}"] = float(held)
         scalars[f"bpipe-exposed-transfer-ms/stage-{stage}"] = 1e3 * waited_s
     if mfu is not None:

@@ -1,8 +1,8 @@
 """Build and feed a rank's chunks where a placement is not Megatron's own.
 
-In: which chunks count their stages from the other end of the pipeline. Out: wrappers of Megatron's functions, with which its model, data,
-embeddings and checkpoints are those of the same stages under its own placement. A chunk that counts from the other end is built with a view
-of the pipeline's group in which the ranks are mirrored; whatever communicates keeps the true group.
+In: which chunks count their stages from the other end of the pipeline, and which pipe each serves. Out: wrappers of Megatron's functions,
+with which its model, data, embeddings and checkpoints are those of the same stages under its own placement. A chunk that counts from the
+other end is built with a view of the pipeline's group in which the ranks are mirrored; whatever communicates keeps the true group.
 Knows no schedule: who computes what and when is nobody's concern here.
 """
 
@@ -155,7 +155,7 @@ class Placed:
         refuse_group(self._positions, groups)
         chunk, last = given["vp_stage"], len(self._positions.mirrored) - 1
         seen = self._positions.seen(groups.pp.rank(), chunk)
-        given |= {"pre_process": chunk == seen == 0, "post_process": (chunk, seen) == (last, self._positions.num_ranks - 1)}
+        given |= {"pre_process": chunk == seen == 0, "post_process": (chunk, seen) == (last, self._positions.pipeline_size - 1)}
         with self._seen_by(chunk):
             view = copy.copy(groups)
             view.pp = self._view(groups.pp, chunk)
@@ -185,14 +185,16 @@ class Placed:
     def _wrap_data_iterators(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Rank 0 of the world writes the indices that all others read, and says whether there is anything to train on.
 
-        So it builds data sets too, as it does where it has the first stage, and then has no use for them.
+        So it builds data sets too, as it does where it has the first stage, and then has no use for them. Of two pipes each chunk reads
+        the samples of the one that it serves.
         """
 
         @functools.wraps(build)
         def built(provider: Any) -> Any:
             self._indexing = True
             try:
-                found = build(provider)
+                with self._reading(provider):
+                    found = build(provider)
             finally:
                 self._indexing = False
             if parallel_state.get_pipeline_model_parallel_rank() > 0:
@@ -200,6 +202,22 @@ class Placed:
             return tuple([None] * len(each) if isinstance(each, list) else None for each in found)
 
         return built
+
+    @contextlib.contextmanager
+    def _reading(self, provider: Any) -> Iterator[None]:
+        """Inside, samplers are made for the replica whose samples this provider's chunk reads."""
+        if not self._positions.pipes:
+            yield
+            return
+        # Megatron asks for the sets of one chunk after the other.
+        chunk = getattr(provider, "keywords", {}).get("vp_stage")
+        if chunk is None:
+            raise ValueError("of two pipes each chunk reads other samples: ask for the data of every chunk, by its vp_stage")
+        parallel_state.set_data_parallel_rank(self._positions.replica_of(parallel_state.get_data_parallel_rank(), chunk))
+        try:
+            yield
+        finally:
+            parallel_state.set_data_parallel_rank(None)
 
 
 def wraps_of(positions: Positions) -> dict[patches.Patch, patches.Wrap]:

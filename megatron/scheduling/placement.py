@@ -32,8 +32,8 @@ def apply(args: Any) -> None:
     if not getattr(args, "bpipe", False) or args.bpipe_placement == "none":
         return
     upstream.require(args, "placement")
-    topology = topology_of(args)
-    found = None if topology is None else _pairs_of(args)
+    found = _pairs_of(args)
+    topology = None if found is None else topology_of(args, found[1].num_pipes)
     if topology is not None and found is not None:
         args.rank = _take(args.rank, topology, args.use_tp_pp_dp_mapping, *found)
 
@@ -51,13 +51,17 @@ _Pairs = tuple[tuple[int, ...], Positions]
 
 
 def _pairs_in(schedule: Schedule) -> _Pairs | None:
-    """None where no pair moves anything. Raises ValueError for stages that Megatron cannot place so."""
+    """None where no pair moves anything, or pairs of two pipes are of both halves and no node could take them all.
+
+    Raises ValueError for stages that Megatron cannot place so.
+    """
     positions = Positions.of(schedule.layout)
     partners = schedule.partners
     if partners is None or not moves_anything(schedule):
         return None
-    ranks = range(len(partners))
-    return tuple(positions.rank_at(partners[positions.position_of(rank)]) for rank in ranks), positions
+    # Of two pipes mirror images stay together, so the pairs of one half place those of the other.
+    others = tuple(positions.rank_at(partners[positions.position_of(rank)]) for rank in range(positions.pipeline_size))
+    return (others, positions) if all(others[other] == rank for rank, other in enumerate(others)) else None
 
 
 def place(
@@ -90,8 +94,12 @@ def place(
     )
     if min(sizes.values()) < 1 or world % (tensor * context * pipeline):
         raise ValueError(f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide a world of {world} processes")
-    topology = Topology(**sizes, data=world // (tensor * context * pipeline), gpus_per_node=_gpus_per_node(world))
     found = _usual_pairs(pipeline) if config is None else _configured_pairs(pipeline, config)
+    num_pipes = 1 if found is None else found[1].num_pipes
+    if num_pipes > 1 and pipeline_before_data:
+        raise ValueError("replicas of two pipes are neighbours in data parallelism, which pipeline_before_data parts: leave it out")
+    sizes |= {"context": num_pipes * context, "pipeline": pipeline // num_pipes}
+    topology = Topology(**sizes, data=world // (tensor * context * pipeline), gpus_per_node=_gpus_per_node(world))
     os.environ[_PLACED] = str(rank)
     return rank if found is None else _take(rank, topology, pipeline_before_data, *found)
 
@@ -124,15 +132,18 @@ def _gpus_per_node(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def topology_of(args: Any) -> Topology | None:
-    """The run's sizes; None where they do not fit the world, which Megatron refuses itself, or another dimension takes part."""
+def topology_of(args: Any, num_pipes: int = 1) -> Topology | None:
+    """The run's sizes; None where they do not fit the world, which Megatron refuses itself, or another dimension takes part.
+
+    Replicas of several pipes stay together, like what shares a sequence: they are Megatron's next dimension.
+    """
     # Megatron's validation sets the shards of a weight where nobody did.
-    block = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
+    block = num_pipes * args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % block or Settings(args).tensor_parallel_num_weight_shards not in (None, args.tensor_model_parallel_size):
         return None
     return Topology(
         tensor=args.tensor_model_parallel_size,
-        context=args.context_parallel_size,
+        context=num_pipes * args.context_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
         data=args.world_size // block,
         gpus_per_node=_gpus_per_node(args.world_size),
@@ -149,10 +160,14 @@ def rank_of(part: Part, topology: Topology, pipeline_before_data: bool) -> int:
 
 def describe(topology: Topology, parts: tuple[Part, ...], partners: tuple[int, ...], positions: Positions) -> str:
     """Which node holds which stages, and over what each pair will talk."""
+
+    def place_of(part: Part) -> int:
+        return positions.position_of(part.stage, part.context * positions.num_pipes // topology.context)
+
     stage_of = positions.position_of
     lines = [f"bpipe: placement adjacent: {topology.world} ranks on nodes of {topology.gpus_per_node}"]
     for first in range(0, topology.world, topology.gpus_per_node):
-        held = [str(stage_of(part.stage)) for part in parts[first : first + topology.gpus_per_node]]
+        held = [str(place_of(part)) for part in parts[first : first + topology.gpus_per_node]]
         lines.append(f"bpipe:   node {first // topology.gpus_per_node}: stages {' '.join(held)}")
     apart = Counter(pair.stages for pair in pairs(topology, parts, partners) if pair.nodes[0] != pair.nodes[1])
     if apart:

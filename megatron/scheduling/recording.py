@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from bpipe.models.cluster import DEVICES
 from bpipe.program import ScheduleConfig
@@ -26,6 +25,8 @@ from bpipe.runtime.kept import Share
 from bpipe.transport.connect import Facts, MeasuredLink
 from megatron.scheduling import upstream
 from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.directory import pipelines
+from megatron.scheduling.positions import Positions
 from megatron.scheduling.watermark import Besides
 
 
@@ -80,7 +81,7 @@ class RunRecord:
         self.path = RECORD.path(folder, dist.get_rank())
         self._started = False
         self._clock_ahead_s = clock_ahead_s()
-        self.pipeline = pipeline_index()
+        self.pipeline = pipeline_index(config.positions)
 
     def clear(self) -> None:
         """Take away another run's record, or this run's before it was resumed: one record is one run."""
@@ -120,7 +121,7 @@ class RunRecord:
             run = RunInfo(
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
                 world_size=dist.get_world_size(),
-                num_pipelines=dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size(),
+                num_pipelines=dist.get_world_size() // self._config.num_ranks,
                 balanced=self._config.balance,
                 synchronous=self._config.synchronous,
                 device=device_name(),
@@ -170,12 +171,10 @@ def clock_ahead_s() -> float:
     return 0.0 if boot == first_boot else float(stamps[dist.get_rank()][1] - first_s)
 
 
-def pipeline_index() -> int:
+def pipeline_index(positions: Positions) -> int:
     """Which pipeline of the world this rank belongs to, counted by the lowest rank of each. Collective over the world."""
-    first = min(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
-    firsts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(firsts, first)
-    return sorted(set(firsts)).index(first)
+    rank = dist.get_rank()
+    return next(index for index, ranks in enumerate(sorted(pipelines(positions), key=min)) if rank in ranks)
 
 
 def device_name() -> str:

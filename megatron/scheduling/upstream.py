@@ -95,17 +95,25 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "world_size",
     ),
     "arguments": (
-        *("context_parallel_size", "data_parallel_size", "distributed_timeout_minutes", "log_interval", "micro_batch_size"),
+        *("context_parallel_size", "distributed_timeout_minutes", "log_interval", "micro_batch_size"),
         "padded_vocab_size",
         *("pipeline_model_parallel_size", "seq_length", "tensor_model_parallel_size", "tensorboard_dir", "tensorboard_log_interval"),
-        *("timing_log_level", "train_iters", "virtual_pipeline_model_parallel_size"),
-        "wandb_project",
+        *("timing_log_level", "train_iters", "wandb_project"),
     ),
     "beside": ("barrier_with_L1_time", "finalize_model_grads_func"),
     "driver": ("batch_p2p_sync", "timers"),
     "choosing": (
-        *("data_parallel_size", "global_batch_size", "micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size"),
-        *("step_batch_size_schedule", "tensor_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+        *("micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
+        "virtual_pipeline_model_parallel_size",
+    ),
+    "sizes": (
+        *("data_parallel_size", "global_batch_size", "micro_batch_size", "pipeline_model_parallel_size", "step_batch_size_schedule"),
+        "virtual_pipeline_model_parallel_size",
+    ),
+    "pipes": (
+        *("context_parallel_size", "global_batch_size", "micro_batch_size", "num_virtual_stages_per_pipeline_rank"),
+        *("pipeline_model_parallel_size", "tensor_model_parallel_size", "use_mp_args_from_checkpoint_args", "use_tp_pp_dp_mapping"),
+        "world_size",
     ),
     "following": (
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers"),

@@ -1,8 +1,10 @@
 """One rank of a test's training runs that are compared across placements: each weight is known by what it is, and not by where.
 
-In: as worker.py; a case that names data has no mock data, and one that names a script of this folder is trained by it. Out: the same
-records, with a hash of every weight of this rank by its name in the whole model. Where nothing is loaded all weights are drawn by their
-names, because Megatron draws them in the order of the ranks. A case that says --seeded draws dropout by iteration, micro-batch and stage.
+In: as worker.py; a case that names data has no mock data, and one that names a script of this folder is trained by it. One that says
+--seeded draws dropout by iteration, micro-batch and stage; of two pipes with --one-pipes-samples both read the first one's. Out: the same
+records, with a hash of every weight of this rank by its name in the whole model, and with --gradients those of the first iteration in
+`<folder>/<case>.rank<r>.gradients`. Where nothing is loaded all weights are drawn by their names, because Megatron draws them in the order
+of the ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 
 if __name__ == "__main__":
     # Megatron writes checkpoints with processes that import this file again.
+    import contextlib
     import functools
     import hashlib
     import json
@@ -18,6 +21,7 @@ if __name__ == "__main__":
     from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import Any
+    from unittest import mock
 
     from tests.gloo import worker
 
@@ -27,6 +31,7 @@ if __name__ == "__main__":
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import get_attr_wrapped_model
 
+    from megatron.scheduling.positions import Positions
     from megatron.scheduling.vocabulary import OutputLayerShard
 
     OUTPUT = "output_layer.weight"
@@ -108,6 +113,19 @@ if __name__ == "__main__":
 
             return wrapped
 
+        def _observe(self, train_step: Any) -> Any:
+            observed = super()._observe(train_step)
+
+            @functools.wraps(train_step)
+            def step(*args: Any, **kwargs: Any) -> Any:
+                result = observed(*args, **kwargs)
+                if keep is not None and len(self.iterations) == 1:
+                    found = {name: weight.main_grad.clone() for name, weight in named(self.model)}
+                    torch.save(found, keep.with_name(f"{keep.name}.rank{torch.distributed.get_rank()}.gradients"))
+                return result
+
+            return step
+
         def weights(self) -> dict[str, str]:
             found: dict[str, str] = {}
             for name, weight in named(self.model):
@@ -126,4 +144,9 @@ if __name__ == "__main__":
             script = Path(__file__).with_name(case["arguments"][at + 1])
             case["arguments"][at : at + 2] = []
             main = functools.partial(runpy.run_path, str(script), run_name="__main__")
-        worker.run(case, Path(folder), NamedRecorder, main)
+        own = {flag: flag in case["arguments"] for flag in ("--gradients", "--one-pipes-samples")}
+        case["arguments"] = [flag for flag in case["arguments"] if flag not in own]
+        keep = Path(folder) / case["name"] if own["--gradients"] else None
+        deaf = lambda self, replica, chunk: replica // 2 * 2  # noqa: E731
+        with mock.patch.object(Positions, "replica_of", deaf) if own["--one-pipes-samples"] else contextlib.nullcontext():
+            worker.run(case, Path(folder), NamedRecorder, main)

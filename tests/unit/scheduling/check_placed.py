@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -45,6 +46,8 @@ def rounds(*ways: int) -> Layout:
 
 
 V, WAVE, LOOPS = rounds(1, -1), rounds(1, -1, 1), rounds(1, 1)
+# Two pipes: to Megatron 4 ranks of two virtual stages.
+BOTH = Layout((tuple(range(8)), tuple(range(8))[::-1]))
 
 
 class Ranks:
@@ -206,6 +209,25 @@ def the_last_rank_has_the_first_stages_data() -> None:
         assert found == (([None, None], None) if rank == 0 else (["of a chunk", "of another"], "one"))
 
 
+def two_pipes_read_each_their_samples() -> None:
+    """The last of an odd number of chunks serves the other's pipe, and so reads what the other half's first does."""
+
+    def build(build_train_valid_test_datasets_provider: Any) -> Any:
+        return parallel_state.get_data_parallel_rank()
+
+    def provider(vp_stage: int | None = None) -> None:
+        """Never called."""
+
+    for own, read in ((4, [4, 5]), (5, [5, 4])):
+        replicas = mock.patch.object(parallel_state, "get_data_parallel_group", return_value=Ranks(own))
+        with mock.patch.object(training, "build_train_valid_test_data_iterators", build), of_rank(BOTH, 1), replicas:
+            for chunk, replica in enumerate(read):
+                assert training.build_train_valid_test_data_iterators(partial(provider, vp_stage=chunk)) == replica
+                assert parallel_state.get_data_parallel_rank() == own
+            with pytest.raises(ValueError, match="ask for the data of every chunk, by its vp_stage"):
+                training.build_train_valid_test_data_iterators(provider)
+
+
 def one_rank_has_both_embeddings() -> None:
     with of_rank(V, 0):
         assert parallel_state.default_embedding_ranks([2, 6, 10, 14]) == [14]
@@ -298,6 +320,7 @@ if __name__ == "__main__":
     nothing_can_be_sent_in_a_view()
     megatrons_own_placement_is_left_alone()
     the_last_rank_has_the_first_stages_data()
+    two_pipes_read_each_their_samples()
     one_rank_has_both_embeddings()
     two_ranks_that_add_up_one_weight_are_refused()
     copies_of_a_tied_weight_stay_equal()

@@ -33,6 +33,15 @@ GROUPED = {"bpipe": True, "bpipe_schedule": "grouped-interleaved", "virtual_pipe
 INTERLEAVED = build(ScheduleConfig("interleaved-1f1b", 4, 8, 2))
 
 
+# Of 4 ranks, as Megatron has them.
+TWO_PIPES = {
+    "bpipe_schedule": "chimera",
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "data_parallel_size": 6,
+}
+
+
 def args(**more: Any) -> SimpleNamespace:
     """Megatron's, of 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
     return SimpleNamespace(
@@ -81,6 +90,22 @@ def test_ours_runs_what_megatrons_does_not() -> None:
     chunks = {"virtual_pipeline_model_parallel_size": 3}
     found = own_schedule(args(bpipe_schedule="grouped-interleaved", bpipe_group=3, **chunks))
     assert found == ScheduleConfig("grouped-interleaved", 4, 8, 3, group_size=3, exchange=Exchange.POSTED)
+
+
+def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> None:
+    """Megatron has half as many ranks with twice as many virtual stages, in twice as many replicas."""
+    assert own_schedule(args(**TWO_PIPES)) == ScheduleConfig("chimera", 4, 8, exchange=Exchange.POSTED)
+    more = {"bpipe_schedule": "bitpipe", "virtual_pipeline_model_parallel_size": 6, "bpipe": True}
+    assert own_schedule(args(**TWO_PIPES | more)) == ScheduleConfig("bitpipe", 4, 8, 3, BalanceConfig(), exchange=Exchange.POSTED)
+    unknown = {"global_batch_size": None, "step_batch_size_schedule": "0:12 600:24"}
+    assert own_schedule(args(**TWO_PIPES | unknown)) == ScheduleConfig("chimera", 4, 2, exchange=Exchange.POSTED)
+    file = tmp_path / "mine.csv"
+    chimera = build(ScheduleConfig("chimera", 4, 8))
+    file.write_text(write_csv(chimera))
+    found = own_schedule(args(**TWO_PIPES | {"bpipe_schedule": str(file)}))
+    assert found is not None
+    assert build(found) == chimera
+    assert unplaced(args(), found) == []
 
 
 def test_a_bound_holds_for_every_schedule() -> None:
@@ -207,9 +232,15 @@ REFUSED = [
     ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
     ({"bpipe_schedule": "gpipe", "bpipe_costs": COSTS}, "--bpipe-costs: gpipe has the same order at any: leave it out"),
     ({"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)}, "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give that, too"),
+    ({**TWO_PIPES, "bpipe_schedule": "bitpipe"}, "bitpipe needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages"),
+    ({**TWO_PIPES, "virtual_pipeline_model_parallel_size": 4}, "chimera takes at most 1 chunk a rank, not 2"),
     (
-        {"bpipe_schedule": "chimera"},
-        "--bpipe-schedule chimera runs 2 pipes over the same ranks, .*, and several pipes are not trained yet: choose from gpipe, 1f1b, ",
+        {**TWO_PIPES, "bpipe_schedule": "MIRROR", "global_batch_size": 24},
+        "it has 8 micro-batches, and an iteration 4: --global-batch-size 48",
+    ),
+    (
+        {**TWO_PIPES, "bpipe_schedule": "MIRROR", "pipeline_model_parallel_size": 4},
+        "it has 4 ranks, and the pipeline 8: .*-parallel-size 4",
     ),
     ({"bpipe_schedule": "gpip"}, "did you mean .gpipe..*nor is there a file of that name"),
     ({"bpipe_schedule": "FILE"}, "it has 2 stages a rank, and this run 1: a rank's chunks are its virtual stages"),
@@ -252,6 +283,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(flags: dict[str, Any], me
         "WAITING": "0F0,0B0\n1B0,1F0\n",
         "GARBLED": "what,0F0\n",
         "DISORDERED": LATE_FIRST,
+        "MIRROR": write_csv(build(ScheduleConfig("chimera", 4, 8))),
         "BALANCED": write_csv(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))),
     }
     for name, text in texts.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.generate.families import of_one_pipe
+from bpipe.generate.families import FAMILIES
 from megatron.scheduling.arguments import SchedulingConfig, add_arguments
 from megatron.scheduling.patches import PATCHES
 from megatron.scheduling.refusals import PLACED, REFUSALS, SHARDED, Refusal
@@ -112,9 +112,16 @@ def test_what_our_own_loop_trains_is_what_its_tests_compare() -> None:
 
 def test_every_schedule_says_which_runs_show_it() -> None:
     _, shown, _ = tables("By our own loop")
-    runs = {run for test, table in (("schedules", "OURS"), ("halves", "OURS"), ("placed", "FAMILIES")) for run in tables_of(test)[table]}
-    assert {name for row in shown for name in re.findall(r"`([a-z0-9][\w-]+)`", row[0])} == set(of_one_pipe().split(", "))
+    of_test = (("schedules", "OURS"), ("halves", "OURS"), ("placed", "FAMILIES"), ("two_pipes_trained", "EIGHT_RANKS"))
+    runs = {run for test, table in of_test for run in tables_of(test)[table]}
+    assert {name for row in shown for name in re.findall(r"`([a-z0-9][\w-]+)`", row[0])} == set(FAMILIES)
     assert {name for row in shown for name in re.findall(r"`([\w-]+)`", row[1])} == runs
+
+
+def test_what_two_pipes_train_is_what_their_test_compares() -> None:
+    found = tables_of("two_pipes_trained")
+    rows = {row for name, keys in found.items() if name.endswith("ROWS") or name == "FROM_STOCK" for row in keys}
+    assert {name for row in table("Two pipes") for name in re.findall(r"`(\w+)`", row[1])} == rows
 
 
 def test_what_our_own_loop_says_is_in_the_code() -> None:

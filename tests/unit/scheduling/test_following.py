@@ -110,11 +110,60 @@ def test_uneven_stages_are_megatrons_to_judge(given: dict[str, Any]) -> None:
     assert args.num_virtual_stages_per_pipeline_rank == 2
 
 
-def test_two_pipes_are_refused_before_megatron_judges() -> None:
-    with pytest.raises(
-        ValueError, match=r"--bpipe-schedule chimera runs 2 pipes .* not trained yet: choose from gpipe, .*`bpipe schedule`"
-    ):
-        complete(parsed(bpipe_schedule="chimera"))
+def of_two_pipes(**more: Any) -> SimpleNamespace:
+    """Of 4 ranks and 2 replicas."""
+    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "world_size": 8, "micro_batch_size": 2, "global_batch_size": 16}
+    return parsed(**{**dict.fromkeys(upstream.REQUIRED["pipes"]), **sizes, "pipeline_model_parallel_size": 4, **more})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "chunks"),
+    [
+        ("chimera", {}, 2),
+        ("chimera", {"num_virtual_stages_per_pipeline_rank": 1}, 2),
+        ("bitpipe", {"num_virtual_stages_per_pipeline_rank": 2}, 4),
+        # What says how many layers a stage has says the same of twice as many stages on half as many ranks.
+        ("bitpipe", {"num_layers_per_virtual_pipeline_stage": 2}, None),
+        ("bitpipe", {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"}, None),
+    ],
+)
+def test_two_pipes_halve_the_pipeline_once(
+    schedule: str, given: dict[str, Any], chunks: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    upstream.remark.cache_clear()
+    args = of_two_pipes(bpipe_schedule=schedule, **given)
+    complete(args)
+    first = dict(vars(args))
+    complete(args)
+    assert vars(args) == first
+    assert (args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank) == (2, chunks)
+    assert args.overlap_p2p_comm, "Megatron needs it of two ranks"
+    assert capsys.readouterr().out == (
+        "bpipe: 2 pipes over the same 4 ranks are to Megatron pipelines of 2 ranks, with 2 times as many virtual stages on each, and 2 "
+        "times as many data-parallel replicas: so it counts them from here on\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "2 pipes need 4 ranks or more, not 2: take --pipeline-model-parallel-size 4"),
+        (
+            {"pipeline_model_parallel_size": 5, "world_size": 10},
+            "an even number of ranks, not 5: take --pipeline-model-parallel-size 4 or 6",
+        ),
+        ({"world_size": 6}, "6 processes are no multiple of 4, as tensor 1 times context 1 times pipeline 4 take: launch 4, or a multiple"),
+        ({"global_batch_size": 20}, "20 samples are no multiple of 8, 2 micro-batches of 2 on each of 2 replicas: .*-size 16 or 24"),
+        ({"global_batch_size": 4}, "take --global-batch-size 8$"),
+        ({"use_tp_pp_dp_mapping": True}, "drop --use-tp-pp-dp-mapping"),
+        ({"use_mp_args_from_checkpoint_args": True}, "drop --use-mp-args-from-checkpoint-args, and give --pipeline-model-parallel-size"),
+        ({"num_layers": 6}, "6 layers do not make 4 equal stages: take --num-layers 4 or 8"),
+    ],
+)
+def test_what_two_pipes_cannot_be_is_refused_before_megatron_judges(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"--bpipe-schedule chimera: (?s:.*){reason}"):
+        complete(of_two_pipes(bpipe_schedule="chimera", **given))
 
 
 def test_one_rank_is_refused() -> None:

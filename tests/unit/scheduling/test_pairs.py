@@ -27,6 +27,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
 
+def test_two_pipes_have_mirror_images_and_both_their_partners_on_one_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 8 ranks hosts are within a half: 0 and 3, and their mirror images 7 and 4."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    two_pipes = {"bpipe_schedule": "chimera", "virtual_pipeline_model_parallel_size": 2, "data_parallel_size": 2, "world_size": 8}
+    found = placed(4, 8, processes=8, **two_pipes)
+    # Megatron's rank is its replica's number, and twice its pipeline rank.
+    assert found == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert capsys.readouterr().out.splitlines()[1:] == ["bpipe:   node 0: stages 3 4 0 7", "bpipe:   node 1: stages 2 5 1 6"]
+
+
 def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNamespace:
     """One pipeline of so many ranks."""
     sizes = {"pipeline_model_parallel_size": ranks, "world_size": ranks, "global_batch_size": microbatches, "micro_batch_size": 1}
@@ -36,10 +48,10 @@ def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNam
     return megatrons(**{"bpipe": True, "bpipe_placement": "adjacent", "rank": rank, **sizes, **dimensions, **more})
 
 
-def placed(ranks: int, microbatches: int, **more: Any) -> list[int]:
+def placed(ranks: int, microbatches: int, processes: int | None = None, **more: Any) -> list[int]:
     """Which of Megatron's ranks every process takes."""
     found = []
-    for rank in range(ranks):
+    for rank in range(processes or ranks):
         one = args(ranks, microbatches, rank, **more)
         placement.apply(one)
         assert rank == one.rank or os.environ["RANK"] == str(one.rank)

@@ -63,6 +63,49 @@ def test_a_chunk_that_jumps_is_refused(placement: tuple[int, ...]) -> None:
         Positions.of(one_pipe(placement))
 
 
-def test_two_pipes_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 pipes"):
-        Positions.of(Layout(((0, 1), (1, 0))))
+def opposite(num_ranks: int, *ways: int) -> Layout:
+    """Two pipes, of which the second is the first one's mirror image."""
+    (first,) = rounds(num_ranks, *ways).placements
+    return Layout((first, tuple(num_ranks - 1 - rank for rank in first)))
+
+
+@pytest.mark.parametrize("num_ranks", [4, 6, 8])
+@pytest.mark.parametrize("ways", [(1,), (1, -1), (1, -1, 1), (1, 1), (-1,)])
+def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: tuple[int, ...]) -> None:
+    """Each chunk is built as the stage that its rank computes, and reads the samples of the pipe in which it does."""
+    layout = opposite(num_ranks, *ways)
+    positions = Positions.of(layout)
+    assert (positions.num_ranks, positions.pipeline_size, positions.num_pipes) == (num_ranks, num_ranks // 2, 2)
+    assert positions.folded
+    found = set()
+    for position in range(num_ranks):
+        rank, half = positions.rank_at(position), positions.half_of(position)
+        assert positions.position_of(rank, half) == position
+        assert rank == positions.rank_at(num_ranks - 1 - position), "mirror images are one rank of Megatron's, of two replicas"
+        for chunk, stage in enumerate(layout.stages_of(position)):
+            assert chunk * (num_ranks // 2) + positions.seen(rank, chunk) == stage
+            for pair in (0, 4):
+                pipe = positions.replica_of(pair + half, chunk) - pair
+                assert layout.rank_of(stage, pipe) == position
+                found.add((stage, pipe))
+    assert len(found) == 2 * layout.num_stages
+    first, last = (layout.rank_of(stage, 0) for stage in (0, layout.num_stages - 1))
+    assert positions.rank_at(first) == positions.rank_at(last) == num_ranks // 2 - 1, "Megatron's last rank has the loss"
+
+
+def test_both_halves_are_put_in_order() -> None:
+    positions = Positions.of(opposite(4, 1))
+    assert positions.in_order(["1 of one", "0 of one"], ["1 of other", "0 of other"]) == (
+        "0 of one",
+        "1 of one",
+        "1 of other",
+        "0 of other",
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", [opposite(2, 1), Layout(((0, 1, 2, 3), (0, 1, 2, 3))), Layout(((0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)))]
+)
+def test_other_pipes_are_refused(layout: Layout) -> None:
+    with pytest.raises(ValueError, match=r"[23] pipes over \d ranks: trained are two in opposite directions, over 4 ranks or more"):
+        Positions.of(layout)

@@ -90,7 +90,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on one node."""
-    needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"])
+    needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"], *upstream.REQUIRED["sizes"])
     ours = (f"bpipe_{name}" for name in ("schedule", "group", "bound", "kept", "costs", "hop", "delay", "vocabulary", "executor"))
     names = dict.fromkeys((*upstream.OPTIONAL, *needed, *ours))
     for name in upstream._NOT_IN_ARGUMENTS:
@@ -106,6 +106,7 @@ def parsed(**more: Any) -> SimpleNamespace:
             "tensor_model_parallel_size": 1,
             "context_parallel_size": 1,
             "pipeline_model_parallel_size": 4,
+            "data_parallel_size": 1,
             **more,
         }
     )

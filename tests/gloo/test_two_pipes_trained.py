@@ -1,0 +1,251 @@
+"""A training by two pipes in opposite directions equals stock Megatron's, weight by weight, and so do the checkpoints of both.
+
+To Megatron two pipes over p ranks are pipelines of p/2 ranks in twice as many replicas, so "stock" has those sizes and no patch of ours in
+its scheduler; its weights are the same bits with virtual stages and without. Without dropout, whose numbers depend on the rank that draws
+them, and without clipping, whose norm adds up the same numbers in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.ir.text import write_csv
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
+from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
+from tests.gloo.test_placed import BY_LAYER, MEASURED, RESUMED, alike
+from tests.gloo.test_schedules import GROWS
+
+ALIKE = ("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0", "--num-layers", "8")
+Run = Callable[..., Outcome]
+
+
+def pipeline(ranks: int, chunks: int = 1) -> tuple[str, ...]:
+    """Megatron's flags for so many ranks, and stages on each."""
+    return "--pipeline-model-parallel-size", str(ranks), *(("--num-virtual-stages-per-pipeline-rank", str(chunks)) if chunks > 1 else ())
+
+
+def batch(microbatches: int) -> tuple[str, ...]:
+    """Samples of so many micro-batches, of both pipes together."""
+    return "--global-batch-size", str(2 * microbatches)
+
+
+def by(schedule: str, ranks: int = 4) -> tuple[str, ...]:
+    """A family, and behind a hyphen its chunks."""
+    name, _, chunks = schedule.partition("-")
+    return *pipeline(ranks, int(chunks or 1)), "--bpipe-schedule", name
+
+
+# One row a feature: flags of both, the number of micro-batches, and the schedules that are compared with stock.
+EVERY = ("chimera", "mixpipe", "bitpipe-2")
+ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "m8": (("--gradients",), 8, EVERY),
+    "m4": ((), 4, EVERY),
+    "m6": ((), 6, EVERY),
+    "m16": ((), 16, EVERY),
+    # Odd, so that a rank's last chunk serves the other pipe than its first, and with a turn at both ends.
+    "three_chunks": (("--num-layers", "12", "--gradients"), 8, ("bitpipe-3",)),
+    "evaluation": (("--eval-interval", "1", "--eval-iters", "2"), 8, ("chimera", "bitpipe-2")),
+    "per_token_loss": (("--calculate-per-token-loss",), 8, ("chimera",)),
+    "untied": (LLAMA, 8, ("chimera", "bitpipe-2")),
+    "eager": (("--overlap-grad-reduce", "--ddp-bucket-size", "20000"), 8, EVERY),
+    "overlaps": ((*OVERLAPS, "--ddp-bucket-size", "20000"), 8, ("chimera", "bitpipe-2")),
+    "unaligned": ((*OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"), 8, ("chimera",)),
+    "bf16": (("--bf16",), 8, ("chimera",)),
+    "fp16": (FP16, 8, ("chimera",)),
+    "experts": (EXPERTS, 8, ("chimera",)),
+    "predictions": (("--mtp-num-layers", "2", "--position-embedding-type", "rope"), 8, ("chimera",)),
+    "recomputed": (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 8, ("chimera",)),
+    "uneven_ends": (("--num-layers", "12", "--decoder-first-pipeline-num-layers", "2"), 8, ("chimera",)),
+    # The same stages on half as many ranks: stock's virtual ones.
+    "layout": (("--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|ttt|tttL"), 8, ("chimera",)),
+    "grows": (GROWS, 0, ("chimera",)),
+    "script_of_ones_own": (("--script", "plain_script.py"), 8, ("chimera",)),
+}
+# Experts that the two ranks of a pair share.
+SHARED_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "experts_of_a_pair": ((*EXPERTS, "--expert-model-parallel-size", "2", "--gradients"), 8, EVERY),
+}
+# Two ranks in another dimension.
+WIDE_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "tensor": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), 8, ("chimera", "bitpipe-2")),
+    "context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), 8, ("chimera",)),
+}
+
+
+def rows_of(rows: dict[str, Any], always: tuple[str, ...] = ()) -> list[Any]:
+    return [
+        pytest.param(row, schedule, marks=() if row in always else pytest.mark.slow)
+        for row, (_, _, schedules) in rows.items()
+        for schedule in schedules
+    ]
+
+
+def trained(rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]], run: Run, wanted: set[tuple[Any, ...]], world: int) -> Outcome:
+    cases = []
+    for name, (flags, microbatches, schedules) in rows.items():
+        common = (*ALIKE, *(batch(microbatches) if microbatches else ()), *flags)
+        of_row = [schedule for schedule in schedules if (name, schedule) in wanted]
+        if of_row:
+            cases.append(Case(name, (*common, *pipeline(2))))
+        cases += [Case(f"{name}_{schedule}", (*common, *by(schedule))) for schedule in of_row]
+    return run(world, cases, timeout_s=2400, worker="named_worker.py")
+
+
+@pytest.fixture(scope="module")
+def four(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
+    return trained(ROWS | SHARED_ROWS, run_cases, asked_for(request, "row", "schedule"), 4)
+
+
+@pytest.fixture(scope="module")
+def wide(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
+    return trained(WIDE_ROWS, run_cases, asked_for(request, "row", "schedule"), 8)
+
+
+@pytest.mark.timeout(2460)
+@pytest.mark.parametrize(("row", "schedule"), rows_of(ROWS, always=("three_chunks",)))
+def test_two_pipes_train_as_stock_does(four: Outcome, row: str, schedule: str) -> None:
+    ours = f"{row}_{schedule}"
+    alike(four, row, ours)
+    assert four.record(ours, 3)["evaluations"] == four.record(row, 3)["evaluations"]
+    assert bool(four.record(row, 3)["evaluations"]) is (row == "evaluation")
+    if "--gradients" in ROWS[row][0]:
+        stock, found = gradients(four, row, 4), gradients(four, ours, 4)
+        assert found.keys() == stock.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in stock.items()), "gradients of the first iteration"
+
+
+@pytest.mark.timeout(2460)
+@pytest.mark.parametrize(("row", "schedule"), rows_of(SHARED_ROWS))
+def test_experts_of_a_pair_add_up_tokens_of_both_pipes(four: Outcome, row: str, schedule: str) -> None:
+    """Those of its own pipe first, and in stock a chunk always serves the same: so experts' sums have other last bits."""
+
+    def losses(case: str) -> list[dict[str, Any]]:
+        return [{name: value for name, value in step.items() if name != "grad_norm"} for step in four.record(case, 3)["iterations"]]
+
+    ours = f"{row}_{schedule}"
+    assert losses(ours)[0] == losses(row)[0]
+    stock, found = gradients(four, row, 4), gradients(four, ours, 4)
+    apart = {name for name, gradient in stock.items() if not torch.equal(found[name], gradient)}
+    assert all("local_experts" in name for name in apart)
+    assert furthest(found, stock) < 1e-6
+
+
+@pytest.mark.timeout(2460)
+@pytest.mark.parametrize(("row", "schedule"), rows_of(WIDE_ROWS))
+def test_another_dimension_beside_two_pipes_changes_nothing(wide: Outcome, row: str, schedule: str) -> None:
+    alike(wide, row, f"{row}_{schedule}", world=8)
+
+
+def gradients(outcome: Outcome, case: str, world: int) -> dict[str, torch.Tensor]:
+    """Of the whole model, in the first iteration."""
+    return {
+        name: gradient for rank in range(world) for name, gradient in torch.load(outcome.folder / f"{case}.rank{rank}.gradients").items()
+    }
+
+
+def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """How far the weight's gradient that differs most is from what it should be, as a share of that."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - gradient).norm() / gradient.norm()) for name, gradient in wanted.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_gradients_are_those_of_one_process_over_the_same_samples(run_cases: Run) -> None:
+    """And not where both pipes read the first one's: samples that nobody reads would show in no loss of a single run."""
+    common = (*ALIKE, *batch(8), "--gradients", "--train-iters", "1")
+    alone = run_cases(1, [Case("alone", (*common, *pipeline(1)))], timeout_s=200, worker="named_worker.py")
+    cases = [Case("bitpipe", (*common, *by("bitpipe-2"))), Case("deaf", (*common, *by("bitpipe-2"), "--one-pipes-samples"))]
+    both = run_cases(4, cases, timeout_s=300, worker="named_worker.py")
+    wanted = gradients(alone, "alone", 1)
+    assert furthest(gradients(both, "bitpipe", 4), wanted) < 1e-6
+    assert furthest(gradients(both, "deaf", 4), wanted) > 0.1
+
+
+# Each trains from stock's first checkpoint, and goes on from where the other stopped.
+FROM_STOCK: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tied": ((), ()),
+    "sharded": ((*BY_LAYER, "--bf16"), ()),
+    "sharded_loaded_in_parallel": (BY_LAYER, ("--ckpt-fully-parallel-load",)),
+}
+
+
+@pytest.fixture(scope="module")
+def from_stock(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
+    cases = []
+    wanted = asked_for(request, "name")
+    first, second = ("--train-iters", "2", *RESUMED), ("--train-iters", "4", *RESUMED)
+    for name, (flags, more) in FROM_STOCK.items():
+        if (name,) not in wanted:
+            continue
+        common = (*ALIKE, *batch(8), *flags)
+        stock, ours = (*common, *pipeline(2)), (*common, *more, *by("bitpipe-2"))
+
+        def saved(at: str, case: str = name) -> tuple[str, ...]:
+            return "--save", f"{{folder}}/{case}_{at}", "--save-interval", "1"
+
+        def loaded(at: str, case: str = name) -> tuple[str, ...]:
+            return "--load", f"{{folder}}/{case}_{at}"
+
+        cases += [
+            Case(f"{name}_begun", (*stock, "--train-iters", "1", *saved("begun"))),
+            Case(f"{name}_stock", (*stock, *first, *loaded("begun"), *saved("stock"))),
+            Case(f"{name}_ours", (*ours, *first, *loaded("begun"), *saved("ours"))),
+            Case(f"{name}_stock_on", (*stock, *second, *loaded("ours"))),
+            Case(f"{name}_ours_on", (*ours, *second, *loaded("stock"))),
+            Case(f"{name}_ours_resumed", (*ours, *second, *loaded("ours"))),
+        ]
+    return run_cases(4, cases, timeout_s=1500, worker="named_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1560)
+@pytest.mark.parametrize("name", FROM_STOCK)
+def test_two_pipes_go_on_from_stocks_checkpoint_and_stock_from_theirs(from_stock: Outcome, name: str) -> None:
+    """The optimizer's state with it, or the second pair would not be equal."""
+    alike(from_stock, f"{name}_stock", f"{name}_ours")
+    alike(from_stock, f"{name}_stock_on", f"{name}_ours_on")
+    alike(from_stock, f"{name}_stock_on", f"{name}_ours_resumed")
+
+
+# Of eight ranks: by name, and from a file.
+EIGHT_RANKS: dict[str, tuple[str, ...]] = {
+    "chimera": by("chimera", 8),
+    "mixpipe": by("mixpipe", 8),
+    "bitpipe": by("bitpipe-2", 8),
+    "chimera_balanced": (*by("chimera", 8), *BPIPE, "--bpipe-transport", "peer"),
+    "chimera_balanced_gloo": (*by("chimera", 8), *BPIPE, "--bpipe-transport", "gloo"),
+    "from_a_file": (*pipeline(8), "--bpipe-schedule", "{folder}/mine.csv", *BPIPE),
+}
+
+
+@pytest.fixture(scope="module")
+def eight_ranks(tmp_path_factory: pytest.TempPathFactory, run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
+    file = tmp_path_factory.mktemp("two_pipes") / "mine.csv"
+    file.write_text(write_csv(build(ScheduleConfig("chimera", 8, 16, balance=BalanceConfig()))))
+    common = (*ALIKE, "--num-layers", "16", "--micro-batch-size", "1", "--global-batch-size", "16")
+    cases = [Case("stock", (*common, *pipeline(4)))]
+    for name, flags in EIGHT_RANKS.items():
+        if (name,) in asked_for(request, "name"):
+            mine = [flag.replace("{folder}/mine.csv", str(file)) for flag in flags]
+            cases.append(Case(name, (*common, *mine, *MEASURED[:-1], f"{MEASURED[-1]}{name}")))
+    return run_cases(8, cases, timeout_s=1500, worker="named_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1560)
+@pytest.mark.parametrize("name", EIGHT_RANKS)
+def test_eight_ranks_train_as_stock_does_and_hold_what_is_predicted(eight_ranks: Outcome, name: str) -> None:
+    alike(eight_ranks, "stock", name, world=8)
+    reports = eight_ranks.reports(name)
+    assert [report["pipeline"] for report in reports] == [0] * 8
+    assert sorted(report["stage"] for report in reports) == list(range(8))
+    for report in reports:
+        assert report["peak_microbatches"] == report["predicted_microbatches"], f"rank {report['stage']}"
+        assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"rank {report['stage']}"
+    assert any(report["evictions"] for report in reports) is (name == "from_a_file" or "balanced" in name)
