@@ -17,6 +17,8 @@ from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
 from bpipe.models.saved import (
+    STATISTICS,
+    STATISTICS_BYTES,
     after_input_bytes,
     core_bytes,
     element_bytes,
@@ -127,11 +129,12 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
 
 
 def _shard_working_bytes(setup: Setup) -> int:
-    """What comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32 bit, twice, and the part of
-    the input's gradient, as it is computed and in 32 bit."""
+    """What comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32 bit, twice, the part of
+    the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
     logits = shared(num_tokens(setup) * setup.vocabulary, setup.vocabulary_shards)
     part = num_tokens(setup) * setup.model.hidden_size
-    return 2 * 4 * min(logits, WIDE_AT_ONCE) + (element_bytes(setup) + 4) * part
+    statistics = STATISTICS * STATISTICS_BYTES * num_tokens(setup) * setup.vocabulary_shards
+    return 2 * 4 * min(logits, WIDE_AT_ONCE) + (element_bytes(setup) + 4) * part + statistics
 
 
 def overhead_bytes(setup: Setup) -> int:

@@ -88,7 +88,10 @@ def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
 
 
 def shard_saved(setup: Setup) -> tuple[Saved, ...]:
-    """What each rank's shard of the output layer holds of one micro-batch from S to T; nothing where the vocabulary is whole."""
+    """What each rank's shard of the output layer holds of one micro-batch from S to T; nothing where the vocabulary is whole.
+
+    Exact to the byte, as the run itself counts it; what is on its way between shards is none of it.
+    """
     if not setup.is_sharded:
         return ()
     tokens = num_tokens(setup)
@@ -96,11 +99,12 @@ def shard_saved(setup: Setup) -> tuple[Saved, ...]:
         Saved("logits of the shard", shared(element_bytes(setup) * tokens * setup.vocabulary, setup.vocabulary_shards)),
         Saved("input of the output layer", sent_bytes(setup)),
         Saved("labels", TOKEN_BYTES * tokens),
-        Saved("statistics of all shards", STATISTICS * STATISTICS_BYTES * tokens, setup.vocabulary_shards),
+        Saved("gradients of the tokens' losses", LOSS_BYTES * tokens),
     )
     if setup.vocabulary_parallel != Vocabulary.TWO.value:
         return rows
-    return (*rows, Saved("part of the input's gradient", EARLY_BYTES * tokens * setup.model.hidden_size))
+    early = Saved("part of the input's gradient", EARLY_BYTES * tokens * setup.model.hidden_size)
+    return (*rows, Saved("statistics of the shard", STATISTICS * STATISTICS_BYTES * tokens), early)
 
 
 def layer_after_input(setup: Setup) -> tuple[Saved, ...]:

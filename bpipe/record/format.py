@@ -293,6 +293,7 @@ class Iteration:
     """One rank's part of one iteration. `saved_bytes`, `moved_bytes` and `kept_bytes` are of one micro-batch, by stage.
 
     `after_input_bytes` too: what is held between the halves of a backward, of stages whose backwards have any.
+    `shard_bytes`: what a shard of the vocabulary holds of one micro-batch between its passes, S and T.
     `kept_bytes`: all that a forward keeps for its backward, of stages that leave, as the run counted it in its first iteration.
     """
 
@@ -305,6 +306,7 @@ class Iteration:
     after_input_bytes: BytesByStage = field(default_factory=dict)
     kept_bytes: BytesByStage = field(default_factory=dict)
     kept_counted_by: Text | None = None
+    shard_bytes: Bytes = 0
     received_bytes: Bytes = 0
     host_bytes: Bytes = 0
     device_peak_bytes: Bytes | None = None

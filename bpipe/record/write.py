@@ -42,9 +42,10 @@ def _keys(value: Any) -> dict[str, Any]:
     kind = type(value)
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
-    # Only of backwards with halves: elsewhere there is nothing to say.
-    if not keys.get("after_input_bytes", True):
-        del keys["after_input_bytes"]
+    # Only of backwards with halves, and of shards: elsewhere there is nothing to say.
+    for name in ("after_input_bytes", "shard_bytes"):
+        if not keys.get(name, True):
+            del keys[name]
     if isinstance(value, Iteration):
         keys["columns"] = [column.name for column in COLUMNS]
         keys["actions"] = [

@@ -21,7 +21,8 @@ from bpipe.ir.schedule import Schedule
 class RankSizes:
     """What one rank measured: of one micro-batch by stage, what it receives for one, and what its host buffers occupy.
 
-    `after_input_bytes`: of stages whose backward is split, what is held between its halves.
+    `after_input_bytes`: of stages whose backward is split, what is held between its halves. `shard_bytes`: what a shard of the vocabulary
+    holds between its passes.
     """
 
     saved_bytes: Mapping[int, int]
@@ -29,6 +30,7 @@ class RankSizes:
     received_bytes: int
     host_bytes: int
     after_input_bytes: Mapping[int, int] = field(default_factory=dict)
+    shard_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,18 @@ class RankPeaks:
 
 
 def own_peak(
-    schedule: Schedule, rank: int, saved: Mapping[int, int], moved: Mapping[int, int], received: int, after_input: Mapping[int, int]
+    schedule: Schedule,
+    rank: int,
+    saved: Mapping[int, int],
+    moved: Mapping[int, int],
+    received: int,
+    after_input: Mapping[int, int],
+    shard: int = 0,
 ) -> int:
     """The most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer moves `moved[stage]` of it.
 
-    `after_input[stage]` is held between the halves of its backward; as much as was saved where nothing says so.
+    `after_input[stage]` is held between the halves of its backward; as much as was saved where nothing says so. `shard` is held between S
+    and T.
 
     Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until the
     next forward has returned: a forward right after a backward finds it still there. Its interleaved loop does so at times that depend on
@@ -56,7 +65,7 @@ def own_peak(
     keeps_input = exchange_of(schedule.name) is Exchange.MEGATRON_1F1B
     whole = [saved.get(stage, 0) for stage in stages]
     between = [after_input.get(stage, size) for stage, size in enumerate(whole)]
-    curve = live_bytes(schedule, rank, memory_of(whole, [moved.get(stage, 0) for stage in stages], between))
+    curve = live_bytes(schedule, rank, memory_of(whole, [moved.get(stage, 0) for stage in stages], between, shard))
     peak = 0
     after_backward = False
     for slot, held in zip(schedule.ranks[rank], curve, strict=True):
@@ -82,7 +91,8 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
         return RankPeaks(count, None, bound, None)
-    peak = own_peak(schedule, rank, sizes.saved_bytes, sizes.moved_bytes, sizes.received_bytes, sizes.after_input_bytes) + sizes.host_bytes
+    own = sizes.saved_bytes, sizes.moved_bytes, sizes.received_bytes, sizes.after_input_bytes, sizes.shard_bytes
+    peak = own_peak(schedule, rank, *own) + sizes.host_bytes
     largest = max(sizes.saved_bytes.values(), default=0)
     return RankPeaks(count, peak, bound, None if bound is None else peak + (bound - count) * largest)
 
@@ -93,9 +103,12 @@ def without_transfers(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=ranks, hosts=None, bounds=None)
 
 
-def whole_peaks(schedule: Schedule, saved_bytes: Mapping[int, int], after_input_bytes: Mapping[int, int]) -> tuple[int, ...] | None:
+def whole_peaks(
+    schedule: Schedule, saved_bytes: Mapping[int, int], after_input_bytes: Mapping[int, int], shard_bytes: int = 0
+) -> tuple[int, ...] | None:
     """Peaks of a run that has not been made, every transfer moving all that is saved; None unless every stage's size is known."""
     if not all(stage in saved_bytes for stage in range(schedule.num_stages)):
         return None
     saved = [saved_bytes[stage] for stage in range(schedule.num_stages)]
-    return peak_bytes(schedule, memory_of(saved, None, [after_input_bytes.get(stage, size) for stage, size in enumerate(saved)]))
+    between = [after_input_bytes.get(stage, size) for stage, size in enumerate(saved)]
+    return peak_bytes(schedule, memory_of(saved, None, between, shard_bytes))

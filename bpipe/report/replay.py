@@ -148,7 +148,7 @@ def _one_sided(measured: Measured) -> frozenset[int]:
 
 
 def _without_buffers(size: RankSizes | None) -> RankSizes | None:
-    return None if size is None else RankSizes(size.saved_bytes, {}, size.received_bytes, 0, size.after_input_bytes)
+    return None if size is None else replace(size, moved_bytes={}, host_bytes=0)
 
 
 def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
@@ -163,7 +163,7 @@ def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tup
         return ()
     saved = {stage: size for one in sizes if one is not None for stage, size in one.saved_bytes.items()}
     between = {stage: size for one in sizes if one is not None for stage, size in one.after_input_bytes.items()}
-    return whole_peaks(schedule, saved, between)
+    return whole_peaks(schedule, saved, between, max(one.shard_bytes for one in sizes if one is not None))
 
 
 def _sizes(measured: Measured, place: int) -> RankSizes | None:
@@ -173,7 +173,7 @@ def _sizes(measured: Measured, place: int) -> RankSizes | None:
         return None
     one = max(found, key=lambda iteration: sum(iteration.saved_bytes.values()))
     host_bytes = max(iteration.host_bytes for iteration in found)
-    return RankSizes(one.saved_bytes, one.moved_bytes, one.received_bytes, host_bytes, one.after_input_bytes)
+    return RankSizes(one.saved_bytes, one.moved_bytes, one.received_bytes, host_bytes, one.after_input_bytes, one.shard_bytes)
 
 
 def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:

@@ -41,8 +41,8 @@ class EngineConfig:
 
     `synchronous`: wait for every transfer where it is issued, to see what it would cost. `allocated()`: how many bytes of the device its
     allocator has given out, None where nobody counts. `waiting(backward)`: what whoever computes keeps, besides the graph, from the first
-    half of a split backward to the second. `timed(name)` is entered around whatever this rank does for balancing: issuing a transfer, and
-    waiting for one.
+    half of a split backward to the second; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)` is entered around
+    whatever this rank does for balancing: issuing a transfer, and waiting for one.
     """
 
     name: str
@@ -53,6 +53,7 @@ class EngineConfig:
     synchronous: bool = False
     allocated: Callable[[], int] | None = None
     waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
+    between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 
 
@@ -191,6 +192,10 @@ class Engine:
             if op.kind is Kind.BACKWARD_INPUT:
                 self._meter.waiting(op, self._config.waiting(op))
             self._meter.touched(op)
+        elif self._meter and op.kind is Kind.SHARD_FORWARD:
+            self._meter.shard_saved(op, self._config.between(op))
+        elif self._meter and op.kind is Kind.SHARD_BACKWARD:
+            self._meter.shard_over(op)
         held = self._sample()
         if self.recorder:
             self.recorder.computed(held)

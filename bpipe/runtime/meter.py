@@ -1,7 +1,7 @@
 """Measure what a rank's saved activations really occupy, from the storages themselves.
 
-In: the storages each forward saved, and those that wait between the halves of its backward. Out: bytes and micro-batches held now, and
-their peaks. Knows no schedule and no prediction.
+In: the storages each forward saved, those that wait between the halves of its backward, and those that a shard of the vocabulary holds
+between its S and its T. Out: bytes and micro-batches held now, and their peaks. Knows no schedule and no prediction.
 
 It keeps weak references only: a storage that autograd freed is gone, one that was emptied in place counts as the bytes it still has.
 Storages that somebody besides one micro-batch's graph holds (parameters, masks, tables, the data iterator's own batch) are not a
@@ -53,13 +53,18 @@ class _Storage:
     nbytes: int
 
     def nbytes_now(self) -> int:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
-        return 0 if storage is None else int(storage.nbytes())
+        return _nbytes(self.reference)
+
+
+def _nbytes(reference: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else int(storage.nbytes())
 
 
 class Meter:
     """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished, and
-    `after_input_bytes[stage]` what it holds between the halves of its backward, counted once the first has run.
+    `after_input_bytes[stage]` what it holds between the halves of its backward, counted once the first has run. `shard_bytes` is what a
+    shard of the vocabulary holds of one micro-batch, its logits above all; that is bytes, and no micro-batch.
 
     `received_bytes` is the part of it that the stage received, where the pipeline loop may hold that longer than the backward needs it:
     one that `keeps_inputs`. Of any other it is 0.
@@ -71,6 +76,9 @@ class Meter:
         self._storages: dict[int, _Storage] = {}
         self._common: dict[int, StorageWeakRef] = {}
         self._held: dict[Key, _Held] = {}
+        # By micro-batch, from S to T.
+        self._shards: dict[int, list[StorageWeakRef]] = {}
+        self.shard_bytes = 0
         self.peak_microbatches = 0
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
@@ -81,6 +89,8 @@ class Meter:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
         self.peak_microbatches = self.peak_bytes = 0
         self.saved_bytes, self.after_input_bytes = {}, {}
+        self.shard_bytes = 0
+        self._shards.clear()
         # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's activation.
         self._common |= {key: storage.reference for key, storage in self._storages.items()}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
@@ -100,6 +110,15 @@ class Meter:
         """The first half of a backward has run, and these storages wait for the second; some of them were saved, others are new."""
         for storage in storages:
             self._belongs(storage, storage.nbytes(), (backward.stage, backward.microbatch))
+
+    def shard_saved(self, op: Action, storages: Sequence[torch.UntypedStorage]) -> None:
+        """S has run, and these storages wait for T."""
+        self._shards[op.microbatch] = list(map(StorageWeakRef, storages))
+        self.shard_bytes = max(self.shard_bytes, sum(storage.nbytes() for storage in storages))
+
+    def shard_over(self, op: Action) -> None:
+        """T has run. What it has handed on is on its way to others, as a gradient is between stages."""
+        self._shards.pop(op.microbatch, None)
 
     def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key) -> bool:
         """Whether this storage is the micro-batch's and was not known to be: not where another one, or everybody, holds it too."""
@@ -150,7 +169,8 @@ class Meter:
         # of one whose backward has run holds bytes, not a micro-batch.
         here = sum(1 for held in self._held.values() if not held.over and (held.halved or 2 * held.bytes_now > held.saved_bytes))
         self.peak_microbatches = max(self.peak_microbatches, here + host_buffers)
-        in_all = sum(held.bytes_now for held in self._held.values()) + host_bytes
+        shards = sum(_nbytes(reference) for references in self._shards.values() for reference in references)
+        in_all = sum(held.bytes_now for held in self._held.values()) + shards + host_bytes
         self.peak_bytes = max(self.peak_bytes, in_all)
         return in_all
 

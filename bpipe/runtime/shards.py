@@ -34,6 +34,11 @@ class _BetweenPasses(NamedTuple):
 Told = Callable[[int, torch.Tensor], None]
 
 
+def _storages(*held: torch.Tensor | None) -> tuple[torch.UntypedStorage, ...]:
+    """Each once."""
+    return tuple({storage._cdata: storage for storage in (one.untyped_storage() for one in held if one is not None)}.values())
+
+
 class OutputShard:
     """Rows `first_row` and on of an output layer of `vocabulary` rows: `layer` makes their logits [..., r] of a stage's output [..., h].
 
@@ -48,6 +53,10 @@ class OutputShard:
     def begin(self) -> None:
         """Nothing is held of an iteration that did not end."""
         self._held.clear()
+
+    def storages(self, microbatch: int) -> tuple[torch.UntypedStorage, ...]:
+        """What is held of a micro-batch between its S and its T."""
+        return _storages(*self._held[microbatch])
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
         x, labels, token_gradients = received
@@ -85,7 +94,7 @@ class Matrix(Protocol):
 
 
 class _Early(NamedTuple):
-    """Of a micro-batch, from S to `late`: what a shard gives the input's gradient, as far as its own statistics say."""
+    """Of a micro-batch, from S to `late`, and to T: what a shard gives the input's gradient, as far as its own statistics say."""
 
     part: torch.Tensor
     statistics: torch.Tensor
@@ -98,7 +107,8 @@ class EarlyShard:
 
     def __init__(self, layer: Matrix, first_row: int, vocabulary: int, told: Told | None = None) -> None:
         self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
-        self._held: dict[int, _BetweenPasses] = {}
+        # With what `late` needs: were that gone when `late` has run, what is held until T would depend on how fast other ranks are.
+        self._held: dict[int, tuple[_BetweenPasses, _Early | None]] = {}
         self._early: dict[int, _Early] = {}
 
     def begin(self) -> None:
@@ -106,16 +116,22 @@ class EarlyShard:
         self._held.clear()
         self._early.clear()
 
+    def storages(self, microbatch: int) -> tuple[torch.UntypedStorage, ...]:
+        """What is held of a micro-batch between its S and its T."""
+        held, early = self._held[microbatch]
+        return _storages(*held, *(early or ()))
+
     def forward(self, action: Action, received: Tensors) -> Tensors:
         x, labels, token_gradients = received
         back = torch.is_grad_enabled()
         with torch.no_grad():
             logits = self._layer.logits(x)
         own = statistics(_rows(logits), labels, self._first_row)
+        early = None
         if back:
             part = early_part(_rows(logits), self._layer.weight, own, token_gradients)
-            self._early[action.microbatch] = _Early(part, own, labels, token_gradients)
-        self._held[action.microbatch] = _BetweenPasses(x, logits if back else None, labels, token_gradients)
+            early = self._early[action.microbatch] = _Early(part, own, labels, token_gradients)
+        self._held[action.microbatch] = _BetweenPasses(x, logits if back else None, labels, token_gradients), early
         return (own,)
 
     def late(self, microbatch: int, received: Tensors) -> Tensors:
@@ -129,7 +145,7 @@ class EarlyShard:
     def backward(self, action: Action, received: Tensors) -> Tensors:
         (gathered,) = received
         found = totals(gathered)
-        x, logits, labels, token_gradients = self._held.pop(action.microbatch)
+        (x, logits, labels, token_gradients), _ = self._held.pop(action.microbatch)
         _tell(self._told, action, found, labels, self._vocabulary)
         if logits is not None:
             gradient = logits_gradient(_rows(logits), labels, self._first_row, found, token_gradients, overwrite=True)

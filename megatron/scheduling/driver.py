@@ -44,7 +44,8 @@ from megatron.scheduling.weighing import Waiting, Weighing
 class Driver:
     """One rank's iterations, one after the other. What lives on between them: an engine a program, and the pair's groups.
 
-    `waiting`: what whoever computes keeps between the halves of a backward, by its first half; whoever splits backwards sets it.
+    `waiting`: what whoever computes keeps between the halves of a backward, by its first half; whoever splits backwards sets it. `between`:
+    the same of a shard of the vocabulary between S and T, by S.
     `running` is true inside of `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last
     iteration's note. `changed_over`: this iteration is the first of its program since another one's, and every rank's is.
     """
@@ -68,6 +69,7 @@ class Driver:
         self.recorded: Recorded | None = None
         self.watermark: Watermark | None = None
         self.waiting: Waiting = lambda backward: ()
+        self.between: Waiting = lambda shard: ()
         self._weighing: Weighing | None = None
 
     # -- an iteration --------------------------------------------------------------------------------------------------------------
@@ -199,6 +201,7 @@ class Driver:
             synchronous=self._config.synchronous,
             allocated=allocated_on(self.device),
             waiting=lambda backward: self.waiting(backward),
+            between=lambda shard: self.between(shard),
             timed=self._own_time.of,
         )
 
@@ -241,6 +244,7 @@ class Driver:
             saved_bytes=self._meter.saved_bytes,
             moved_bytes=engine.moved_bytes,
             after_input_bytes=self._meter.after_input_bytes,
+            shard_bytes=self._meter.shard_bytes,
             received_bytes=self._meter.received_bytes,
             host_bytes=engine.host_bytes,
             peak_bytes=self._meter.peak_bytes,
@@ -270,6 +274,7 @@ class Driver:
             saved_bytes=self._meter.saved_bytes,
             moved_bytes=engine.moved_bytes,
             after_input_bytes=self._meter.after_input_bytes,
+            shard_bytes=self._meter.shard_bytes,
             received_bytes=self._meter.received_bytes,
             num_host_buffers=engine.num_host_buffers,
             host_bytes=engine.host_bytes,

@@ -155,6 +155,9 @@ class Loop:
         finalize = config.finalize_model_grads_func
         embedding = schedules.clear_embedding_activation_buffer(config, call.models, last) if finalize is not None else None
         syncing = Syncing(prepared.marks, config, call.models)
+        if isinstance(prepared.stages, ShardedStages):
+            shard = prepared.stages.shard
+            self._driver.between = lambda action: shard.storages(action.microbatch)
         with _of(prepared.stages, call):
             self._halves.begin({stage: delaying(call.models[chunk].modules()) for stage, chunk in prepared.stages.chunks.items()})
             syncing.begin()

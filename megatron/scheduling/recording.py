@@ -59,6 +59,7 @@ class Recorded:
     saved_bytes: Mapping[int, int]
     moved_bytes: Mapping[int, int]
     after_input_bytes: Mapping[int, int]
+    shard_bytes: int
     received_bytes: int
     host_bytes: int
     peak_bytes: int
@@ -103,6 +104,7 @@ class RunRecord:
             saved_bytes=recorded.saved_bytes,
             moved_bytes=recorded.moved_bytes,
             after_input_bytes=recorded.after_input_bytes,
+            shard_bytes=recorded.shard_bytes,
             kept_bytes={stage: share.kept_bytes for stage, share in recorded.shares.items()},
             kept_counted_by=next((share.counted_by for share in recorded.shares.values()), None),
             received_bytes=recorded.received_bytes,

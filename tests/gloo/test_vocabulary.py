@@ -6,8 +6,10 @@ alone changes. Every row has a case of stock's and one with shards; the weight o
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import Setup
+from bpipe.models.model import gpt
+from bpipe.models.saved import shard_bytes
 from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, _free_ports, asked_for, finish, start
 from tests.gloo.test_launch import FOUR, iterations
 from tests.gloo.test_parallelism import LLAMA, OVERLAPS
@@ -195,6 +201,22 @@ def test_balancing_shards_changes_no_bit(four: Outcome, row: str, plain: str, mo
         for report in reports:
             assert report["peak_microbatches"] == report["predicted_microbatches"], f"{ours}: stage {report['stage']}"
             assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"{ours}: stage {report['stage']}"
+            assert shard_held(four, f"{row}_{ours}", report["rank"]) == shard_modelled(row, ours), f"{ours}: stage {report['stage']}"
+
+
+def shard_held(outcome: Outcome, case: str, rank: int) -> int:
+    """Bytes of a micro-batch from S to T, as the run's record has them."""
+    path = Path(outcome.report_folder(case)) / f"record_{rank:05d}.jsonl"
+    return int(json.loads(path.read_text().splitlines()[-1])["shard_bytes"])
+
+
+def shard_modelled(row: str, ours: str) -> int:
+    """The same of the tiny model, before anything ran."""
+    tiny = replace(gpt("tiny", 4, 64, 4, 128, 64), tied_embedding=False)
+    algorithm, precision = ("2" if "two" in ours else "1"), ("bf16" if "bf16" in row else "fp32")
+    cut = (parse_cluster("a100-80g:1x4"), 1, 4, 2, 16, 64, (1, 1, 1, 1))
+    choices = {"precision": precision, "kernels": "cpu", "attention": "unfused", "vocabulary_parallel": algorithm}
+    return shard_bytes(Setup(tiny, *cut, **choices))  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(960)

@@ -64,7 +64,7 @@ def test_logits_are_on_all_ranks_and_on_the_last_no_loss(vocabulary: str) -> Non
     assert stage_bytes(whole)[-1] - stage_bytes(mine)[-1] == 4 * tokens * 256000
     names = {row.name: row.nbytes * row.num for row in shard_saved(mine)}
     assert names["logits of the shard"] == 2 * tokens * 256000 // 8
-    assert names["statistics of all shards"] == 12 * tokens * 8
+    assert ("statistics of the shard" in names) == (vocabulary == "2")
     assert ("part of the input's gradient" in names) == (vocabulary == "2")
     assert shard_bytes(whole) == 0
 

@@ -62,10 +62,10 @@ def test_what_is_read_is_written_again_to_the_byte(tmp_path: Path) -> None:
         assert path.read_bytes() == (BEFORE / path.name).read_bytes(), path.name
 
 
-def test_what_is_held_between_halves_is_written_and_read(tmp_path: Path) -> None:
+def test_what_is_held_between_halves_and_of_shards_is_written_and_read(tmp_path: Path) -> None:
     (rank, *_) = read_run(BEFORE).ranks
     (one, *_) = rank.iterations.values()
-    split = replace(one, after_input_bytes={0: 1_100_000})
+    split = replace(one, after_input_bytes={0: 1_100_000}, shard_bytes=50_688)
     header = form.RankHeader(**{key.name: getattr(rank, key.name) for key in keys_of(form.RankHeader)})
     write_whole(tmp_path / form.RUN, read_run(BEFORE).info)
     append(form.RECORD.path(tmp_path, 0), header, split)

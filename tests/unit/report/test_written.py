@@ -180,8 +180,8 @@ def test_every_key_of_a_record_is_documented(tmp_path: Path) -> None:
     write_run(tmp_path, iterations=(5,), num_stages=4)
     head, line = (json.loads(text) for text in (tmp_path / "record_00000.jsonl").read_text().splitlines())
     columns = set(line["columns"]) - {"unknown"}
-    of_halves = {"after_input_bytes"}
-    assert keys(head) | keys(line) | columns | of_halves == documented("The record of a rank")
+    of_some = {"after_input_bytes", "shard_bytes"}
+    assert keys(head) | keys(line) | columns | of_some == documented("The record of a rank")
     run = json.loads((tmp_path / "run.json").read_text())
     assert keys(run) - {"unknown", "links.bytes_per_s.peer", "links.bytes_per_s.nccl"} == documented("The run")
 

@@ -173,3 +173,21 @@ def test_looks_at_no_more_storages_for_more_micro_batches(balance: str, monkeypa
 
     # None at all where all that a stage saves goes with its backward.
     assert looks_a_microbatch(128) <= 1.25 * looks_a_microbatch(16)
+
+
+def test_what_a_shard_holds_counts_from_s_to_t() -> None:
+    """In bytes, while the storages are there, and as no micro-batch; what T has handed on is on its way to others."""
+    meter, first, second = Meter(), Action(1, Kind.SHARD_FORWARD, 0), Action(1, Kind.SHARD_FORWARD, 1)
+    logits, part = torch.zeros(100, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8)
+    meter.shard_saved(first, [logits.untyped_storage(), part.untyped_storage()])
+    assert meter.sample(0, 5) == 125
+    other = torch.zeros(30, dtype=torch.uint8)
+    meter.shard_saved(second, [other.untyped_storage()])
+    assert (meter.sample(0, 0), meter.shard_bytes) == (150, 120)
+    del logits
+    assert meter.sample(0, 0) == 50
+    meter.shard_over(Action(1, Kind.SHARD_BACKWARD, 0))
+    assert meter.sample(0, 0) == 30
+    assert (meter.peak_bytes, meter.peak_microbatches) == (150, 0)
+    meter.begin()
+    assert (meter.sample(0, 0), meter.shard_bytes) == (0, 0)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Vocabulary
@@ -19,7 +20,8 @@ from bpipe.runtime.executor import Executor
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.shards import OutputShard
 from bpipe.runtime.stage import TorchStages
-from tests.unit.runtime.sharded import in_one_piece, in_shards
+from tests.unit.runtime.pipeline import ROWS, WIDTH
+from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards
 
 SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
 
@@ -128,3 +130,21 @@ def test_evaluation_computes_losses_and_nothing_else(p: int, m: int) -> None:
     for microbatch, losses in expected.losses.items():
         torch.testing.assert_close(found.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
     assert found.weights[0].grad is None
+
+
+@pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
+def test_what_a_shard_holds_is_listed_and_gone_behind_t(vocabulary: Vocabulary) -> None:
+    """Logits, input, labels and the tokens' gradients, in 64 bit here; by algorithm 2 also its statistics and its part of the gradient."""
+    shard = ShardedModel(1, 1).shard(0, vocabulary)
+    received = torch.randn(ROWS, WIDTH, dtype=torch.float64), torch.zeros(ROWS, dtype=torch.long), torch.ones(ROWS, dtype=torch.float64)
+    (own,) = shard.forward(Action(0, Kind.SHARD_FORWARD, 3), received)
+    storages = shard.storages(3)
+    early = (3 + WIDTH) * ROWS * 8 if vocabulary is Vocabulary.TWO else 0
+    assert sum(storage.nbytes() for storage in storages) == (VOCABULARY + WIDTH + 2) * ROWS * 8 + early
+    logits = StorageWeakRef(storages[1])
+    assert storages[1].nbytes() == VOCABULARY * ROWS * 8
+    del storages
+    shard.backward(Action(0, Kind.SHARD_BACKWARD, 3), (own[None],))
+    assert logits.expired()
+    with pytest.raises(KeyError):
+        shard.storages(3)
