@@ -64,7 +64,8 @@ ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     # The same stages on half as many ranks: stock's virtual ones.
     "layout": (("--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|ttt|tttL"), 8, ("chimera",)),
     "grows": (GROWS, 0, ("chimera",)),
-    "script_of_ones_own": (("--script", "plain_script.py"), 8, ("chimera",)),
+    # Its loss is one number, which Megatron logs of one replica: with an odd number of chunks the other one's.
+    "script_of_ones_own": (("--script", "plain_script.py"), 8, ("bitpipe-2",)),
 }
 # Experts that the two ranks of a pair share.
 SHARED_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
