@@ -12,15 +12,19 @@ out by the very next call, whatever is still under way in it, as CUDA's caching 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from bpipe.runtime import evictor, host_buffers, streams
 from bpipe.runtime.capture import SavedStorage
+from bpipe.runtime.evictor import ActivationsState, Evictor
+from bpipe.transport.base import Done
 from bpipe.transport.memory import Region
 
 Unit = tuple[str, int]
@@ -412,3 +416,26 @@ def fake_find(roots: Sequence[Microbatch], inputs: object, device: object) -> tu
 def fake_bytes_of(storages: Sequence[FakeStorage]) -> list[FakeBuffer]:
     """For `bpipe.runtime.evictor._bytes_of`."""
     return [FakeBuffer(storage.unit, storage.nbytes()) for storage in storages]
+
+
+def put_under(patch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """The engine, its streams and its host buffers run on this machine."""
+    torch_there = fake_torch(machine)
+    patch.setattr(streams, "torch", torch_there)
+    patch.setattr(host_buffers, "torch", torch_there)
+    patch.setattr(evictor, "find", fake_find)
+    patch.setattr(evictor, "hiding", lambda roots: Counter())
+    patch.setattr(evictor, "_bytes_of", fake_bytes_of)
+    patch.setattr(evictor, "Claims", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
+
+
+def without_the_end_of(state: ActivationsState, patch: pytest.MonkeyPatch) -> None:
+    """Whatever leads to this state is not waited for: [3] or [7]."""
+    finish = Evictor._finish
+
+    def unwaited(self: Evictor, activations: Any, wanted: ActivationsState) -> None:
+        if wanted is state:
+            activations.pending = Done()
+        finish(self, activations, wanted)
+
+    patch.setattr(Evictor, "_finish", unwaited)

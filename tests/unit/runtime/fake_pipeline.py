@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,8 +21,6 @@ import torch
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.runtime import evictor as evictor_module
-from bpipe.runtime import host_buffers, streams
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.streams import StreamLane
@@ -40,9 +38,7 @@ from tests.unit.runtime.fake_device import (
     Machine,
     Unit,
     Values,
-    fake_bytes_of,
-    fake_find,
-    fake_torch,
+    put_under,
 )
 
 CUDA = torch.device("cuda")
@@ -245,7 +241,7 @@ def _units(tensors: Any) -> list[Unit]:
 @contextmanager
 def fakes(machine: Machine, turns: Turns) -> Iterator[FakeDist]:
     """A machine under the runtime."""
-    dist, torch_there = FakeDist(machine), fake_torch(machine)
+    dist = FakeDist(machine)
 
     def announcement(numbers: list[int]) -> Any:
         tensor = FakeTensor(machine.on)
@@ -263,16 +259,11 @@ def fakes(machine: Machine, turns: Turns) -> Iterator[FakeDist]:
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "torch", torch_there)
-        patch.setattr(host_buffers, "torch", torch_there)
+        put_under(patch, machine)
         for module in (edges, announcing):
             patch.setattr(module, "torch", SimpleNamespace(empty=received, tensor=announcement, int64=torch.int64))
         patch.setattr(edges, "dist", dist)
         patch.setattr(distributed, "dist", dist)
-        patch.setattr(evictor_module, "find", fake_find)
-        patch.setattr(evictor_module, "hiding", lambda roots: Counter())
-        patch.setattr(evictor_module, "_bytes_of", fake_bytes_of)
-        patch.setattr(evictor_module, "Claims", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
         yield dist
 
 

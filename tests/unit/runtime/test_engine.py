@@ -334,27 +334,27 @@ def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
     assert [log[log.index(name) + 1] for name in ("put", "get")] == ["computing"] * 2
 
 
-def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No generator makes such a schedule today, and the grid allows it: an eviction that has a bubble's place to itself."""
+def into_the_bubble_before(patch: pytest.MonkeyPatch, found: Callable[[set[Kind], set[Kind]], bool]) -> None:
+    """What starts with a computation starts in the bubble before it: with the first whose kinds, and those of the one before, are such."""
 
     def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
         program = list(steps(plan, rank))
-        place = next(place for place, step in enumerate(program) if any(action.kind is Kind.EVICT for action in step.before))
+        kinds = [{action.kind for action in step.before} for step in program]
+        place = next(place for place in range(1, len(program)) if found(kinds[place - 1], kinds[place]))
         program[place - 1] = program[place - 1]._replace(after=program[place].before)
         program[place] = program[place]._replace(before=())
         return tuple(program)
 
-    monkeypatch.setattr(engine_module, "steps", moved)
+    patch.setattr(engine_module, "steps", moved)
+
+
+def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No generator makes such a schedule today, and the grid allows it: an eviction that has a bubble's place to itself."""
+    into_the_bubble_before(monkeypatch, lambda before, step: Kind.EVICT in step)
     plan = schedule()
     engine = engine_for(plan)
-    evictor_there = engine._evictor
-    assert evictor_there is not None
-    leaving = []
-
-    def look() -> None:
-        leaving.append(sum(each.state is evictor.ActivationsState.LEAVING for each in evictor_there._known.values()))
-
-    assert torch.equal(gradient(engine, plan, computing=look), gradient(None, plan))
+    leaving: list[int] = []
+    assert torch.equal(gradient(engine, plan, computing=lambda: leaving.append(leaving_in(engine))), gradient(None, plan))
     assert leaving[:4] == [0, 0, 0, 0], "0EVICT1 stands after 0F1 now, so at 0F2 it has left"
 
 
@@ -399,16 +399,7 @@ def test_an_eviction_ends_before_the_next_operation_and_not_before_the_output_is
 
 def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The load takes its memory while no computation comes in between: together they would hold one micro-batch more."""
-
-    def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
-        program = list(steps(plan, rank))
-        kinds = [{action.kind for action in step.before} for step in program]
-        place = next(place for place in range(1, len(program)) if kinds[place - 1] == {Kind.EVICT} and kinds[place] == {Kind.LOAD})
-        program[place - 1] = program[place - 1]._replace(after=program[place].before)
-        program[place] = program[place]._replace(before=())
-        return tuple(program)
-
-    monkeypatch.setattr(engine_module, "steps", moved)
+    into_the_bubble_before(monkeypatch, lambda before, step: (before, step) == ({Kind.EVICT}, {Kind.LOAD}))
     plan, transport = schedule(6, 12), LateTransport()
     engine = engine_for(plan, transport)
     get, leaving = transport.get, []
@@ -424,15 +415,7 @@ def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pyt
 
 def test_what_stands_behind_a_computation_starts_when_its_output_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load in the bubble waits for an eviction before it, and that for the partner, who may need the output to come so far."""
-
-    def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
-        program = list(steps(plan, rank))
-        place = next(place for place, step in enumerate(program) if any(action.kind is Kind.LOAD for action in step.before))
-        program[place - 1] = program[place - 1]._replace(after=program[place].before)
-        program[place] = program[place]._replace(before=())
-        return tuple(program)
-
-    monkeypatch.setattr(engine_module, "steps", moved)
+    into_the_bubble_before(monkeypatch, lambda before, step: Kind.LOAD in step)
     log: list[str] = []
 
     class Logged(LateTransport):

@@ -6,6 +6,7 @@ Nothing may depend on luck there: whatever nothing orders is reported, on every 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,12 +21,11 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.program import Do
 from bpipe.ir.schedule import Schedule
-from bpipe.runtime import evictor as evictor_module
-from bpipe.runtime import host_buffers, streams
+from bpipe.runtime import streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.evictor import ActivationsState, Evictor
+from bpipe.runtime.evictor import ActivationsState
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.recorder import Recorder
@@ -42,9 +42,8 @@ from tests.unit.runtime.fake_device import (
     FakeStorage,
     Machine,
     Microbatch,
-    fake_bytes_of,
-    fake_find,
-    fake_torch,
+    put_under,
+    without_the_end_of,
 )
 from tests.unit.runtime.loop import schedule
 from tests.unit.transport.loopback import controls
@@ -89,17 +88,7 @@ def transports(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
     """Put a machine under the runtime."""
-
-    def put(machine: Machine) -> None:
-        torch_there = fake_torch(machine)
-        monkeypatch.setattr(streams, "torch", torch_there)
-        monkeypatch.setattr(host_buffers, "torch", torch_there)
-        monkeypatch.setattr(evictor_module, "find", fake_find)
-        monkeypatch.setattr(evictor_module, "hiding", lambda roots: Counter())
-        monkeypatch.setattr(evictor_module, "_bytes_of", fake_bytes_of)
-        monkeypatch.setattr(evictor_module, "Claims", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
-
-    return put
+    return functools.partial(put_under, monkeypatch)
 
 
 class Fake:
@@ -292,18 +281,6 @@ def without_waiting_for_compute(direction: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Streams, direction, only_the_stream)
 
 
-def without_waiting_for(state: ActivationsState, monkeypatch: pytest.MonkeyPatch) -> None:
-    """[3] or [7]: whatever leads to this state."""
-    finish = Evictor._finish
-
-    def unwaited(self: Any, activations: Any, wanted: ActivationsState) -> None:
-        if wanted is state:
-            activations.pending = Done()
-        finish(self, activations, wanted)
-
-    monkeypatch.setattr(Evictor, "_finish", unwaited)
-
-
 def without_the_last_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """[8]."""
     lane_run = StreamLane.run
@@ -315,9 +292,9 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         lambda patch: without_waiting_for_compute("outbound", patch),
         "not ordered behind forward of",
     ),
-    "[3] freed before the put has ended": (lambda patch: without_waiting_for(ActivationsState.AWAY, patch), "not ordered behind"),
+    "[3] freed before the put has ended": (lambda patch: without_the_end_of(ActivationsState.AWAY, patch), "not ordered behind"),
     "[5] a get into memory that compute still uses": (lambda patch: without_waiting_for_compute("inbound", patch), "not ordered behind"),
-    "[7] a backward without its load": (lambda patch: without_waiting_for(ActivationsState.HERE, patch), "backward of"),
+    "[7] a backward without its load": (lambda patch: without_the_end_of(ActivationsState.HERE, patch), "backward of"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,10 @@ from bpipe.runtime.evictor import ActivationsState, Evictor
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import Streams
 from bpipe.transport import edges
-from bpipe.transport.base import Done
 from bpipe.transport.distributed import Works, batched
 from tests.unit.hand_made import far_ahead, v_flat
 from tests.unit.runtime import fake_pipeline
-from tests.unit.runtime.fake_device import FakeTensor
+from tests.unit.runtime.fake_device import FakeTensor, without_the_end_of
 from tests.unit.runtime.fake_pipeline import findings, splits
 
 KINDS = ["one-sided", "two-sided"]
@@ -147,20 +147,6 @@ def without_events_of_compute(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Streams, "_behind_compute", only_the_stream)
 
 
-def without_the_end_of(state: ActivationsState) -> Callable[[pytest.MonkeyPatch], None]:
-    def breaking(patch: pytest.MonkeyPatch) -> None:
-        finish = Evictor._finish
-
-        def unwaited(self: Evictor, activations: Any, wanted: ActivationsState) -> None:
-            if wanted is state:
-                activations.pending = Done()
-            finish(self, activations, wanted)
-
-        patch.setattr(Evictor, "_finish", unwaited)
-
-    return breaking
-
-
 BROKEN: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "a message is not waited for": ("v-half", without_waiting_for_messages, "not ordered behind"),
     "a receive is missing": ("split", without_one("post 1F1>2F1"), "never posted|wait for each other|is not here for|never begin"),
@@ -172,8 +158,8 @@ BROKEN: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "the inputs' half does not wait for its load": ("split", with_halves_that_do_not_wait, "not ordered behind"),
     "the weights' half comes too late": ("v-flat", with_weights_that_let_go_first, "memory that was freed is used"),
     "transfers do not wait for the computation": ("grouped", without_events_of_compute, "not ordered behind"),
-    "memory is freed before it has left": ("v-half", without_the_end_of(ActivationsState.AWAY), "not ordered behind"),
-    "a backward does not wait for its load": ("grouped", without_the_end_of(ActivationsState.HERE), "not ordered behind"),
+    "memory is freed before it has left": ("v-half", partial(without_the_end_of, ActivationsState.AWAY), "not ordered behind"),
+    "a backward does not wait for its load": ("grouped", partial(without_the_end_of, ActivationsState.HERE), "not ordered behind"),
 }
 
 
