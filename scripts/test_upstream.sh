@@ -34,6 +34,8 @@ set_up "then four short trainings with $CHECKOUT, each balanced and not (about 3
 cd "$ROOT"
 # Ours first: it holds megatron/scheduling alone, and hides nothing of the checkout.
 export PYTHONPATH="$ROOT:$CHECKOUT" NO_VCS_VERSION=1 CUDA_VISIBLE_DEVICES=""
+# Each rank imports for itself: another Megatron may want another order.
+export COLD_RANKS=1
 VERSION="$("$PYTHON" -c 'import megatron.core as core; print(core.__version__, "from", core.__path__[0])' 2>/dev/null | tail -n 1)" ||
     refuse "$CHECKOUT cannot be imported: PYTHONPATH=$PYTHONPATH $PYTHON -c 'import megatron.core' says why"
 say "megatron-core $VERSION"

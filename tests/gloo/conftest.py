@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from tests.gloo.warm import Parents, Rank
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A GPT small enough that a run is over in seconds, large enough that its activations are worth moving; dropout stays on.
@@ -30,6 +32,8 @@ TINY = (
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
 )
 ITERATIONS = ("--train-iters", "3")
+# What stands in for an extension there has to come before Megatron is imported.
+COLD_WORKERS = ("fused_worker.py", "named_fused_worker.py")
 BPIPE = ("--bpipe", "--bpipe-min-bytes", "1024", "--bpipe-poison", "--bpipe-timeout", "60")
 
 
@@ -64,6 +68,16 @@ class Outcome:
         return str(self.folder / case)
 
 
+PARENTS = Parents()
+Process = subprocess.Popen[bytes] | Rank
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parents() -> Iterator[None]:
+    yield
+    PARENTS.close()
+
+
 def _free_ports(number: int) -> list[int]:
     sockets = [socket.socket() for _ in range(number)]
     try:
@@ -76,10 +90,13 @@ def _free_ports(number: int) -> list[int]:
 
 
 def start(
-    world: int, script: Sequence[str], folder: Path, port: int, environment: dict[str, str] | None = None
-) -> list[subprocess.Popen[bytes]]:
-    """One process a rank, each in a session of its own, logging to `<folder>/rank<r>.log`."""
-    processes = []
+    world: int, script: Sequence[str], folder: Path, port: int, environment: dict[str, str] | None = None, cold: bool = False
+) -> Sequence[Process]:
+    """One process a rank, each in a session of its own, logging to `<folder>/rank<r>.log`.
+
+    `cold`: each imports for itself, as every user's does. So does each where COLD_RANKS is set.
+    """
+    processes: list[Process] = []
     for rank in range(world):
         env = {
             **os.environ,
@@ -96,7 +113,11 @@ def start(
             "PYTHONUNBUFFERED": "1",
             **(environment or {}),
         }
-        with (folder / f"rank{rank}.log").open("wb") as log:
+        path = folder / f"rank{rank}.log"
+        if not cold and not os.environ.get("COLD_RANKS"):
+            processes.append(PARENTS.start(rank, script, env, folder, path))
+            continue
+        with path.open("wb") as log:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *script], cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -105,7 +126,7 @@ def start(
     return processes
 
 
-def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float, only: int | None = None) -> Outcome:
+def finish(processes: Sequence[Process], folder: Path, timeout_s: float, only: int | None = None) -> Outcome:
     """Wait for all, or for rank `only`; kill what is still there then or after the time-out (its exit code is None)."""
     begin = time.monotonic()
     codes: list[int | None] = []
@@ -127,7 +148,7 @@ def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s
     return Outcome(folder, codes, time.monotonic() - begin, logs)
 
 
-def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "worker.py") -> Outcome:
+def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "plain_worker.py") -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
     stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
     described = []
@@ -137,14 +158,14 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, wor
     (folder / "cases.json").write_text(json.dumps(described))
     script = [str(ROOT / "tests/gloo" / worker), str(folder / "cases.json"), str(folder)]
     # Each case chooses a port of its own.
-    return finish(start(world, script, folder, _free_ports(1)[0]), folder, timeout_s)
+    return finish(start(world, script, folder, _free_ports(1)[0], cold=worker in COLD_WORKERS), folder, timeout_s)
 
 
 @pytest.fixture(scope="session")
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """`run_cases(world, cases, timeout_s, worker)`; a case's `{folder}` stands for the launch's folder."""
 
-    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, worker: str = "worker.py") -> Outcome:
+    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, worker: str = "plain_worker.py") -> Outcome:
         folder = tmp_path_factory.mktemp(f"gloo{world}")
         placed = [Case(case.name, [argument.format(folder=folder) for argument in case.arguments]) for case in cases]
         return train(world, placed, folder, timeout_s, worker)

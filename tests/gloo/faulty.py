@@ -14,18 +14,13 @@ import sys
 import traceback
 from typing import Any
 
-import pretrain_gpt  # before Megatron: it readies the process
-
-# isort: split
-import torch
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training import training
-
-from bpipe.runtime.engine import Engine
+# Megatron writes checkpoints with processes that import this file again, so what takes long is imported where it is used.
 
 
 def break_after(operation: str, what: signal.Signals, iteration: int) -> None:
     """Send this process a signal after it ran the operation so many times."""
+    from bpipe.runtime.engine import Engine
+
     after = Engine.after
     runs = 0
 
@@ -41,6 +36,9 @@ def break_after(operation: str, what: signal.Signals, iteration: int) -> None:
 
 def run_out_of_memory(operation: str, iteration: int) -> None:
     """Raise in this stage's forward of a micro-batch, so many times on."""
+    import torch
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
     forward_step = pretrain_gpt.forward_step
     runs = 0
 
@@ -57,6 +55,8 @@ def run_out_of_memory(operation: str, iteration: int) -> None:
 
 def refuse(cases: list[list[str]]) -> None:
     """Try to train with each of the argument lists and print the error, as Python would."""
+    from megatron.training import training
+
     for arguments in cases:
         sys.argv[1:] = arguments
         try:
@@ -70,6 +70,8 @@ def refuse(cases: list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
+    import pretrain_gpt
+
     if "CASES" in os.environ:
         refuse(json.loads(os.environ["CASES"]))
         sys.exit()

@@ -1,0 +1,191 @@
+"""Ranks that need not import torch and Megatron: forked from a process that has, for importing takes most of a short run.
+
+In: what `python` would be given, an environment, a folder and a log. Out: a process like a new one, in a session of its own, which ends as
+the interpreter ends behind a script; and what is used of subprocess.Popen.
+
+There are two such parents, and neighbours come from different ones: their strings have different hashes, so what depends on the order of a
+set still differs between ranks. What this cannot show is that a script imports in the right order: the CPU stand-in is there before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NUM_PARENTS = 2
+# What trainings import, some of it late.
+PRELOADED = (
+    *("megatron.training", "megatron.training.argument_utils", "megatron.training.checkpointing", "megatron.training.training"),
+    *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.datasets.gpt_dataset", "torch.distributed.checkpoint"),
+    *("megatron.core.tokenizers.text.libraries", "megatron.core.models.mimo", "megatron.core.datasets.helpers"),
+    *("megatron.scheduling.driver", "megatron.scheduling.executor", "megatron.scheduling.hooks", "megatron.scheduling.reporting"),
+)
+
+
+class Rank:
+    """A forked process, by its parent's answers: its id, and then how it ended."""
+
+    def __init__(self, parent: socket.socket, described: Mapping[str, Any]) -> None:
+        self.returncode: int | None = None
+        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(parent, [json.dumps(described).encode()], [theirs.fileno()])
+        said = self._answers.recv(32)
+        if not said:
+            raise RuntimeError("the process that imports torch and Megatron has ended: what it said stands above")
+        self.pid = int(said)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = int(self._answers.recv(32))
+            self._answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Parents:
+    """Started when the first rank is asked for."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+
+    def start(self, number: int, script: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Rank:
+        for each in range(NUM_PARENTS):
+            # All at once, although one is asked: they import side by side.
+            if each not in self._running:
+                self._running[each] = self._begin(environment)
+        # Whoever looks into it need not wait for it.
+        log.write_bytes(b"")
+        described = {"script": script, "environment": environment, "folder": str(folder), "log": str(log)}
+        return Rank(self._running[number % NUM_PARENTS][0], described)
+
+    def _begin(self, environment: Mapping[str, str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            return ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+
+    def close(self) -> None:
+        for asking, process in self._running.values():
+            asking.close()
+            process.wait(30)
+        self._running.clear()
+
+
+def wait_for_requests(asked: socket.socket) -> dict[str, Any]:
+    """Fork for every request, and end when nobody is left to ask. Returns in a rank: what it is to run."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(asked, 1 << 20, 1)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                """One that has told how its rank ended."""
+        if not request:
+            # Nothing was begun that would have to be ended.
+            os._exit(0)
+        with socket.socket(fileno=descriptors[0]) as answers:
+            if os.fork() == 0:
+                asked.close()
+                fork_and_tell(answers)
+                described: dict[str, Any] = json.loads(request)
+                return described
+
+
+def fork_and_tell(answers: socket.socket) -> None:
+    """Tell the id of a process and how it ended, as its parent has to; end it when nobody listens any more. Returns in that process."""
+    child = os.fork()
+    if child:
+        ended = os.pidfd_open(child)
+        if ended not in select.select([ended, answers], [], [])[0]:
+            os.killpg(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(OSError):
+            answers.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+    os.setsid()
+    answers.sendall(str(os.getpid()).encode())
+
+
+def become(described: Mapping[str, Any], left: Mapping[str, str]) -> None:
+    """What a new process would find: environment, folder, log, arguments and where its imports come from."""
+    os.environ.clear()
+    os.environ.update({**left, **described["environment"]})
+    os.chdir(described["folder"])
+    log = os.open(described["log"], os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    first, *arguments = described["script"]
+    if first == "-m":
+        sys.argv = arguments
+        sys.path[0] = described["folder"]
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *arguments]
+        sys.path[0] = str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+def remember_docstrings() -> None:
+    """Megatron's parser reads the source of its classes for the help of its flags, twice a run: more than half of what a short one does."""
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    read: dict[type, dict[str, str]] = {}
+    plain = factory._get_field_docstrings
+
+    def docstrings(self: Any, kind: type) -> dict[str, str]:
+        if kind not in read:
+            read[kind] = plain(self, kind)
+        return read[kind]
+
+    factory._get_field_docstrings = docstrings
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
+
+
+def import_all() -> dict[str, str]:
+    """Returns what that leaves in the environment."""
+    given = dict(os.environ)
+    # As startup.prepare, which a rank comes to when all is imported.
+    os.environ.setdefault("NO_VCS_VERSION", "1")
+    from megatron.scheduling import cpu_runtime
+
+    cpu_runtime.install()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    remember_docstrings()
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"a forked process has only the thread that forked, and here are {len(threads)}"
+    # What is there now is no garbage, and a collection that wrote into it would copy it for every rank. At the end it is garbage.
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    return {name: value for name, value in os.environ.items() if name not in given}
+
+
+if __name__ == "__main__":
+    left = import_all()
+    become(wait_for_requests(socket.socket(fileno=int(sys.argv[1]))), left)
