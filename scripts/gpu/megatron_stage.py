@@ -70,7 +70,7 @@ class Sizes:
 SIZES = {
     FULL: Sizes(2, 4096, 32, 2048, 50, MINIMUM_BYTES),
     MODERATE: Sizes(1, 2048, 16, 1024, 6, MINIMUM_BYTES),
-    REHEARSAL: Sizes(1, 32, 2, 16, 3, 1),
+    REHEARSAL: Sizes(1, 32, 2, 16, 3, 1, stages=4, microbatches=8),
 }
 
 
