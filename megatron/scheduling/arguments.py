@@ -55,7 +55,7 @@ class SchedulingConfig:
     is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
     `timers_interval` our timers are printed as Megatron prints its own.
     `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are
-    those of one rank's part of the vocabulary and of the sequence.
+    those of one rank's part of the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared.
     """
 
     balance: bool
@@ -79,6 +79,7 @@ class SchedulingConfig:
     flops_per_microbatch: float | None = None
     micro_batch_size: int | None = None
     logits_per_microbatch: int | None = None
+    audit: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError where `own` says otherwise."""
@@ -265,6 +266,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="TFLOPS",
         help="What one device can do at most in dense 16-bit TFLOP/s, for the MFU. By default from a table of devices.",
     )
+    group.add_argument(
+        "--terra-audit",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Before a CUDA graph: compare what N micro-batches of each chunk issue in the second iteration, forward and backward, and say "
+        "in the log, a source line each, what a capture of the stage would freeze, lose or break on. Of Megatron's own loops. Changes no "
+        "result.",
+    )
     return parser
 
 
@@ -315,6 +325,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         problems.append(str(error))
     if args.bpipe or own is not None or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe, own is not None)
+    problems += _audited(args, own is not None)
     end_where(problems)
     num_pipes = 1 if own is None else own.layout.num_pipes
     sizes = Sizes.of(args, num_pipes)
@@ -341,7 +352,22 @@ def config_from_args(args: Any) -> SchedulingConfig:
         flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
+        audit=args.terra_audit,
     )
+
+
+def _audited(args: Any, own: bool) -> Iterator[str]:
+    """A line for everything that `--terra-audit` cannot stand beside."""
+    if args.terra_audit is None:
+        return
+    if args.terra_audit < 2:
+        yield f"--terra-audit {args.terra_audit}: what changes from micro-batch to micro-batch needs 2 or more"
+    ours = {"--bpipe": args.bpipe, "--bpipe-schedule": own, "--bpipe-report": args.bpipe_report is not None}
+    for flag in (flag for flag, given in ours.items() if given):
+        yield (
+            f"--terra-audit with {flag}: what we issue around a stage would be taken for the stage's own; audit it in a run of one or two "
+            f"iterations without {flag}, which computes the same"
+        )
 
 
 def _out_of_range(args: Any) -> Iterator[str]:

@@ -111,6 +111,10 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
 
     with _or_end():
         config = config_from_args(args)
+    if config.audit is not None:
+        with _audited(config.audit):
+            yield
+        return
     if not config.active:
         yield
         return
@@ -155,6 +159,21 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         installed.remove()
         loop.close()
         driver.close()
+
+
+@contextlib.contextmanager
+def _audited(num_microbatches: int) -> Iterator[None]:
+    # Not at the top: nobody else loads it.
+    from megatron.scheduling.audit import StageAudit
+    from megatron.scheduling.patches import install
+
+    audit = StageAudit(num_microbatches)
+    installed = install(audit.wraps())
+    try:
+        yield
+        audit.finish()
+    finally:
+        installed.remove()
 
 
 def main() -> None:

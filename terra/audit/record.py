@@ -64,7 +64,7 @@ class Operation:
     @property
     def short(self) -> str:
         """As people say it: `addcdiv_`."""
-        return self.name.removeprefix("aten.").split(".")[0]
+        return self.name.split(".")[1] if "." in self.name else self.name
 
 
 @dataclass

@@ -9,10 +9,11 @@ from terra.audit.compare import Audit, Finding
 from terra.trace.place import Place
 
 
-def text(audit: Audit) -> str:
+def text(audit: Audit, steps: str = "steps") -> str:
+    """`steps`: what was compared."""
     sizes = sorted(set(audit.num_operations))
     each = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    lines = [f"{audit.num_steps} steps of {each} operations: {_count(audit)}"]
+    lines = [f"{audit.num_steps} {steps} of {each} operations: {_count(audit)}"]
     by_line: dict[str, list[Finding]] = {}
     for found in audit.findings:
         by_line.setdefault(str(found.place), []).append(found)

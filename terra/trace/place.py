@@ -24,8 +24,8 @@ _BETWEEN = (
     "<",
     *(f"{_TORCH}{name}" for name in ("_dynamo/", "_ops.py", "_compile.py", "overrides.py", "utils/_python_dispatch.py")),
 )
-# Where Python calls autograd's engine, which runs nodes in this thread or in its own.
-_ENGINE = f"{_TORCH}autograd/graph.py"
+# What Python calls of autograd's engine, which runs nodes in this thread or in its own. Not only torch does.
+_ENGINE = "run_backward"
 # The node that adds a gradient to a leaf belongs to no forward operation.
 _NO_FORWARD = 2**64 - 1
 
@@ -65,7 +65,7 @@ class Places:
             # The operation's own node was made just before, if it has one. Later operations without one must not take it for theirs.
             self._forwards.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
             return place
-        line = self._line(until=_ENGINE)
+        line = self._line(in_node=True)
         if line is not None:
             # Python that the node runs: a Function's own backward, or a hook.
             return replace(line, backward_of=node.name())
@@ -77,12 +77,12 @@ class Places:
         """Of whoever called into torch just now, whatever node is running."""
         return self._line() or UNKNOWN
 
-    def _line(self, until: str | None = None) -> Place | None:
-        """The innermost line outside of torch; None where there is none further in than the file `until`."""
+    def _line(self, in_node: bool = False) -> Place | None:
+        """The innermost line outside of torch; None where there is none; `in_node`: none that the node runs."""
         inner, outer = None, None
         for frame in _frames(sys._getframe(1)):
             file = frame.f_code.co_filename
-            if file == until:
+            if in_node and _ENGINE in frame.f_code.co_names:
                 return None
             if not file.startswith(_TORCH):
                 outer = frame

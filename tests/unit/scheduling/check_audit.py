@@ -1,0 +1,111 @@
+"""The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's, in a process that may import it.
+Ends with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from megatron.scheduling import startup
+
+startup.prepare()
+
+# isort: split
+import torch
+from torch.autograd import Variable
+
+from megatron.scheduling import audit
+from megatron.scheduling.audit import StageAudit
+
+
+class Stage:
+    """One chunk's weight and Megatron's three functions; `scale(n)` is a number of Python in its n-th forward."""
+
+    def __init__(self, scale: Callable[[int], float] = lambda number: 0.5) -> None:
+        self.weight = torch.randn(4, 4, requires_grad=True)
+        # As with main_grad: the first micro-batch adds to it like any other.
+        self.weight.grad = torch.zeros(4, 4)
+        self._scale, self._num_forwards = scale, 0
+        self.model = SimpleNamespace(training=True)
+
+    def forward_step(
+        self, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, input_tensor: Any, **more: Any
+    ) -> Any:
+        self._num_forwards += 1
+        hidden = input_tensor @ self.weight
+        return hidden.sin() * self._scale(self._num_forwards), torch.zeros(())
+
+    def backward_step(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
+        # As Megatron does behind sending: the engine is called directly, for the sizes no longer agree.
+        output_tensor.data = torch.empty(1)
+        Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+            tensors=(output_tensor,),
+            grad_tensors=(output_tensor_grad,),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        return input_tensor.grad
+
+
+def said_of(stage: Stage, num_microbatches: int, looking: StageAudit, iterations: int = 2) -> str:
+    """What the log has after training."""
+    wraps = {patch.name: wrap for patch, wrap in looking.wraps().items()}
+
+    def forward_step(
+        forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: Any, input_tensor: Any, vp_stage: Any = None
+    ) -> Any:
+        return stage.forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor)
+
+    forward, backward = wraps["forward_step"](forward_step), wraps["backward_step"](stage.backward_step)
+
+    def iteration() -> None:
+        under_way = []
+        for number in range(num_microbatches + 2):
+            if number < num_microbatches:
+                given = torch.randn(3, 4, requires_grad=True)
+                under_way.append((given, forward(None, None, stage.model, num_microbatches, input_tensor=given)[0]))
+            if number >= 2:
+                given, made = under_way.pop(0)
+                backward(given, made, torch.randn(3, 4), None)
+
+    step = wraps["train_step"](iteration)
+    with contextlib.redirect_stdout(io.StringIO()) as log, mock.patch.object(audit.dist, "get_rank", return_value=0):
+        for _ in range(iterations):
+            step()
+        looking.finish()
+    return log.getvalue()
+
+
+def what_comes_from_neighbours_is_no_finding() -> None:
+    said = said_of(Stage(), 5, StageAudit(4))
+    assert said.startswith("bpipe: terra: rank 0, chunk 0: 4 micro-batches of 14 operations: nothing found that a CUDA graph would"), said
+
+
+def a_number_of_the_forward_is_found_there_and_in_its_backward() -> None:
+    said = said_of(Stage(lambda number: 1 / number), 5, StageAudit(3))
+    assert "/check_audit.py:" in said
+    assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125\n" in said
+    assert "scalar changes: mul: other is 0.166667 then 0.142857 then 0.125 (backward, MulBackward0)\n" in said
+
+
+def a_training_too_short_says_so() -> None:
+    said = said_of(Stage(), 3, StageAudit(4))
+    assert said == "bpipe: terra: rank 0, chunk 0: 3 micro-batches were trained after the first iteration, too few to compare\n"
+    said = said_of(Stage(), 3, StageAudit(4), iterations=1)
+    assert said == "bpipe: --terra-audit looks at micro-batches of the second iteration, and there was none\n"
+
+
+if __name__ == "__main__":
+    what_comes_from_neighbours_is_no_finding()
+    a_number_of_the_forward_is_found_there_and_in_its_backward()
+    a_training_too_short_says_so()
