@@ -56,6 +56,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=PRECISIONS, help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
     add("--kernels", choices=KERNELS, default="gpu", help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)")
     add("--no-distributed-optimizer", action="store_true", help="every replica holds the whole optimizer state (default: ZeRO-1)")
+    add("--overlap-grad-reduce", action="store_true", help="gradients are reduced beside computations, as Megatron's flag has it")
     add("--flops-formula", choices=FORMULAS, default="megatron", help="whose FLOPs MFU counts (default megatron)")
 
 

@@ -85,6 +85,7 @@ def run(asked: argparse.Namespace) -> int:
         kernels=options.kernels,
         profile=None if options.profile is None else read_profile(options.profile),
         formula=options.flops_formula,
+        overlap_grad_reduce=options.overlap_grad_reduce,
     )
     bar = _Bar()
     outcome = search(space, max(options.rows, row or 0), bar.show)

@@ -117,6 +117,7 @@ def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None
         # A launch as it stands splits nothing.
         vocabulary_parallel=getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
         input_shards=getattr(options, "input_shards", False),
+        overlap_grad_reduce=options.overlap_grad_reduce,
     )
 
 

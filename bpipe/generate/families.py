@@ -29,9 +29,8 @@ FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
 
-# What is worth predicting: what never stops holding more the more micro-batches there are, is never faster than one that does;
-# and several pipes are not predicted yet.
-SEARCHED = tuple(name for name, family in FAMILIES.items() if family.fill is not None and family.num_pipes == 1)
+# What is worth predicting: what never stops holding more the more micro-batches there are, is never faster than one that does.
+SEARCHED = tuple(name for name, family in FAMILIES.items() if family.fill is not None)
 
 
 def default(num_chunks: int) -> str:

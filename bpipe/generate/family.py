@@ -97,7 +97,7 @@ class Family:
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
     nothing beside the shards.
     `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple of it. Several are
-    generated and simulated, and neither trained nor planned yet (`families.require_one_pipe`).
+    not trained yet (`families.require_one_pipe`).
     """
 
     name: str

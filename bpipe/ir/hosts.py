@@ -34,6 +34,15 @@ def mirrored(num_ranks: int) -> tuple[int, ...]:
     return tuple(reversed(range(num_ranks)))
 
 
+def halved(num_ranks: int) -> tuple[int, ...]:
+    """The first rank with the last of the same half, and so on: `default_partners` where mirror images hold alike and the middle most.
+
+    With an odd number of ranks in a half its middle has nobody there, and they differ a little.
+    """
+    half = num_ranks // 2
+    return tuple((half if rank < half else half + num_ranks) - 1 - rank for rank in range(num_ranks))
+
+
 def default_partners(peaks: Sequence[int | Fraction]) -> tuple[int, ...]:
     """The heaviest rank with one of the lightest, then the next: the rank opposite, if it is of those, else the nearest.
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.hosts import mirrored
+from bpipe.ir.hosts import halved, mirrored
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
-from bpipe.models.memory import rank_parameters
+from bpipe.models.memory import shard_parameters, stage_parameters
 from bpipe.models.saved import (
     STATISTICS,
     STATISTICS_BYTES,
@@ -216,20 +216,26 @@ def one_sided(links: Links, partners: Sequence[int]) -> frozenset[int]:
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
-    """For every rank, reducing its gradients over replicas with gathering its weights again, and updating them. Nothing is overlapped."""
-    device, d = setup.cluster.device, setup.data
+    """For every stage, reducing its gradients over replicas with gathering its weights again, and updating them.
+
+    Where reductions are overlapped, weights are still gathered behind the update. A rank's shards count with its first stage.
+    """
+    device, d = setup.cluster.device, setup.replicas
     weight, gradient = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}[setup.precision]
     bandwidth = (device.inside_bytes_per_s if setup.replicas_share_nodes() else device.between_bytes_per_s) * LINK_EFFICIENCY
     rows = []
-    for count in rank_parameters(setup):
-        moved = (weight + gradient if setup.distributed_optimizer else 2 * gradient) * count * (d - 1) / d
+    for stage, own in enumerate(stage_parameters(setup)):
+        count = own + (shard_parameters(setup) if stage < setup.pipeline else 0)
+        reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * count * (d - 1) / d / bandwidth
+        gathered = weight * count * (d - 1) / d / bandwidth if setup.distributed_optimizer else 0.0
         mine = count / (d if setup.distributed_optimizer else 1)
-        rows.append((moved / bandwidth, UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)))
+        updated = UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        rows.append((reduced, gathered + updated) if setup.overlap_grad_reduce else (reduced + gathered, updated))
     return tuple(rows)
 
 
 def predict_costs(setup: Setup) -> Costs:
-    """Costs of all stages. A rank's reduction and update stand at its first stage."""
+    """Costs of all stages."""
     forward, backward = layer_seconds(setup)
     input_half, weight_half = halves_seconds(setup)
     output = output_seconds(setup)
@@ -240,7 +246,7 @@ def predict_costs(setup: Setup) -> Costs:
     for stage, num_layers in enumerate(setup.layers):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
-        reduction, update = updates[stage] if stage < setup.pipeline else (0.0, 0.0)
+        reduction, update = updates[stage]
         stages.append(
             StageCost(
                 forward_s=num_layers * forward,
@@ -260,7 +266,15 @@ def predict_costs(setup: Setup) -> Costs:
             )
         )
     joined = links(setup)
-    costs = Costs(tuple(stages), joined, exchange_of(setup.schedule).predicted, one_sided=one_sided(joined, mirrored(setup.pipeline)))
+    costs = Costs(
+        tuple(stages),
+        joined,
+        exchange_of(setup.schedule).predicted,
+        # With two pipes mirror images have nothing for each other.
+        one_sided(joined, (halved if setup.num_pipes > 1 else mirrored)(setup.pipeline)),
+        eager=setup.overlap_grad_reduce,
+        replicas_apart=not setup.replicas_share_nodes(),
+    )
     if not setup.is_sharded:
         return costs
     # No loop of Megatron's runs shards.

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bpipe.generate.families import FAMILIES, default, require_one_pipe
-from bpipe.ir.layout import Vocabulary
+from bpipe.generate.families import FAMILIES, default
+from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
@@ -45,7 +45,9 @@ class Setup:
     what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `group` and `delay` are what some
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
-    it. The last stage may have no layer besides the output layer.
+    it. The last stage may have no layer besides the output layer. `overlap_grad_reduce`: gradients are reduced beside computations.
+
+    A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies of the weights.
     """
 
     model: Model
@@ -70,6 +72,7 @@ class Setup:
     keep_weights_halves: str = KEPT_HALVES[0]
     vocabulary_parallel: str = Vocabulary.WHOLE.value
     input_shards: bool = False
+    overlap_grad_reduce: bool = False
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -79,7 +82,6 @@ class Setup:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
-        require_one_pipe(self.schedule, "predicted")
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
@@ -108,8 +110,13 @@ class Setup:
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
                 f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
             )
-        # Raises for a schedule that does not exist, or not with so many chunks, or takes no group, or no shards.
-        self.program(1)
+        # Raises for a schedule that does not exist, or not with so many chunks, or ranks, or takes no group, or no shards.
+        pipes = self.program(1).layout.num_pipes
+        if self.num_microbatches % pipes:
+            raise ValueError(
+                f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} micro-batches: take a global "
+                f"batch that is a multiple of micro-batch {self.micro_batch} * data parallel {self.data} * {pipes}"
+            )
         if FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED and self.num_microbatches % p:
             raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
 
@@ -142,13 +149,22 @@ class Setup:
         return self.pipeline * self.chunks
 
     @property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of every stage."""
-        return _placement(self.schedule, self.pipeline, self.chunks)
+    def placements(self) -> tuple[tuple[int, ...], ...]:
+        """By pipe, the rank of every stage."""
+        return _layout(self.schedule, self.pipeline, self.chunks).placements
+
+    @property
+    def num_pipes(self) -> int:
+        return len(self.placements)
+
+    @property
+    def replicas(self) -> int:
+        """How many devices have the same weights."""
+        return self.data * self.num_pipes
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Those that a rank computes, ascending."""
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+        """Those that a rank computes, in any pipe, ascending."""
+        return _layout(self.schedule, self.pipeline, self.chunks).stages_of(rank)
 
     @property
     def splits(self) -> bool:
@@ -183,19 +199,24 @@ class Setup:
         return ScheduleConfig(self.schedule, *sizes, how, self.group, delay=self.delay, vocabulary=split, input_shards=shards)
 
     def nodes(self) -> tuple[int, ...]:
-        """The node of every rank of the first replica. Where the last stage is not on the last rank, Megatron's ranks are these reversed:
+        """The node of every rank of the first pipeline. Where the last stage is not on the last rank, Megatron's ranks are these reversed:
         the loss stays on its last one."""
-        nodes = _places(self.tensor, self.pipeline, self.data, self.cluster.devices_per_node, self.balance != "none")[0]
-        return nodes if self.placement[-1] == self.pipeline - 1 else tuple(reversed(nodes))
+        nodes = self._places[0]
+        return nodes if self.num_pipes > 1 or self.placements[0][-1] == self.pipeline - 1 else tuple(reversed(nodes))
 
     def replicas_share_nodes(self) -> bool:
         """Whether gradients are reduced without leaving a node."""
-        return _places(self.tensor, self.pipeline, self.data, self.cluster.devices_per_node, self.balance != "none")[1]
+        return self._places[1]
+
+    @property
+    def _places(self) -> tuple[tuple[int, ...], bool]:
+        sizes = (self.tensor, self.pipeline, self.data, self.cluster.devices_per_node)
+        return _paired_places(*sizes) if self.num_pipes > 1 else _places(*sizes, self.balance != "none")
 
 
 @lru_cache(maxsize=1024)
-def _placement(schedule: str, pipeline: int, chunks: int) -> tuple[int, ...]:
-    return FAMILIES[schedule].layout(pipeline, chunks).only_placement
+def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
+    return FAMILIES[schedule].layout(pipeline, chunks)
 
 
 @lru_cache(maxsize=1024)
@@ -211,6 +232,23 @@ def _places(tensor: int, pipeline: int, data: int, devices_per_node: int, adjace
         place_of = {(rank, replica): (rank * data + replica) * tensor for rank in range(pipeline) for replica in range(data)}
     nodes = {key: place // devices_per_node for key, place in place_of.items()}
     shared = all(len({nodes[rank, replica] for replica in range(data)}) == 1 for rank in range(pipeline))
+    return tuple(nodes[rank, 0] for rank in range(pipeline)), shared
+
+
+@lru_cache(maxsize=1024)
+def _paired_places(tensor: int, pipeline: int, data: int, devices_per_node: int) -> tuple[tuple[int, ...], bool]:
+    """The same with two pipes: to Megatron it is a pipeline of half as many ranks, of which twice as many replicas are neighbours.
+
+    So ranks r and p - 1 - r, which have the same weights, lie beside each other, and those with the first stage last.
+    """
+    half = pipeline // 2
+    nodes: dict[tuple[int, int], int] = {}
+    for rank in range(pipeline):
+        position = half - 1 - min(rank, pipeline - 1 - rank)
+        for replica in range(data):
+            place = ((position * data + replica) * 2 + (rank >= half)) * tensor
+            nodes[rank, replica] = place // devices_per_node
+    shared = all(len({nodes[one, replica] for replica in range(data) for one in (rank, pipeline - 1 - rank)}) == 1 for rank in range(half))
     return tuple(nodes[rank, 0] for rank in range(pipeline)), shared
 
 

@@ -86,27 +86,35 @@ class RankMemory:
         return self.peak_bytes <= self.limit_bytes
 
 
-def rank_parameters(setup: Setup) -> tuple[int, ...]:
-    """Parameters one device of every rank holds."""
+def stage_parameters(setup: Setup) -> tuple[int, ...]:
+    """Parameters of every stage on one device."""
     model, t = setup.model, setup.tensor
     embedding = shared(setup.vocabulary * model.hidden_size, t)
     layer = shared(model.sharded_layer_parameters + model.sharded_layer_biases, t) + model.replicated_layer_parameters
-    counts = [0] * setup.pipeline
-    for stage, num_layers in enumerate(setup.layers):
-        counts[setup.placement[stage]] += num_layers * layer
-    first, last = setup.placement[0], setup.placement[-1]
-    counts[first] += setup.sequence * model.hidden_size * model.learned_positions
-    counts[last] += model.norm_parameters
+    counts = [num_layers * layer for num_layers in setup.layers]
+    counts[0] += setup.sequence * model.hidden_size * model.learned_positions
+    counts[-1] += model.norm_parameters
     if not setup.input_shards:
-        counts[first] += embedding
-    if setup.is_sharded:
-        # A tied shard is one for both layers.
-        num_shards = 1 if model.tied_embedding or not setup.input_shards else 2
-        return tuple(count + num_shards * shared(embedding, setup.pipeline) for count in counts)
+        counts[0] += embedding
     # A tied output layer in another stage's chunk than the embedding is a copy of it.
-    if not model.tied_embedding or setup.pipeline > 1:
-        counts[last] += embedding
+    if not setup.is_sharded and (not model.tied_embedding or setup.pipeline > 1):
+        counts[-1] += embedding
     return tuple(counts)
+
+
+def shard_parameters(setup: Setup) -> int:
+    """Parameters of the shards of the vocabulary's layers on one device of any rank."""
+    if not setup.is_sharded:
+        return 0
+    # A tied shard is one for both layers.
+    num_shards = 1 if setup.model.tied_embedding or not setup.input_shards else 2
+    return num_shards * shared(shared(setup.vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline)
+
+
+def rank_parameters(setup: Setup) -> tuple[int, ...]:
+    """Parameters one device of every rank holds: with two pipes those of both."""
+    counts, shards = stage_parameters(setup), shard_parameters(setup)
+    return tuple(sum(counts[stage] for stage in setup.stages_of(rank)) + shards for rank in range(setup.pipeline))
 
 
 def working_bytes(setup: Setup) -> tuple[int, ...]:
@@ -125,7 +133,8 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
     if setup.is_sharded:
         # A layer's backward may run between S and T.
         return (shard_bytes(setup) + max(layer, _shard_working_bytes(setup)) + buffers,) * setup.pipeline
-    return tuple((max(layer, loss) if rank == setup.placement[-1] else layer) + buffers for rank in range(setup.pipeline))
+    last = {placement[-1] for placement in setup.placements}
+    return tuple((max(layer, loss) if rank in last else layer) + buffers for rank in range(setup.pipeline))
 
 
 def _shard_working_bytes(setup: Setup) -> int:
@@ -139,7 +148,7 @@ def _shard_working_bytes(setup: Setup) -> int:
 
 def overhead_bytes(setup: Setup) -> int:
     """Context and communicators: tensor, pipeline and data parallel, model parallel (the gradients' norm), and a pair's."""
-    t, p, d = setup.tensor, setup.pipeline, setup.data
+    t, p, d = setup.tensor, setup.pipeline, setup.replicas
     groups = [t, p, d]
     if t > 1 and p > 1:
         groups.append(t * p)
@@ -250,7 +259,7 @@ def state_bytes(setup: Setup) -> int:
 
 def _state_bytes(setup: Setup, num_parameters: int) -> int:
     weight, gradient, state, _ = PARAMETER_BYTES[setup.precision]
-    replicas = setup.data if setup.distributed_optimizer else 1
+    replicas = setup.replicas if setup.distributed_optimizer else 1
     return (weight + gradient) * num_parameters + shared(state * num_parameters, replicas) + overhead_bytes(setup)
 
 
@@ -273,7 +282,7 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
     """One a rank. What a transfer moves is taken to be all that a micro-batch saves."""
     held_by_rank = activations(setup)
     weight, gradient, state, update = PARAMETER_BYTES[setup.precision]
-    replicas = setup.data if setup.distributed_optimizer else 1
+    replicas = setup.replicas if setup.distributed_optimizer else 1
     working, overhead = working_bytes(setup), overhead_bytes(setup)
     rows = []
     for rank, count in enumerate(rank_parameters(setup)):

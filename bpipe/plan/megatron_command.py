@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from bpipe.generate.families import FAMILIES, of_one_pipe
+from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import KEPT_HALVES, TRAINED_SHARDS
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
@@ -49,7 +49,7 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
     **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
     **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
-    **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
+    **dict.fromkeys(("--use-distributed-optimizer", "--overlap-grad-reduce", "--bpipe", "--use-flash-attn"), True),
 }
 
 _EXPERTS, _OFFLOAD, _FSDP, _LOW = "mixtures of experts", "offloading", "sharding by FSDP", "8-bit and 4-bit training"
@@ -290,7 +290,7 @@ def _own_chunks(schedule: str | None) -> int | None:
     if schedule is None:
         return None
     if schedule not in FAMILIES:
-        raise ValueError(f"--bpipe-schedule {schedule}: only {of_one_pipe()} are predicted, and no schedule of a file")
+        raise ValueError(f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} are predicted, and no schedule of a file")
     family = FAMILIES[schedule]
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
 
@@ -310,6 +310,7 @@ def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "attention": _attention(found, notes),
         "precision": "fp16" if found.fp16 else "bf16" if found.bf16 else "fp32",
         "no_distributed_optimizer": not found.use_distributed_optimizer,
+        "overlap_grad_reduce": found.overlap_grad_reduce,
     }
 
 

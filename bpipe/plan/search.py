@@ -1,9 +1,10 @@
 """Find the fastest configurations of a space. In: the Space. Out: counts, and the best `SetupPrediction`s, fastest first.
 
 Every configuration is enumerated, and ordered by a lower bound of its time (no pipeline is faster than its slowest rank's work between the
-first arrival and the last departure). Of schedules with whole backwards every one's memory is predicted; one with split backwards is asked
-for its memory only once it comes up and could be among the rows, for its schedule has to be made for that. What fits is simulated in the
-same order until no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
+first arrival and the last departure). Of most schedules with whole backwards every one's memory is predicted; one with split backwards or
+two pipes is asked for its memory only once it comes up and could be among the rows, for its schedule has to be made for that. What fits is
+simulated in the same order until no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no
+command line.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.profile import Profile
@@ -110,17 +110,24 @@ def _whole_bytes(setup: Setup) -> int:
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
     """No iteration is shorter: a rank's own work, what comes before its first computation and after its last, then the update."""
     stages = costs_of(setup, profile).stages
-    p, m = setup.pipeline, setup.num_microbatches
+    p, m, pipes = setup.pipeline, setup.num_microbatches, setup.placements
     forwards = [float(cost.whole_forward_s) for cost in stages]
     backwards = [float(cost.whole_input_s + (cost.weight_s or 0) if setup.splits else cost.whole_backward_s) for cost in stages]
     bound = 0.0
     for rank in range(p):
-        mine = setup.stages_of(rank)
-        own = sum(forwards[stage] for stage in mine) + sum(backwards[stage] for stage in mine)
+        mine = [[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes]
+        own = sum(forwards[stage] + backwards[stage] for of_pipe in mine for stage in of_pipe)
+        # Whichever pipe comes first, and goes last.
+        before = min(sum(forwards[: of_pipe[0]]) for of_pipe in mine)
         # Of a split backward the last weights' halves may run beside what follows elsewhere.
-        after = 0.0 if setup.splits else sum(backwards[: mine[0]])
-        bound = max(bound, sum(forwards[: mine[0]]) + m * own + after)
+        after = 0.0 if setup.splits else min(sum(backwards[: of_pipe[0]]) for of_pipe in mine)
+        bound = max(bound, before + m / len(pipes) * own + after)
     return bound + max(sum(float(stages[stage].optimizer_s) for stage in setup.stages_of(rank)) for rank in range(p))
+
+
+def _is_made_slowly(setup: Setup) -> bool:
+    """Whether its orders are found by trying, so that even to ask what it holds takes long."""
+    return setup.splits or setup.num_pipes > 1
 
 
 def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, done, total: None) -> Outcome:
@@ -133,7 +140,7 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
     candidates: list[_Candidate] = []
     for number, setup in enumerate(setups):
         progress("memory", number, len(setups))
-        if FAMILIES[setup.schedule].splits:
+        if _is_made_slowly(setup):
             candidates.append(_Candidate(lower_bound_s(setup, space.profile), number, setup, judged=False))
         elif judge.fits(setup):
             candidates.append(_Candidate(lower_bound_s(setup, space.profile), number, setup, judged=True, needs_bytes=judge.needs_bytes))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bpipe.generate.families import DEFAULTS, FAMILIES, require_one_pipe
+from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
@@ -41,6 +41,7 @@ class Space:
     kernels: str = "gpu"
     profile: Profile | None = None
     formula: str = "megatron"
+    overlap_grad_reduce: bool = False
 
     def __post_init__(self) -> None:
         for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
@@ -49,8 +50,6 @@ class Space:
                     raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
         if self.attention not in ATTENTION:
             raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
-        for schedule in self.schedules:
-            require_one_pipe(schedule, "predicted")
         sizes = {"--global-batch": self.global_batch, "--max-micro-batch": self.max_micro_batch, "--max-chunks": self.max_chunks}
         for flag, size in sizes.items():
             if size < 1:
@@ -63,13 +62,14 @@ CUTS = {
     "ranks": "grids: p is more than the layers",
     "uneven": "grids: p does not divide the layers (--even-layers)",
     "batch": "grids: d does not divide the global batch",
-    "micro_batches": "micro-batch sizes: interleaving wants their number in multiples of p",
+    "micro_batches": "micro-batch sizes: interleaving and two pipes want their number in multiples of p",
     "chunks": "numbers of chunks: the layers do not go over so many stages",
+    "pipes": "micro-batch sizes: two pipes want at least four ranks, and an even number of them",
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
     "memory": "configurations: more memory than a device has",
     "unneeded": "balanced configurations: they fit without balancing too",
-    "slower": "configurations with split backwards: slower than every row, by a bound of their time, so nobody asked whether they fit",
+    "slower": "configurations with split backwards or two pipes: slower than every row, by a bound, so nobody asked whether they fit",
 }
 
 
@@ -111,6 +111,7 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                             precision=space.precision,
                             distributed_optimizer=space.distributed_optimizer,
                             kernels=space.kernels,
+                            overlap_grad_reduce=space.overlap_grad_reduce,
                         )
 
 
@@ -155,6 +156,13 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
         family = FAMILIES[schedule]
         if family.splits and pipeline == 1:
             # Nobody to wait for: it would be 1F1B.
+            continue
+        if family.num_pipes > 1 and (pipeline < 4 or pipeline % 2):
+            # To Megatron it is half as many ranks, which have to be a pipeline still.
+            cuts["pipes"] += 1
+            continue
+        if family.num_pipes > 1 and num_microbatches % pipeline:
+            cuts["micro_batches"] += 1
             continue
         if family.max_chunks == 1:
             layers = split_layers(num_layers, pipeline, space.uneven)

@@ -16,6 +16,8 @@ from bpipe.plan.search import Found, Outcome, Standing
 HALVES = "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: scripts/gpu_check.py --only halves"
 AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybrid models"
 
+TWO_PIPES = "two pipes are predicted, and not trained yet"
+
 
 def lines(outcome: Outcome) -> list[str]:
     """Nothing where there are no rows, or one family was searched."""
@@ -30,7 +32,8 @@ def needs(outcome: Outcome) -> list[str]:
     """What the rows' schedules need of the trainer, as far as it is not simply there."""
     setups = [found.prediction.setup for found in outcome.rows]
     halves = any(setup.splits and setup.kernels == "gpu" for setup in setups)
-    return [*([HALVES] if halves else []), *([AS_A_V] if any(map(_is_a_v, setups)) else [])]
+    pipes = any(setup.num_pipes > 1 for setup in setups)
+    return [*([HALVES] if halves else []), *([AS_A_V] if any(map(_is_a_v, setups)) else []), *([TWO_PIPES] if pipes else [])]
 
 
 def documents(outcome: Outcome) -> list[dict[str, Any]]:
@@ -88,4 +91,4 @@ def _beside(mine: Found, best: Found) -> str:
 
 def _is_a_v(setup: Setup) -> bool:
     layout = FAMILIES[setup.schedule].layout(setup.pipeline, setup.chunks)
-    return setup.pipeline > 1 and layout.only_placement[-1] == layout.only_placement[0]
+    return setup.pipeline > 1 and layout.placements[0][-1] == layout.placements[0][0]

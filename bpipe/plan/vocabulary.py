@@ -61,8 +61,9 @@ def last_load(setup: Setup, profile: Profile | None = None) -> float:
         sum(float(costs.stages[stage].whole_forward_s + costs.stages[stage].whole_backward_s) for stage in setup.stages_of(rank))
         for rank in range(setup.pipeline)
     ]
-    last = work.pop(setup.placement[-1])
-    return last * len(work) / sum(work)
+    last = {placement[-1] for placement in setup.placements}
+    others = [seconds for rank, seconds in enumerate(work) if rank not in last]
+    return max(work[rank] for rank in last) * len(others) / sum(others) if others else 1.0
 
 
 def alternatives(setup: Setup, profile: Profile | None = None) -> dict[str, Setup]:

@@ -1,7 +1,8 @@
-"""Two pipes over the same ranks: what they hold and take, as their papers say, and who does not take them yet."""
+"""Two pipes over the same ranks: what they hold and take, as their papers say."""
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -20,9 +21,7 @@ from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.balance import balance
-from bpipe.plan.space import Space
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.unit.plan.test_search import UNFUSED
 
 # Families of two pipes, with the numbers of chunks that are looked at, and what a rank of p holds at most.
 CASES = [("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3)]
@@ -213,12 +212,12 @@ def test_formats_that_know_one_pipe_say_so(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)
-def test_it_is_not_predicted_yet(name: str, v: int, capfd: pytest.CaptureFixture[str]) -> None:
-    said = f"{name} runs 2 pipes over the same ranks, each with its own copy of the weights, and several pipes are not predicted yet:"
-    with pytest.raises(ValueError, match=said):
-        Space(UNFUSED.model, UNFUSED.cluster, 64, 2048, schedules=("1f1b", name))
-    sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--global-batch", "64", "--schedule", name]
-    assert main(["simulate", *sizes, "--pipeline", "8", "--chunks", str(v)]) == 2
-    assert said in capfd.readouterr().err
-    assert main(["plan", *sizes]) == 2
-    assert said in capfd.readouterr().err
+def test_it_is_predicted(name: str, v: int, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--global-batch", "32", "--schedule", name]
+    times = []
+    for overlap in ([], ["--overlap-grad-reduce"]):
+        assert main(["simulate", *sizes, "--pipeline", "8", "--chunks", str(v), *overlap]) == 0
+        found = re.search(r"iteration ([0-9.]+) s", capfd.readouterr().out)
+        assert found is not None
+        times.append(float(found[1]))
+    assert times[1] < times[0]

@@ -344,3 +344,16 @@ def test_a_gain_within_the_error_of_predictions_is_no_clear_gain() -> None:
 def test_without_enough_ranks_there_is_nothing_to_share() -> None:
     found = search(Space(gpt("small", 4, 256, 8, sequence=256), parse_cluster("a100-80g:2"), 8, 256))
     assert verdict(found).text.startswith("Balancing does not help: no configuration fits only because of it")
+
+
+def test_two_pipes_are_compared_and_wanted_to_be_even() -> None:
+    """Of p = 1, 2, 3 and 6 only the last is a pipeline of two pipes, and 24 micro-batches are a multiple of it."""
+    space = Space(PRESETS["gpt3-13b"], parse_cluster("a100-80g:1x6"), 24, 2048, schedules=("1f1b", "chimera", "bitpipe"), max_micro_batch=1)
+    found = search(space, num_rows=100)
+    assert found.cuts["pipes"] > 0
+    two = [setup for setup in enumerate_setups(space) if setup.num_pipes > 1]
+    assert {setup.pipeline for setup in two} == {6}
+    assert {one.schedule for one in found.families if one.fastest is not None} >= {"chimera", "bitpipe"}
+    best = next(one.fastest for one in found.families if one.schedule == "bitpipe")
+    assert best is not None
+    assert "bitpipe" in megatron_flags(best.prediction.setup)
