@@ -20,7 +20,15 @@ from bpipe import __version__
 from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.commands.parser import AUTO, Parser, costs, counted, group_size, hop, numbers, positive, share
 from bpipe.commands.times import times_of, unit_costs
-from bpipe.generate.families import FAMILIES, exchange_of, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
+from bpipe.generate.families import (
+    FAMILIES,
+    exchange_of,
+    that_are_made_for_bounds,
+    that_take_delays,
+    that_take_early,
+    that_take_groups,
+    that_take_shards,
+)
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
@@ -153,6 +161,8 @@ def _add_arguments(parser: Parser) -> None:
     add("--input-shards", action="store_true", help="with --vocabulary: split the embedding, too")
     of_delays = that_take_delays()
     add("--delay", type=counted, metavar="N", help=f"{of_delays}: how many micro-batches' I stand before a W (default 0: W follows its I)")
+    early = that_take_early()
+    add("--early", action="store_true", help=f"{early}: early forwarding, which lets more micro-batches in for less waiting")
     add(
         "--costs",
         type=costs,
@@ -230,6 +240,8 @@ def _generated(options: argparse.Namespace) -> Schedule:
         raise ValueError(f"{', '.join(missing)} missing: say what to generate, or read a schedule with --input")
     if options.align:
         raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
+    if options.early:
+        options.schedule = _early(options.schedule)
     config = ScheduleConfig(
         options.schedule,
         options.stages,
@@ -246,6 +258,14 @@ def _generated(options: argparse.Namespace) -> Schedule:
     if options.buffers_stay and config.room is None:
         raise ValueError("--buffers-stay is for orders that are chosen for a bound: give --bound N and no group, or leave it out")
     return build(config)
+
+
+def _early(name: str) -> str:
+    """The family that is this one with early forwarding."""
+    found = FAMILIES[name].early
+    if found is None:
+        raise ValueError(f"--early: {name} has no early forwarding: leave it out, or choose from {that_take_early()}")
+    return found
 
 
 def _group_of(options: argparse.Namespace) -> int | None:
@@ -265,7 +285,19 @@ def _group_of(options: argparse.Namespace) -> int | None:
 
 
 def _imported(options: argparse.Namespace) -> Schedule:
-    for name in ("schedule", "stages", "microbatches", "chunks", "group", "delay", "vocabulary", "input_shards", "hop", "buffers_stay"):
+    for name in (
+        "schedule",
+        "stages",
+        "microbatches",
+        "chunks",
+        "group",
+        "delay",
+        "vocabulary",
+        "input_shards",
+        "hop",
+        "buffers_stay",
+        "early",
+    ):
         if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
     schedule = read_file(options.input)

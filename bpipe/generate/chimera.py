@@ -9,6 +9,7 @@ Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.two_pipes import PipesRule, Weights, layout, shortest
@@ -17,7 +18,7 @@ from bpipe.ir.program import Exchange
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, (_RULE,))
+    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, (_RULE,), Fraction(2 * (num_ranks - 2)))
 
 
 def _most(num_ranks: int, _: int) -> int:
@@ -26,4 +27,4 @@ def _most(num_ranks: int, _: int) -> int:
 
 _RULE = PipesRule(_most, forwards=Weights(4, 0, 1), backwards=Weights(4, 0, 1))
 
-FAMILY = Family("chimera", layout, orders, Exchange.POSTED, fill=2, num_pipes=2)
+FAMILY = Family("chimera", layout, orders, Exchange.POSTED, fill=2, num_pipes=2, early="mixpipe")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from bpipe.generate import (
     bitpipe,
+    bitpipe_early,
     chimera,
     gpipe,
     grouped_interleaved,
@@ -23,7 +24,7 @@ from bpipe.ir.program import Exchange
 
 _WHOLE = (gpipe, one_f_one_b, interleaved)
 _IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
-_IN_TWO_PIPES = (chimera, mixpipe, bitpipe)
+_IN_TWO_PIPES = (chimera, mixpipe, bitpipe, bitpipe_early)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
@@ -70,6 +71,10 @@ def that_take_chunks() -> str:
 
 def that_are_made_for_bounds() -> str:
     return _names(lambda family: family.within is not None)
+
+
+def that_take_early() -> str:
+    return _names(lambda family: family.early is not None)
 
 
 def of_one_pipe() -> str:

@@ -96,6 +96,7 @@ class Family:
     said how.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
     nothing beside the shards.
+    `early`: the family that is this one with early forwarding, which lets more micro-batches in for less waiting; None where there is none.
     `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple of it. Several are
     not trained yet (`families.require_one_pipe`).
     """
@@ -116,6 +117,7 @@ class Family:
     interlaces: bool = False
     within: OrdersWithin | None = None
     num_pipes: int = 1
+    early: str | None = None
 
     def generate(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, asked: Asked = NOTHING_ELSE) -> Schedule:
         """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""

@@ -1,8 +1,8 @@
 """MixPipe: Chimera's two pipes with more micro-batches let in. In: sizes, costs. Out: every rank's order. Backwards are whole.
 
 Rank r holds at most p + 1 + min(r, p - 1 - r) micro-batches, of both pipes together: the ranks in the middle 3 p / 2. With a forward of 1
-and a backward of 2 an iteration of 2 p micro-batches, 3 p and so on takes 3 m + 3 (p - 2) / 2 for p up to 24, for 32 at most one more.
-Up to p micro-batches are Chimera's unit where nothing is shorter.
+and a backward of 2 an iteration of 2 p micro-batches, 3 p and so on takes 3 m + 3 (p - 2) / 2. Up to p micro-batches are Chimera's unit
+where nothing is shorter.
 Source: Zhang et al., "MixPipe: Efficient Bidirectional Pipeline Parallelism for Training Large-Scale Models", 2023, which regulates how
 many are let in; this slope is a reading of it.
 """
@@ -10,21 +10,30 @@ many are let in; this slope is a reading of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from bpipe.generate.family import Asked, Family
-from bpipe.generate.two_pipes import PipesRule, Weights, layout, shortest
+from bpipe.generate.two_pipes import PipesRule, Weights, from_ends, layout, shortest
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, (_RULE,))
+    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, _RULES, Fraction(3 * (num_ranks - 2), 2))
 
 
 def _most(num_ranks: int, rank: int) -> int:
-    return num_ranks + 1 + min(rank, num_ranks - 1 - rank)
+    return num_ranks + 1 + from_ends(rank, num_ranks)
 
 
-_RULE = PipesRule(_most, forwards=Weights(8, 0, -1), backwards=Weights(8, 0, 1))
+def _willing(num_ranks: int, rank: int) -> int:
+    return num_ranks + from_ends(rank, num_ranks)
+
+
+_RULES = (
+    PipesRule(_most, forwards=Weights(8, 0, -1), backwards=Weights(8, 0, 1)),
+    # From 28 ranks on the first is one forward longer, and this one is not for 32.
+    PipesRule(_most, forwards=Weights(64, 0, 3), backwards=Weights(4, 0, 0), willing=_willing),
+)
 
 FAMILY = Family("mixpipe", layout, orders, Exchange.POSTED, fill=3, num_pipes=2)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import count
 from typing import NamedTuple
 
@@ -38,12 +39,14 @@ class Weights(NamedTuple):
 class PipesRule:
     """How ranks choose. A rank that holds fewer than `most(num_ranks, rank)` micro-batches of a chunk computes a forward, else a backward.
 
-    Of several forwards, and of several backwards, it takes the one that weighs least.
+    `willing`, where given, is fewer: from so many on it computes a forward only where no backward may start. Of several forwards, and of
+    several backwards, it takes the one that weighs least.
     """
 
     most: Callable[[int, int], int]
     forwards: Weights
     backwards: Weights
+    willing: Callable[[int, int], int] | None = None
 
 
 def layout(num_ranks: int, num_chunks: int) -> Layout:
@@ -57,18 +60,42 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
     return Layout((first, tuple(num_ranks - 1 - rank for rank in first)))
 
 
+def from_ends(rank: int, num_ranks: int) -> int:
+    """How many ranks are between this one and the nearer end."""
+    return min(rank, num_ranks - 1 - rank)
+
+
 def shortest(
-    num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, rules: Sequence[PipesRule]
+    num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, rules: Sequence[PipesRule], bubble: Fraction
 ) -> Sequence[Sequence[Action]]:
-    """Of the units, and of what the rules choose when computations last alike and when they cost this, the orders that take least time."""
+    """Of the units, and of what the rules choose when computations last alike and when they cost this, the orders that take least time.
+
+    `bubble`: how many forwards' time a rank waits with a forward of 1 and a backward of 2, where the family is at its best: no further rule
+    is tried then.
+    """
     placed, at = layout(num_ranks, num_chunks), tempo(costs, num_chunks)
-    made = [units(placed, num_ranks, num_microbatches)]
+    forward, backward = at.lasts[_FORWARD], at.lasts[_BACKWARD]
+    best = (3 * num_microbatches + bubble) * num_chunks * forward if backward == 2 * forward and not at.hop else None
+    one_behind_the_other = _timed(placed, num_microbatches, units(placed, num_ranks, num_microbatches), at)
+    made = [one_behind_the_other]
+    if best is not None and one_behind_the_other.ticks <= best:
+        return one_behind_the_other.orders
     for lasts in dict.fromkeys((costs, ALIKE)):
-        chosen = [listed(placed, num_ranks, num_microbatches, tempo(lasts, num_chunks), rule) for rule in rules]
-        ended = [one for one in chosen if one is not None]
-        if ended:
-            made.append(min(ended, key=lambda one: one.ticks).orders)
-    return min(made, key=lambda orders: length(work_of(placed, num_microbatches, orders, at)))
+        chosen: list[Chosen] = []
+        for rule in rules:
+            one = listed(placed, num_ranks, num_microbatches, tempo(lasts, num_chunks), rule)
+            if one is not None:
+                chosen.append(one)
+                if best is not None and one.ticks <= best:
+                    return one.orders
+        if chosen:
+            shortest_one = min(chosen, key=lambda one: one.ticks)
+            made.append(shortest_one if lasts == costs else _timed(placed, num_microbatches, shortest_one.orders, at))
+    return min(made, key=lambda one: one.ticks).orders
+
+
+def _timed(placed: Layout, num_microbatches: int, orders: list[list[Action]], at: Tempo) -> Chosen:
+    return Chosen(orders, length(work_of(placed, num_microbatches, orders, at)))
 
 
 def units(placed: Layout, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
@@ -110,6 +137,7 @@ class _Choosing:
         self.weights = {_FORWARD: rule.forwards, _BACKWARD: rule.backwards}
         self.last_stage = placed.num_stages - 1
         self.most = [rule.most(num_ranks, rank) for rank in range(num_ranks)]
+        self.willing = self.most if rule.willing is None else [rule.willing(num_ranks, rank) for rank in range(num_ranks)]
         self.ready: list[dict[Kind, list[tuple[int, int, int, Action]]]] = [{_FORWARD: [], _BACKWARD: []} for _ in range(num_ranks)]
         self.held = [0] * num_ranks
         self.free = [0] * num_ranks
@@ -146,8 +174,12 @@ class _Choosing:
 
     def _choose(self, rank: int, now: int) -> None:
         forwards, backwards = self.ready[rank].values()
-        chosen = forwards if forwards and self.held[rank] < self.most[rank] else backwards
-        if not chosen:
+        held = self.held[rank]
+        if forwards and (held < self.willing[rank] or (held < self.most[rank] and not backwards)):
+            chosen = forwards
+        elif backwards:
+            chosen = backwards
+        else:
             return
         action = heapq.heappop(chosen)[-1]
         self.orders[rank].append(action)

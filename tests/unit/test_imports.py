@@ -56,7 +56,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "family",
         "beats gpipe timing",
         "list_scheduler shards two_pipes",
-        "ahead bitpipe chimera mixpipe",
+        "ahead bitpipe bitpipe_early chimera mixpipe",
         "interleaved sharded_1f1b",
         "grouped_choice",
         "grouped_interleaved",
