@@ -75,17 +75,3 @@ def that_are_made_for_bounds() -> str:
 
 def that_take_early() -> str:
     return _names(lambda family: family.early is not None)
-
-
-def of_one_pipe() -> str:
-    return _names(lambda family: family.num_pipes == 1)
-
-
-def require_one_pipe(name: str, what: str) -> None:
-    """Raises ValueError for a family of several pipes, which cannot be `what` yet."""
-    family = FAMILIES.get(name)
-    if family is not None and family.num_pipes > 1:
-        raise ValueError(
-            f"{name} runs {family.num_pipes} pipes over the same ranks, each with its own copy of the weights, and several pipes are not "
-            f"{what} yet: choose from {of_one_pipe()}; `bpipe schedule` generates, balances, times and draws this one"
-        )

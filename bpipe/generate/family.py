@@ -97,8 +97,7 @@ class Family:
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
     nothing beside the shards.
     `early`: the family that is this one with early forwarding, which lets more micro-batches in for less waiting; None where there is none.
-    `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple of it. Several are
-    not trained yet (`families.require_one_pipe`).
+    `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple of it.
     """
 
     name: str

@@ -16,7 +16,7 @@ from bpipe.plan.search import Found, Outcome, Standing
 HALVES = "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: scripts/gpu_check.py --only halves"
 AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybrid models"
 
-TWO_PIPES = "two pipes are predicted, and not trained yet"
+TWO_PIPES = "two pipes were trained on CPUs alone so far"
 
 
 def lines(outcome: Outcome) -> list[str]:
