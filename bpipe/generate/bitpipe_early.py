@@ -20,7 +20,7 @@ from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
-class _Early(NamedTuple):
+class _LetIn(NamedTuple):
     """Beyond what a rank of BitPipe holds, and a chunk for each rank to the nearer end: chunks let in at once, and where it would wait."""
 
     willing: int
@@ -31,14 +31,14 @@ class _Early(NamedTuple):
 
 # The first is best up to 8 ranks, the second for 10, the third from 12 on. Those that hold less come first.
 _RULES = (
-    _Early(0, 2, Weights(4, 0, -10), Weights(2, 6, 13)),
-    _Early(0, 4, Weights(2, -2, -4), Weights(16, 34, 5)),
-    _Early(2, 8, Weights(32, 61, -22), Weights(2, -29, 3)),
+    _LetIn(0, 2, Weights(4, 0, -10), Weights(2, 6, 13)),
+    _LetIn(0, 4, Weights(2, -2, -4), Weights(16, 34, 5)),
+    _LetIn(2, 8, Weights(32, 61, -22), Weights(2, -29, 3)),
 )
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    def rule(early: _Early) -> PipesRule:
+    def rule(early: _LetIn) -> PipesRule:
         def holds(beyond: int, rank: int) -> int:
             return num_chunks * num_ranks + from_ends(rank, num_ranks) + beyond
 
