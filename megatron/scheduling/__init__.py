@@ -21,10 +21,11 @@ def install(config: SchedulingConfig) -> Installed:
     """Balance every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back.
 
     Call it before `pretrain`, which looks the pipelined loop up once, and for a schedule whose stages are not where Megatron has them
-    before process groups and models are made. Raises RuntimeError where the installed Megatron differs from
-    the one that was tried, naming what differs. Nothing was parsed, so the first iteration looks at the model's configuration: a
-    ValueError says what of it cannot be balanced. The process groups may exist by then, so no rank is moved: that is `place`'s, before.
+    before process groups and models are made. Raises RuntimeError where the installed Megatron differs from the one that was tried, naming
+    what differs, and ValueError for two pipes. Nothing was parsed, so the first iteration looks at the model's configuration: a ValueError
+    says what of it cannot be balanced. The process groups may exist by then, so no rank is moved: that is `place`'s, before.
     """
+    config.positions.require_one_pipe()
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
     from megatron.scheduling.driver import Driver
     from megatron.scheduling.executor import Loop

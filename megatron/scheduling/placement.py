@@ -94,12 +94,8 @@ def place(
     )
     if min(sizes.values()) < 1 or world % (tensor * context * pipeline):
         raise ValueError(f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide a world of {world} processes")
-    found = _usual_pairs(pipeline) if config is None else _configured_pairs(pipeline, config)
-    num_pipes = 1 if found is None else found[1].num_pipes
-    if num_pipes > 1 and pipeline_before_data:
-        raise ValueError("replicas of two pipes are neighbours in data parallelism, which pipeline_before_data parts: leave it out")
-    sizes |= {"context": num_pipes * context, "pipeline": pipeline // num_pipes}
     topology = Topology(**sizes, data=world // (tensor * context * pipeline), gpus_per_node=_gpus_per_node(world))
+    found = _usual_pairs(pipeline) if config is None else _configured_pairs(pipeline, config)
     os.environ[_PLACED] = str(rank)
     return rank if found is None else _take(rank, topology, pipeline_before_data, *found)
 
@@ -111,6 +107,7 @@ def _usual_pairs(pipeline: int) -> _Pairs | None:
 def _configured_pairs(pipeline: int, config: SchedulingConfig) -> _Pairs | None:
     if pipeline != config.num_ranks:
         raise ValueError(f"pipeline {pipeline} is not the num_ranks {config.num_ranks} of the configuration: give place() the same")
+    config.positions.require_one_pipe()
     return _pairs_in(config.first_schedule())
 
 

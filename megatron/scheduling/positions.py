@@ -70,6 +70,14 @@ class Positions:
     def num_pipes(self) -> int:
         return 2 if self.pipes else 1
 
+    def require_one_pipe(self) -> None:
+        """Raises ValueError for two, in a loop that Megatron's trainer does not run: its data would be those of one pipe for all chunks."""
+        if self.pipes:
+            raise ValueError(
+                "of two pipes each chunk reads the samples of the one that it serves, and only Megatron's own trainer is told which: train "
+                "by its pretrain, with --bpipe-schedule and the launcher, or take a schedule of one pipe"
+            )
+
     @property
     def pipeline_size(self) -> int:
         """Ranks of a pipeline as Megatron has it."""

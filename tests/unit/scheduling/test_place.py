@@ -11,7 +11,7 @@ from bpipe.generate.place import place as on_the_grid
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build, given
-from megatron.scheduling import place
+from megatron.scheduling import install, place
 from megatron.scheduling.arguments import SchedulingConfig
 
 
@@ -65,6 +65,14 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
     usual = ranks(monkeypatch, pipeline=8)
     assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 1)) == usual
     assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 2)) == usual
+
+
+def test_two_pipes_need_megatrons_trainer() -> None:
+    """Somebody's own loop would give the last of an odd number of chunks labels of other samples than its tokens."""
+    config = SchedulingConfig(True, 8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
+    for start in (lambda: place(pipeline=8, config=config), lambda: install(config)):
+        with pytest.raises(ValueError, match=r"each chunk reads the samples of the one that it serves, .*: train by its pretrain"):
+            start()
 
 
 def test_what_is_not_the_configurations_is_refused() -> None:
