@@ -15,7 +15,7 @@ import pytest
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
-from tests.gloo.test_parallelism import EXPERTS, FP16, GROUPS, INTERLEAVED, LLAMA, OVERLAPS, PLAIN_ATTENTION
+from tests.gloo.test_parallelism import EXPERTS, FP16, GROUPS, INPUT_BYTES, INTERLEAVED, LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_training import same
 from tests.unit.torch_schedules import as_csv, torch_schedule
 
@@ -113,6 +113,10 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "quiet_expert_parallel": ((*CHUNKS, *QUIET, *EXPERTS, "--expert-model-parallel-size", "2"), ("grouped",)),
 }
 
+# Of one chunk a layer's token dispatcher keeps, by a graph, the input of its last micro-batch until its next forward, while the other
+# chunk fills.
+SLACK = {"quiet_experts": INPUT_BYTES}
+
 ALWAYS = ("m8", "interleaved_quiet")
 Rows = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
@@ -148,7 +152,8 @@ def as_stock(outcome: Outcome, row: str, ours: str, world: int = 4) -> None:
     assert len(reports) == world
     for report in reports:
         assert report["peak_microbatches"] == report["predicted_microbatches"], f"stage {report['stage']}"
-        assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"stage {report['stage']}"
+        assert 0 <= report["peak_bytes"] - report["predicted_bytes"] <= SLACK.get(row, 0), f"stage {report['stage']}"
+        assert report["predicted_bytes"] > 0
     moves = any(report["evictions"] for report in reports)
     assert moves is ("balanced" in ours or ours in ("split", "grouped_chosen")), "what was to be moved was not, or the other way round"
 
