@@ -22,10 +22,12 @@ from bpipe.generate.timing import length, tempo, work_of
 from bpipe.generate.turns import evenly, groups_of, spread, tapered, turns
 from bpipe.ir.action import Action
 
-# Computations listed in one choice at most, and orders tried whatever their size: the first is about a second at p = 8.
-_MOST_COMPUTATIONS, _FEWEST_ORDERS, _MOST_ORDERS = 1_000_000, 12, 80
+# Computations listed in one choice at most, for p ranks so many times p squared: about a second at p = 8, a few from p = 16 on.
+_MOST_COMPUTATIONS, _BY_RANKS = 2_000_000, 8_000
+# Orders tried, whatever their size.
+_FEWEST_ORDERS, _MOST_ORDERS = 12, 160
 # How many of the best are varied.
-_VARIED = 2
+_VARIED = 3
 _ROUNDS = 2
 _TURN, _SOFT, _GREEDY = Discipline.TURN, Discipline.SOFT, Discipline.GREEDY
 
@@ -72,6 +74,10 @@ _MANNERS = (
     Manner(0, _SOFT, "short", patient=True),
     Manner(0, _SOFT, "slanted", early=True),
     Manner(1, _GREEDY, "none", 0),
+    Manner(0, _TURN, "short", early=True),
+    Manner(0, _SOFT, "slanted", 0, patient=True),
+    Manner(0, _TURN, "slanted", 0, patient=True),
+    Manner(1, _SOFT, "slanted", patient=True, early=True),
 )
 _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2, 4)), (0, 2)))
 
@@ -93,7 +99,7 @@ class _Trials:
         # What is left for whole groups: the pair's slope, and what W needs beyond what its F saved, aside.
         above = room.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), room.after_input - 1)
         self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
-        most = _MOST_COMPUTATIONS // (3 * num_ranks * num_microbatches * num_chunks)
+        most = min(_MOST_COMPUTATIONS, _BY_RANKS * num_ranks**2) // (3 * num_ranks * num_microbatches * num_chunks)
         self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, most))
         self.found: dict[tuple[tuple[int, ...], Manner], Listed] = {}
         self.beaten: list[tuple[tuple[int, ...], Listed]] = []

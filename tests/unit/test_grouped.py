@@ -29,8 +29,8 @@ from bpipe.report.memory import rank_peaks
 
 NAME = "grouped-interleaved"
 
-# Costs F, I, W and of a hop, and the bubble in percent that a prototype of Rule A reached with them, by p, m, v and bound. At bound 20 and
-# 1:1.2:.8 it had 7.02, and with p = 16 at bound 36 5.88: there, what is reached here.
+# Costs F, I, W and of a hop, and the bubble in percent that a prototype of Rule A reached with them, by p, m, v and bound. With p = 16 at
+# bound 36 it had 5.88: there, what is reached here.
 ALL = {
     "1:1:1": UnitCosts(),
     "1:1.2:.8": UnitCosts(1, Fraction(6, 5), Fraction(4, 5)),
@@ -41,7 +41,7 @@ ALL = {
 FRONT = {
     (8, 32, 4, 17): (6.34, 7.74, 9.09, 9.67, 11.7),
     (8, 32, 4, 18): (5.88, 7.38, 9.09, 9.48, 11.7),
-    (8, 32, 4, 20): (4.71, 7.07, 8.44, 9.01, 11.1),
+    (8, 32, 4, 20): (4.71, 7.02, 8.44, 9.01, 11.1),
     (8, 32, 4, 24): (3.52, 4.86, 5.79, 6.49, 8.44),
     (8, 32, 4, 29): (2.29, 3.61, 4.62, 5.39, 7.65),
 }
@@ -217,8 +217,8 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
 
 
 def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
-    """The bound is kept, and the pipeline still runs."""
-    assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) < 12
+    """And a hop that is next to nothing costs next to nothing."""
+    assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) == pytest.approx(chosen(4, 8, 2, 6, UnitCosts()), abs=0.06)
 
 
 @pytest.mark.slow
