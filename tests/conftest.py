@@ -10,6 +10,10 @@ import os
 import pytest
 from hypothesis import settings
 
+# Before torch is imported, here and in the processes of tests: their tensors are too small to share out, and threads that wait for each
+# other take the processor from other ranks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The machines are shared and small, so a test's own time-out is the only clock; and a failure in CI must come back at home.
 settings.register_profile("bpipe", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("bpipe")
