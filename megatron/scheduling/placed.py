@@ -70,8 +70,7 @@ class Placed:
                 patches.FIRST_STAGE: self._wrap_first_stage,
                 patches.DATA_ITERATORS: self._wrap_data_iterators,
                 patches.TIED_GRADIENTS: _wrap_tied_gradients,
-                patches.SAVE: _wrap_save,
-                patches.LOAD: _wrap_load,
+                **ONCE,
             }
         return wraps
 
@@ -310,6 +309,9 @@ def _refuse_state(method: Callable[..., Any]) -> Callable[..., Any]:
 
     return refuse
 
+
+# Where a rank may have a weight, or a part of it, twice.
+ONCE: dict[patches.Patch, patches.Wrap] = {patches.SAVE: _wrap_save, patches.LOAD: _wrap_load}
 
 # Where ranks have other weights than without our flags, a checkpoint must say of each which it is.
 BY_LAYER: dict[patches.Patch, patches.Wrap] = {

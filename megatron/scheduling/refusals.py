@@ -200,13 +200,6 @@ PLACED: tuple[Refusal, ...] = (
 # What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has without.
 SHARDED: tuple[Refusal, ...] = (
     Refusal(
-        "one weight for both layers with the distributed optimizer",
-        # Of the arguments alone: a model's configuration says neither.
-        lambda s: s.untie_embeddings_and_output_weights is False and s.use_distributed_optimizer,
-        "gradients of one weight for both layers are added up between ranks, of which the distributed optimizer has other parts on each",
-        "use --untie-embeddings-and-output-weights, or drop --use-distributed-optimizer",
-    ),
-    Refusal(
         "prediction of further tokens",
         lambda s: s.mtp_num_layers,
         "further tokens' losses are made of logits that no rank has",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import unwrap_model
 
 from bpipe.vocabulary.rows import Rows
 
@@ -42,16 +43,17 @@ def entry(weight: torch.nn.Parameter, shard: int, rows: Rows, prefix: str, repli
     return _piece(key, weight, shard, rows, (_COPY, 0, replica))
 
 
-def add_up(first: Any, weight: torch.nn.Parameter, embeds: int) -> None:
-    """Give all copies of a row the sum of both layers' gradients. `first` is the rank's first chunk, `embeds` which of the pipeline's ranks
-    has the embedding. Collective over the model's pipeline. Frozen ones have none.
+def add_up(chunks: Sequence[torch.nn.Module], weight: torch.nn.Parameter, embeds: int) -> None:
+    """Give all copies of a row the sum of both layers' gradients, replicas' already in them. `weight` is in the last of the rank's chunks,
+    `embeds` says which of the pipeline's ranks has the embedding. Collective over the model's pipeline. Frozen ones have none.
     """
+    first: Any = unwrap_model(chunks[0])
     pipeline = first.pg_collection.pp
     there = dist.get_process_group_ranks(pipeline)[embeds]
-    mine = _gradient(weight)
+    mine = _gradient(chunks[-1], weight)
     if mine is None:
         return
-    whole = _gradient(first.embedding.word_embeddings.weight) if first.pre_process else None
+    whole = _gradient(chunks[0], first.embedding.word_embeddings.weight) if first.pre_process else None
     parts = None if whole is None else list(whole.chunk(pipeline.size()))
     others = torch.empty_like(mine)
     dist.scatter(others, parts, src=there, group=pipeline)
@@ -60,8 +62,21 @@ def add_up(first: Any, weight: torch.nn.Parameter, embeds: int) -> None:
     dist.gather(mine, parts, dst=there, group=pipeline)
 
 
-def _gradient(weight: Any) -> torch.Tensor | None:
+def _gradient(chunk: Any, weight: Any) -> torch.Tensor | None:
+    """All of a weight's gradient. Of the distributed optimizer's a replica has a part, and of other parts of the two layers' weights."""
     found: torch.Tensor | None = weight.main_grad if hasattr(weight, "main_grad") else weight.grad
+    ddp = getattr(chunk, "ddp_config", None)
+    if found is None or ddp is None or not ddp.use_distributed_optimizer:
+        return found
+    reduced_with = chunk.param_to_bucket_group[weight]
+    (bucket,) = (one for one in reduced_with.buckets if weight in one.params)
+    replicas = reduced_with.intra_distributed_optimizer_instance_group
+    part = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()]
+    # The part lies in what is written.
+    dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=replicas)
+    begin, end = bucket.param_to_index[weight]
+    # Where it is added up in a memory of its own.
+    found.copy_(bucket.grad_data[begin:end].view_as(found))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
 
 def without(state: dict[str, Any]) -> dict[str, Any]:
@@ -20,10 +20,12 @@ def without(state: dict[str, Any]) -> dict[str, Any]:
     """
     kept: dict[Any, ShardedTensor] = {}
     for found in nested_values(state):
-        if isinstance(found, ShardedTensor):
-            known = kept.setdefault(_shard(found), found)
-            if found.replica_id < known.replica_id:
-                kept[_shard(found)] = found
+        # Pieces are made only when they are saved, all of them; what another leaf has of them too goes.
+        for one in nested_values([found.build()]) if isinstance(found, ShardedTensorFactory) else (found,):
+            if isinstance(one, ShardedTensor):
+                known = kept.setdefault(_shard(one), one)
+                if one.replica_id < known.replica_id:
+                    kept[_shard(one)] = one
 
     def single(leaf: Any) -> Any:
         twin = isinstance(leaf, ShardedTensor) and kept[_shard(leaf)] is not leaf

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +27,9 @@ from megatron.core.utils import unwrap_model
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import patches, tied_shards
 from megatron.scheduling.halves import backward_of_weight
-from megatron.scheduling.placed import BY_LAYER
+from megatron.scheduling.placed import BY_LAYER, ONCE
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import SHARDED, end_where, reasons_of
-
-# What a script's own model and optimizer may be together, whatever the flags say.
-_TIED_AND_DISTRIBUTED = SimpleNamespace(untie_embeddings_and_output_weights=False, use_distributed_optimizer=True)
 
 
 class Noted(NamedTuple):
@@ -146,7 +142,7 @@ class Splitting:
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what, before any model is built."""
         models = dict.fromkeys((patches.GPT_MODEL, patches.HYBRID_MODEL), self._wrap_constructor)
-        return {**models, patches.TIED_GRADIENTS: self._wrap_tied_gradients, **BY_LAYER}
+        return {**models, patches.TIED_GRADIENTS: self._wrap_tied_gradients, **BY_LAYER, **ONCE}
 
     def _wrap_constructor(self, construct: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(construct)
@@ -171,10 +167,7 @@ class Splitting:
             if not layer.tied:
                 all_reduce(model, *args, **kwargs)
                 return
-            ddp: Any = getattr(model[0], "ddp_config", None)
-            if ddp is not None and ddp.use_distributed_optimizer:
-                raise ValueError(next(iter(reasons_of(SHARDED, _TIED_AND_DISTRIBUTED, "--bpipe-vocabulary"))))
-            tied_shards.add_up(unwrap_model(model[0]), layer.weight, embeds)
+            tied_shards.add_up(model, layer.weight, embeds)
 
         return added
 

@@ -29,10 +29,11 @@ from tests.gloo.test_training import same
 OUTPUT = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 UNTIED = ("--untie-embeddings-and-output-weights",)
+SHARDS = ("--bpipe-vocabulary", "1")
 OURS = {
     "one": ("--bpipe-vocabulary", "1", "--bpipe-report", "{{folder}}/{case}"),
     "two": ("--bpipe-vocabulary", "2", "--bpipe-report", "{{folder}}/{case}"),
-    "interlaced": ("--bpipe-vocabulary", "interlaced"),
+    "interlaced": ("--bpipe-vocabulary", "interlaced", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
     "balanced": ("--bpipe-vocabulary", "1", *BPIPE, "--bpipe-transport", "peer", "--bpipe-report", "{{folder}}/{case}"),
     "two_balanced": ("--bpipe-vocabulary", "2", *BPIPE, "--bpipe-transport", "peer", "--bpipe-report", "{{folder}}/{case}"),
 }
@@ -60,6 +61,8 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_tied_bf16": (("--global-batch-size", "16", "--bf16"), ("one", "two"), HALF),
     "vocabulary_m1": (("--global-batch-size", "2"), ("one", "two", "interlaced"), FP32),
     "vocabulary_m2": (("--global-batch-size", "4"), ("one", "two"), FP32),
+    "vocabulary_m3": (("--global-batch-size", "6"), ("one", "two"), FP32),
+    "vocabulary_m5": (("--global-batch-size", "10"), ("one", "two"), FP32),
     "vocabulary_m16": (("--global-batch-size", "32"), ("one",), FP32),
     "vocabulary_bf16": (("--global-batch-size", "16", "--bf16"), ("one", "two", "balanced", "two_balanced"), HALF),
     "vocabulary_fp16": (("--global-batch-size", "16", "--fp16", "--initial-loss-scale", "65536"), ("one", "two"), HALF),
@@ -117,12 +120,13 @@ def cases(rows: dict[str, Any], request: pytest.FixtureRequest, common: tuple[st
 
 
 def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, torch.Tensor]:
-    """Of all four ranks, by rank and name; the output layer's rows in one piece, for each rank of another dimension."""
+    """Of all ranks, by rank and name; the output layer's rows in one piece, for each rank of another dimension."""
     found: dict[str, torch.Tensor] = {}
     rows: dict[int, list[torch.Tensor]] = {}
+    world = len(outcome.codes)
     # Ranks of the pipeline are the outermost.
-    beside = 4 // stages
-    for rank in range(4):
+    beside = world // stages
+    for rank in range(world):
         for name, tensor in torch.load(outcome.folder / f"{case}.rank{rank}.pt")[what].items():
             if name == OUTPUT:
                 rows.setdefault(rank % beside, []).append(tensor.double())
@@ -141,7 +145,7 @@ def near(one: float, other: float, tolerance: float) -> bool:
 
 def as_stock(outcome: Outcome, row: str, ours: str, tolerance: Tolerance, stages: int = 4) -> None:
     case = f"{row}_{ours}"
-    stock, sharded = (outcome.record(name, 3) for name in (row, case))
+    stock, sharded = (outcome.record(name, len(outcome.codes) - 1) for name in (row, case))
     assert len(stock["iterations"]) == len(sharded["iterations"]) == 3
     for place, (one, other) in enumerate(zip(sharded["iterations"], stock["iterations"], strict=True)):
         losses = [float.fromhex(each["lm loss"]) for each in (one, other)]
@@ -220,6 +224,19 @@ def shard_modelled(row: str, ours: str) -> int:
 
 
 @pytest.mark.timeout(960)
+@pytest.mark.parametrize(
+    ("row", "held"), [("vocabulary_m8", (6, 5, 3, 2)), pytest.param("vocabulary_m1", (1, 1, 1, 1), marks=pytest.mark.slow)]
+)
+def test_interlaced_holds_half_as_much_again_as_1f1b(four: Outcome, row: str, held: tuple[int, ...]) -> None:
+    """To the byte what is predicted."""
+    reports = four.reports(f"{row}_interlaced")
+    assert tuple(report["peak_microbatches"] for report in reports) == held
+    for report in reports:
+        assert report["peak_microbatches"] == report["predicted_microbatches"]
+        assert report["peak_bytes"] == report["predicted_bytes"] > 0
+
+
+@pytest.mark.timeout(960)
 @pytest.mark.parametrize("row", ["vocabulary_tied"])
 def test_copies_of_a_tied_weight_stay_equal(four: Outcome, row: str) -> None:
     start, end = (tensors(four, f"{row}_one", what, 4) for what in ("start", "end"))
@@ -241,7 +258,6 @@ def test_another_dimension_changes_no_more(wide: Outcome, row: str, ours: str) -
 
 
 FOUR_MORE = ("--global-batch-size", "16", "--train-iters", "4")
-SHARDS = ("--bpipe-vocabulary", "1")
 
 
 # The optimizer's state of two stages on two replicas each, filed by weight.
@@ -251,19 +267,20 @@ DISTRIBUTED = (
 )
 
 
-@pytest.fixture(
-    scope="module", params=["untied", pytest.param("tied", marks=pytest.mark.slow), pytest.param("distributed", marks=pytest.mark.slow)]
-)
+SAVED = {"untied": UNTIED, "tied": (), "distributed": DISTRIBUTED}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "untied" else pytest.mark.slow) for name in SAVED])
 def checkpoints(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> tuple[Outcome, int]:
     """Of as many stages: saved after two iterations of four, with and without shards; continued from both, with and without."""
-    common = [*{"untied": UNTIED, "tied": (), "distributed": DISTRIBUTED}[request.param], *FOUR_MORE]
+    common = [*SAVED[request.param], *FOUR_MORE]
     found = []
     for saved, ours in (("stock", ()), ("shards", SHARDS)):
         found.append(Case(f"{saved}_whole", [*common, "--save", f"{{folder}}/{saved}", "--save-interval", "2", *ours]))
     for saved in ("stock", "shards"):
         for going, ours in (("stock", ()), ("shards", SHARDS)):
             found.append(Case(f"{going}_from_{saved}", [*common, "--load", f"{{folder}}/{saved}", "--ckpt-step", "2", *ours]))
-    return run_cases(4, found, timeout_s=300, worker="tensors_worker.py"), 2 if request.param == "distributed" else 4
+    return run_cases(4, found, timeout_s=300, worker="tensors_worker.py"), 2 if "--num-layers" in common else 4
 
 
 @pytest.mark.timeout(360)

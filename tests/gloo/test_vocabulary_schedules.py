@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import OVERLAPS, PLAIN_ATTENTION
@@ -65,6 +66,7 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*UNTIED, *OVERLAPS, "--ddp-bucket-size", "20000", "--no-align-grad-reduce", "--no-align-param-gather"),
         ("v_half", "grouped"),
     ),
+    "overlaps_tied": ((*TIED, *OVERLAPS), ("v_half", "grouped")),
     "context": ((*UNTIED, "--context-parallel-size", "2", *PLAIN_ATTENTION), ("v_half",)),
 }
 ALWAYS = {("tied", "v_half"), ("untied", "grouped_balanced")}
@@ -122,6 +124,45 @@ def test_other_schedules_train_shards_to_the_bit_as_1f1b_does(four: Outcome, row
 @pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS))
 def test_another_dimension_changes_no_more(wide: Outcome, row: str, ours: str) -> None:
     as_1f1b(wide, row, ours)
+
+
+SAVING, RESUMED = ("--save-interval", "1"), ("--override-opt-param-scheduler",)
+KINDS = {"stock": (), "one": SHARDS, "v_half": (*SHARDS, *OURS["v_half"][0]), "grouped": (*SHARDS, *OURS["grouped"][0])}
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def resumed(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    """From stock's checkpoint, and from what a V with shards made of it."""
+    flags = {"tied": FOUR, "untied": (*FOUR, *UNTIED)}[request.param]
+    common = (*ALIKE, *flags, *SHORT, *RESUMED)
+    cases = [Case("begun", (*common, "--train-iters", "1", "--save", "{folder}/begun", *SAVING))]
+    for kind, ours in KINDS.items():
+        cases.append(
+            Case(kind, (*common, *ours, "--load", "{folder}/begun", "--train-iters", "2", "--save", f"{{folder}}/{kind}", *SAVING))
+        )
+    for kind, ours in KINDS.items():
+        cases.append(Case(f"{kind}_on", (*common, *ours, "--load", "{folder}/v_half", "--train-iters", "3")))
+    cases.append(Case("v_half_from_one", (*common, *KINDS["v_half"], "--load", "{folder}/one", "--train-iters", "3")))
+    return run_cases(4, cases, timeout_s=900, worker="named_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+def test_checkpoints_of_any_schedule_are_stocks(resumed: Outcome) -> None:
+    """Its keys and shapes, loaded and continued by any other, to the bit where both have shards."""
+
+    def held(kind: str) -> dict[str, tuple[int, ...] | None]:
+        entries = FileSystemReader(resumed.folder / kind / "iter_0000002").read_metadata().state_dict_metadata
+        return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in entries.items()}
+
+    assert held("v_half") == held("grouped") == held("one") == held("stock")
+    for kind in ("v_half", "grouped"):
+        alike(resumed, "one", kind)
+        alike(resumed, "one_on", f"{kind}_on")
+    alike(resumed, "one_on", "v_half_from_one")
+    for kind in ("one", "one_on"):
+        mine, stock = (resumed.record(name, 3)["iterations"][-1] for name in (kind, kind.replace("one", "stock")))
+        assert near(float.fromhex(mine["lm loss"]), float.fromhex(stock["lm loss"]), FP32.later)
 
 
 @pytest.mark.timeout(1860)

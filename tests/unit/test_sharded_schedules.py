@@ -295,6 +295,25 @@ def test_one_rank_with_another_order_is_refused(there: str, instead: str) -> Non
         check(read_csv(exchanged))
 
 
+LEFT_OUT = {
+    "behind T": (
+        write_csv(sharded(4, 8, ONE)).replace("3T0", "X").replace("3B0", "3T0").replace("X", "3B0"),
+        "stage order: rank 3, slot [0-9]+, 3B0: needs .T0, which rank . computes",
+    ),
+    "behind S": (
+        "# bpipe schedule=mine microbatches=1 stage_to_rank=0,1 vocabulary=1\n0F0,,0S0,0T0,,,0B0\n,1F0,,1S0,1T0,1B0,\n",
+        "stage order: rank 0, slot 3, 0T0: needs 1S0, which rank 1 computes in slot 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("barrier", LEFT_OUT)
+def test_a_barrier_left_out_is_refused(barrier: str) -> None:
+    text, message = LEFT_OUT[barrier]
+    with pytest.raises(ScheduleError, match=f"(?s){message}"):
+        check(read_csv(text))
+
+
 def test_shards_hold_no_micro_batch() -> None:
     schedule = sharded(4, 8, ONE, input_shards=True)
     without = [[cell.compute for cell in row if cell.compute and cell.compute.kind not in SHARDS] for row in schedule.ranks]

@@ -22,7 +22,7 @@ startup.prepare()
 # isort: split
 import pytest
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.shards import EarlyShard
 from bpipe.vocabulary.rows import Rows
-from megatron.scheduling import tied_shards
+from megatron.scheduling import tied_shards, twins
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.halves import Halves, Keep
 from megatron.scheduling.shards import ShardedStages
@@ -239,6 +239,13 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert {piece.replica_id for piece in pieces} == {(0, 0, 2)}
     assert (copy.global_offset, copy.replica_id) == ((4, 0), (1, 0, 2))
     assert torch.equal(copy.data, pieces[1].data)
+    # Of the rank's own rows only the embedding's are saved: a fully parallel save would write both.
+    whole_and_part = {"embedding": found, "output": tied_shards.entry(weight, 1, rows, "output_layer.", 0)}
+    saved = twins.without(whole_and_part)
+    assert saved["embedding"] is found
+    assert isinstance(saved["output"], LocalNonpersistentObject)
+    alone = {"output": copy}
+    assert twins.without(alone) == alone
 
 
 if __name__ == "__main__":

@@ -187,10 +187,6 @@ def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
 
 
 SPLIT: dict[str, dict[str, Any]] = {
-    "one weight for both layers with the distributed optimizer": {
-        "untie_embeddings_and_output_weights": False,
-        "use_distributed_optimizer": True,
-    },
     "prediction of further tokens": {"mtp_num_layers": 1},
     "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
     "models without weights at first": {"init_model_with_meta_device": True},
