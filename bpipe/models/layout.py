@@ -25,6 +25,8 @@ KERNELS = ("gpu", "cpu")
 KEPT_HALVES = ("linear", "none")
 # How the trainer can split the output layer, --bpipe-vocabulary.
 TRAINED_SHARDS = ("1", "2", "interlaced")
+# And what it calls fewer layers for the last stage instead.
+REDISTRIBUTE = "redistribute"
 
 
 _CHOICES = {
@@ -275,3 +277,11 @@ def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: floa
     last = min(range(num_layers - others, -1, -1), key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers))
     each, rest = divmod(num_layers - last, others)
     return (*(each,) * (others - rest), *(each + 1,) * rest, last)
+
+
+def output_in_layers(vocabulary: int, hidden_size: int, sequence: int) -> float:
+    """How many layers take as long as the output layer: of each token a layer has 24 h^2 + 4 s h FLOPs forward, the output layer 2 V h.
+
+    Source: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024; a layer of GPT's, whose MLP is 4 h wide.
+    """
+    return 2 * vocabulary / (24 * hidden_size + 4 * sequence)

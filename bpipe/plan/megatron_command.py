@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from bpipe.generate.families import FAMILIES
-from bpipe.models.layout import KEPT_HALVES, TRAINED_SHARDS
+from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, redistribute_layers
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -29,6 +29,7 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--recompute-num-layers"), int),
     **dict.fromkeys(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--max-position-embeddings"), int),
     "--num-query-groups": (int, 1, None),
+    "--make-vocab-size-divisible-by": (int, 128, None),
     "--tensor-model-parallel-size": (int, 1, None),
     "--pipeline-model-parallel-size": (int, 1, None),
     "--attention-dropout": (float, 0.1, None),
@@ -44,7 +45,7 @@ READ: dict[str, Any] = {
     "--bpipe-schedule": (str, None, None),
     "--bpipe-group": (str, None, None),
     "--bpipe-delay": (int, None, None),
-    "--bpipe-vocabulary": (str, None, TRAINED_SHARDS),
+    "--bpipe-vocabulary": (str, None, (*TRAINED_SHARDS, REDISTRIBUTE)),
     "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),
     **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
     **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
@@ -266,7 +267,8 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         count_loss=found.account_for_loss_in_pipeline_split,
         layout=found.pipeline_model_parallel_layout,
     )
-    layers = read_split(split, found.num_layers, pipeline)
+    redistributed = found.bpipe_vocabulary == REDISTRIBUTE
+    layers = _redistributed(found, split) if redistributed else read_split(split, found.num_layers, pipeline)
     options = {
         "tensor": found.tensor_model_parallel_size,
         "pipeline": pipeline,
@@ -279,10 +281,25 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         "schedule": found.bpipe_schedule,
         "group": _group(found.bpipe_group),
         "delay": found.bpipe_delay,
-        "vocabulary_parallel": found.bpipe_vocabulary,
+        "vocabulary_parallel": None if redistributed else found.bpipe_vocabulary,
         "keep_weights_halves": found.bpipe_keep_weights_halves,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _redistributed(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
+    """As the trainer chooses them."""
+    wanted, vocabulary = f"--bpipe-vocabulary {REDISTRIBUTE}", found.padded_vocab_size or found.vocab_size
+    if split != Split():
+        raise ValueError(f"{wanted} says where every layer is: drop the other flags that do")
+    if not vocabulary:
+        raise ValueError(f"{wanted} needs --vocab-size, too")
+    multiple = found.make_vocab_size_divisible_by * found.tensor_model_parallel_size
+    worth = output_in_layers(-(-vocabulary // multiple) * multiple, found.hidden_size, found.seq_length)
+    layers = redistribute_layers(found.num_layers, found.pipeline_model_parallel_size, worth)
+    if layers is None:
+        raise ValueError(f"{wanted}: --num-layers {found.num_layers} is fewer than the other stages, or there are none")
+    return layers
 
 
 def _own_chunks(schedule: str | None) -> int | None:

@@ -11,14 +11,13 @@ from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
-from bpipe.models.layout import Setup, redistribute_layers
+from bpipe.models.layout import REDISTRIBUTE, Setup, redistribute_layers
 from bpipe.models.profile import Profile
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
 
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
 HURTS = 1.05
-REDISTRIBUTE = "redistribute"
 
 
 @dataclass(frozen=True, slots=True)

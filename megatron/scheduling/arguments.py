@@ -24,6 +24,7 @@ from bpipe.generate.families import (
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_costs, read_share
+from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling import upstream
@@ -187,11 +188,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--bpipe-vocabulary",
-        choices=tuple(SPLIT),
+        choices=(*SPLIT, REDISTRIBUTE),
         default=None,
         help="Split the output layer over all ranks of the pipeline, which compute it between the last stage's forward and its backward: "
-        f"{'; '.join(f'{name}, {what}' for name, what in SPLIT.items())}. Of {that_take_shards()}, run by our own loop. By default the "
-        "last stage computes it.",
+        f"{'; '.join(f'{name}, {what}' for name, what in SPLIT.items())}. Of {that_take_shards()}, run by our own loop. "
+        f"{REDISTRIBUTE}: leave it whole, and give the last stage fewer layers, by a layout of Megatron's that is chosen from the sizes. "
+        "By default the last stage computes it, and layers are where they are.",
     )
     group.add_argument(
         "--bpipe-executor",
@@ -411,7 +413,7 @@ def _logits_per_microbatch(args: Any) -> int | None:
     if args.padded_vocab_size is None or args.seq_length is None:
         return None
     tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-    shards = args.pipeline_model_parallel_size if args.bpipe_vocabulary is not None else 1
+    shards = args.pipeline_model_parallel_size if args.bpipe_vocabulary in SPLIT else 1
     return int(tokens * args.padded_vocab_size // (args.tensor_model_parallel_size * shards))
 
 

@@ -18,6 +18,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
+from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import upstream
@@ -56,7 +57,9 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     balance = balance_of(args.bpipe, args.bpipe_bound)
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(f"--bpipe-bound {args.bpipe_bound} says how to balance: give --bpipe, too, or leave it out")
-    vocabulary = Vocabulary(args.bpipe_vocabulary or Vocabulary.WHOLE.value)
+    # Fewer layers for the last stage are a layout, which Megatron has by now.
+    whole = args.bpipe_vocabulary in (None, REDISTRIBUTE)
+    vocabulary = Vocabulary.WHOLE if whole else Vocabulary(args.bpipe_vocabulary)
     if name not in FAMILIES:
         if vocabulary is not Vocabulary.WHOLE:
             raise ValueError(f"--bpipe-vocabulary {vocabulary.value}: --bpipe-schedule {name} is a file; choose from {that_take_shards()}")

@@ -15,11 +15,13 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import NAME
+from bpipe.models.layout import REDISTRIBUTE
 from bpipe.names import unknown
 from bpipe.passes.align import align, is_listing
 from bpipe.read import read_file
 from megatron.scheduling import pipes, upstream
 from megatron.scheduling.positions import Positions
+from megatron.scheduling.redistributing import redistribute
 
 
 def complete(args: Any) -> None:
@@ -28,7 +30,10 @@ def complete(args: Any) -> None:
     Before Megatron's `validate_args`, and after it took arguments from a checkpoint.
     """
     # A YAML configuration replaces the command line, and ours with it; it is refused later.
-    if getattr(args, "bpipe_vocabulary", None) is not None:
+    split = getattr(args, "bpipe_vocabulary", None)
+    if split == REDISTRIBUTE:
+        redistribute(args)
+    elif split is not None:
         upstream.require(args, "following")
         _file_by_layer(args)
     name = getattr(args, "bpipe_schedule", None)

@@ -121,6 +121,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("num_virtual_stages_per_pipeline_rank", "overlap_p2p_comm", "pipeline_model_parallel_layout", "pipeline_model_parallel_size"),
         *("use_distributed_optimizer", "use_mp_args_from_checkpoint_args"),
     ),
+    "redistributing": (
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers"),
+        *("decoder_last_pipeline_num_layers", "hidden_size", "hybrid_layer_pattern", "make_vocab_size_divisible_by", "mtp_num_layers"),
+        *("num_layers", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "padded_vocab_size"),
+        *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "seq_length", "tensor_model_parallel_size", "vocab_size"),
+    ),
     "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
     "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
     "delaying": ("add_bias_linear", "delay_wgrad_compute", "gradient_accumulation_fusion", "overlap_grad_reduce", "transformer_impl"),

@@ -335,6 +335,22 @@ def test_the_last_rank_no_longer_holds_all_logits(run_cases: Callable[..., Outco
     assert max(beyond["shards"]) < beyond["stock"][-1] / 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_fewer_layers_for_the_last_stage_are_a_layout_of_megatrons(run_cases: Callable[..., Outcome]) -> None:
+    """1024 rows take as long as 1.14 layers of this width."""
+    sizes = (*UNTIED, "--num-layers", "8", "--vocab-size", "1023", "--global-batch-size", "8")
+    cases = [
+        Case("stock", [*sizes, "--pipeline-model-parallel-layout", "Et*2|t*2|t*3|tL"]),
+        Case("moved", [*sizes, "--bpipe-vocabulary", "redistribute"]),
+        Case("balanced", [*sizes, "--bpipe-vocabulary", "redistribute", *BPIPE]),
+    ]
+    outcome = run_cases(4, cases, timeout_s=300)
+    for ours in ("moved", "balanced"):
+        same(outcome, "stock", ours, 4)
+    assert "so stages have 2, 2, 3, 1: --pipeline-model-parallel-layout Et*2|t*2|t*3|tL" in outcome.logs[0]
+
+
 def trained(tmp_path: Path, case: str, script: Path, *flags: str) -> Outcome:
     """By the launcher, with a report beside."""
     folder = tmp_path / case

@@ -92,6 +92,9 @@ def test_the_rows_of_the_presets_come_back() -> None:
 def test_shards_of_the_output_layer_are_read() -> None:
     assert read("--bpipe-vocabulary", "interlaced").options["vocabulary_parallel"] == "interlaced"
     assert "vocabulary_parallel" not in read().options
+    moved = read("--bpipe-vocabulary", "redistribute", "--vocab-size", "3000", "--pipeline-model-parallel-size", "4").options
+    assert "vocabulary_parallel" not in moved
+    assert moved["layers"] == (2, 3, 3, 0)
     with pytest.raises(ValueError, match="--bpipe-vocabulary"):
         read("--bpipe-vocabulary", "3")
 
