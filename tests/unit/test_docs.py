@@ -168,6 +168,8 @@ def write_files(page: Path, folder: Path) -> None:
             (folder / match[1]).write_text(block)
 
 
+# A page may search every family of schedules twice.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(
     page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
