@@ -81,6 +81,7 @@ TABLE = (
     mutate("streams", "with self._behind_compute(self._outbound if self._cuda else None):", ON_STREAM.format("_outbound"), FAKE),
     mutate("streams", "with self._behind_compute(self._inbound if self._cuda else None):", ON_STREAM.format("_inbound"), FAKE),
     mutate("streams", "stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
+    mutate("streams", "self._stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
     mutate("streams", "torch.cuda.current_stream().wait_event(self.end)", "pass", FAKE),
     mutate("streams", "pending.wait()", "pass", FAKE),
     # [3] and [7]: memory and backwards behind the transfers.
@@ -153,6 +154,13 @@ TABLE = (
     mutate("edges", "works.wait()", "pass", EDGES, nth=2),
     mutate("collectives", "passing.works.wait()", "pass", COLLECTIVES),
     mutate("collectives", "works.wait()", "pass", COLLECTIVES),
+    mutate("collectives", "passing.later.wait()", "pass", COLLECTIVES),
+    mutate(
+        "collectives",
+        "self._reduce(message, made, taker, Kind.SHARD_BACKWARD).wait()",
+        "self._reduce(message, made, taker, Kind.SHARD_BACKWARD)",
+        COLLECTIVES,
+    ),
     mutate("collectives", "return self._by(message).wait(message)", "return ()", COLLECTIVES),
 )
 

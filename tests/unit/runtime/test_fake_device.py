@@ -213,6 +213,20 @@ def test_a_wait_beside_the_computation_holds_nothing_up(fakes: Callable[[Machine
     assert waited == {Kind.HOST: False, Kind.EVICT: True}
 
 
+def test_a_lane_of_its_own_starts_behind_what_the_computation_was_given(fakes: Callable[[Machine], None]) -> None:
+    """It reads what the computation makes; what is given to the computation afterwards need not wait for it."""
+    machine = Machine()
+    fakes(machine)
+    lane, made = streams.beside(CUDA, 1.0), ("logits", 0)
+    machine.issue(machine.on.current, "forward", writes=[made])
+    done = lane.run(lambda: machine.issue(machine.on.current, "second step", reads=[made]) and None)
+    machine.issue(machine.on.current, "next forward", reads=[made])
+    assert machine.findings() == []
+    done.wait()
+    machine.issue(machine.on.current, "backward", writes=[made])
+    assert machine.findings() == []
+
+
 def advance(programs: dict[str, Iterator[None]], name: str, machine: Machine) -> None:
     machine.on = machine.device(name)
     try:
