@@ -318,10 +318,13 @@ LARGE = (
 
 
 @pytest.mark.timeout(360)
-def test_the_last_rank_no_longer_holds_all_logits(run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("algorithm", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_the_last_rank_no_longer_holds_all_logits(
+    run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
     """131072 rows: what every process holds beyond weights and optimizer state in its second iteration, stock's and in shards."""
     beyond = {}
-    for name, ours in (("stock", ()), ("shards", SHARDS)):
+    for name, ours in (("stock", ()), ("shards", ("--bpipe-vocabulary", algorithm))):
         outcome = run_cases(4, [Case(name, [*UNTIED, *LARGE, *ours])], timeout_s=170, worker="peak_worker.py")
         found = [outcome.record(name, rank)["weights"] for rank in range(4)]
         beyond[name] = [each["peak"] - each["held"] for each in found]
