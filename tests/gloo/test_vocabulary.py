@@ -23,7 +23,7 @@ from bpipe.models.model import gpt
 from bpipe.models.saved import shard_bytes
 from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, _free_ports, asked_for, finish, start
 from tests.gloo.test_launch import FOUR, iterations
-from tests.gloo.test_parallelism import LLAMA, OVERLAPS
+from tests.gloo.test_parallelism import LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_training import same
 
 OUTPUT = "output_layer.weight"
@@ -91,6 +91,9 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_tied_data": ((), ("one",), FP32),
     "vocabulary_data": ((), ("one", "two"), FP32),
     "vocabulary_overlaps": (OVERLAPS, ("one", "two", "interlaced"), PARTS),
+    "vocabulary_tied_overlaps": (OVERLAPS, ("one", "two"), PARTS),
+    "vocabulary_tied_distributed": (("--use-distributed-optimizer",), ("one",), PARTS),
+    "vocabulary_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two"), FP32),
 }
 ALWAYS = ("vocabulary_m8", "vocabulary_tied")
 # Of these, what the other ways of them show besides is not worth its seconds each time.
@@ -236,6 +239,31 @@ def test_interlaced_holds_half_as_much_again_as_1f1b(four: Outcome, row: str, he
         assert report["peak_bytes"] == report["predicted_bytes"] > 0
 
 
+# Other numbers of stages, and of micro-batches: from one to four for each.
+SIZES = [(2, 1), (2, 3), (2, 8)]
+
+
+@pytest.fixture(scope="module", params=[2])
+def sized(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> tuple[int, Outcome]:
+    p, found = request.param, []
+    for _, m in [size for size in SIZES if size[0] == p]:
+        flags = (*(UNTIED if m % 2 else ()), "--global-batch-size", f"{2 * m}")
+        found.append(Case(f"m{m}", flags))
+        found.append(Case(f"m{m}_one", (*flags, *SHARDS, "--bpipe-min-bytes", "1024", "--bpipe-report", f"{{folder}}/m{m}_one")))
+    return p, run_cases(p, found, timeout_s=900, worker="tensors_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+def test_any_number_of_stages_and_micro_batches(sized: tuple[int, Outcome]) -> None:
+    p, outcome = sized
+    for m in (m for stages, m in SIZES if stages == p):
+        as_stock(outcome, f"m{m}", "one", FP32, stages=p)
+        reports = outcome.reports(f"m{m}_one")
+        assert [report["peak_microbatches"] for report in reports] == [min(m, p + 2 - rank) for rank in range(p)]
+        assert all(report["peak_bytes"] == report["predicted_bytes"] > 0 for report in reports)
+
+
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize("row", ["vocabulary_tied"])
 def test_copies_of_a_tied_weight_stay_equal(four: Outcome, row: str) -> None:
@@ -249,6 +277,17 @@ def test_copies_of_a_tied_weight_stay_equal(four: Outcome, row: str) -> None:
 def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
     common = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
     return run_cases(4, cases(WIDE_ROWS, request, common), timeout_s=600, worker="tensors_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("row", ["vocabulary_tied_data", "vocabulary_tied_distributed"])
+def test_copies_on_several_replicas_stay_equal(wide: Outcome, row: str) -> None:
+    """The distributed optimizer has other parts of each copy on a replica."""
+    start, end = (tensors(wide, f"{row}_one", what, 2) for what in ("start", "end"))
+    for replica in "01":
+        assert not torch.equal(start[f"{replica} {EMBEDDING}"], end[f"{replica} {EMBEDDING}"])
+        assert torch.equal(end[f"{replica} {EMBEDDING}"], end[f"{replica} {OUTPUT}"])
 
 
 @pytest.mark.timeout(660)
@@ -267,7 +306,9 @@ DISTRIBUTED = (
 )
 
 
-SAVED = {"untied": UNTIED, "tied": (), "distributed": DISTRIBUTED}
+# Of copies that several replicas have, each file is written by one of them.
+TIED_DATA = ("--num-layers", "2", "--pipeline-model-parallel-size", "2")
+SAVED = {"untied": UNTIED, "tied": (), "distributed": DISTRIBUTED, "tied_data": TIED_DATA}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "untied" else pytest.mark.slow) for name in SAVED])

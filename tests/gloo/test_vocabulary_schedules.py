@@ -55,6 +55,8 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "recomputed": (RECOMPUTED, ("v_half", "grouped")),
     "bf16": ((*TIED, "--bf16"), ("v_half", "v_half_whole", "interleaved", "grouped")),
     "fp16": ((*UNTIED, "--fp16", "--initial-loss-scale", "65536"), ("v_half",)),
+    "by_algorithm_2": (TIED, ("v_half", "zb_h1", "interleaved_balanced", "grouped", "grouped_balanced")),
+    "untied_by_algorithm_2": (EVALUATION, ("v_half", "v_half_whole", "interleaved", "grouped")),
 }
 # Two stages, and two ranks in another dimension.
 SHORT = ("--global-batch-size", "12")
@@ -85,7 +87,8 @@ def trained(rows: dict[str, Any], common: tuple[str, ...], run: Callable[..., Ou
     cases = []
     for row, (flags, which) in rows.items():
         of_row = [ours for ours in which if (row, ours) in wanted]
-        kinds = {"stock": (), "one": SHARDS, **{ours: (*SHARDS, *OURS[ours][0]) for ours in of_row}} if of_row else {}
+        shards = ("--bpipe-vocabulary", "2" if "algorithm_2" in row else "1")
+        kinds = {"stock": (), "one": shards, **{ours: (*shards, *OURS[ours][0]) for ours in of_row}} if of_row else {}
         for kind, added in kinds.items():
             measured = () if kind == "stock" else ("--bpipe-min-bytes", "1024", "--bpipe-report", f"{{folder}}/{row}_{kind}")
             cases.append(Case(f"{row}_{kind}", (*ALIKE, *common, *flags, *added, *measured)))
@@ -128,12 +131,13 @@ def test_another_dimension_changes_no_more(wide: Outcome, row: str, ours: str) -
 
 SAVING, RESUMED = ("--save-interval", "1"), ("--override-opt-param-scheduler",)
 KINDS = {"stock": (), "one": SHARDS, "v_half": (*SHARDS, *OURS["v_half"][0]), "grouped": (*SHARDS, *OURS["grouped"][0])}
+DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied", "tied_distributed"])
 def resumed(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
     """From stock's checkpoint, and from what a V with shards made of it."""
-    flags = {"tied": FOUR, "untied": (*FOUR, *UNTIED)}[request.param]
+    flags = {"tied": FOUR, "untied": (*FOUR, *UNTIED), "tied_distributed": (*TWO, *DISTRIBUTED)}[request.param]
     common = (*ALIKE, *flags, *SHORT, *RESUMED)
     cases = [Case("begun", (*common, "--train-iters", "1", "--save", "{folder}/begun", *SAVING))]
     for kind, ours in KINDS.items():
