@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
+import itertools
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -127,9 +129,70 @@ def _resume_distributed_optimizer_with_torch_adam() -> str | None:
     return "the distributed optimizer resumes with torch's Adam"
 
 
+def _save_padded_buckets_by_layer() -> str | None:
+    """Saved by layer, the distributed optimizer's state is put together without the padding behind each bucket, and then cut up as with it.
+
+    So behind a padded bucket every weight's state is another's, and the last one's ends in zeros; Megatron warns of no more than that.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    kind = distrib_optimizer.DistributedOptimizer
+    plain = getattr(kind, "sharded_param_state_fully_reshardable", None)
+    if plain is None or tuple(inspect.signature(plain).parameters) != ("self", "model_sharded_state_dict", "is_loading", "metadata"):
+        return None
+    if not _cuts_as_with_padding(plain):
+        return None
+
+    @functools.wraps(plain)
+    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = without_padding(buffer)
+            return plain(self, *args, **kwargs)
+        finally:
+            for buffer, index in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = index
+
+    kind.sharded_param_state_fully_reshardable = sharded
+    return "the distributed optimizer's state is saved by layer also behind padded buckets"
+
+
+def without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Where each parameter of a buffer begins and ends, and in which bucket, where buckets follow each other without padding."""
+    sizes = [0, *itertools.accumulate(bucket.numel_unpadded for bucket in buffer.buckets)]
+    moved = [buffer.bucket_indices[bucket][0] - before for bucket, before in enumerate(sizes[:-1])]
+    return {param: (start - moved[at], end - moved[at], at) for param, (start, end, at) in buffer.param_index_map.items()}
+
+
+def _cuts_as_with_padding(sharded: Callable[..., Any]) -> bool:
+    """Of two parameters in buckets of 4 that each have 1, whose state is 1 and 2: whether the second's is found to be another."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.optimizer import distrib_optimizer
+
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    buffer = SimpleNamespace(
+        param_index_map={params[0]: (0, 1, 0), params[1]: (4, 5, 1)},
+        bucket_indices=[(0, 4), (4, 8)],
+        buckets=[SimpleNamespace(numel_unpadded=1)] * 2,
+        numel_unpadded=2,
+    )
+    state = {0: {torch.float32: {"param": torch.tensor([1.0, 2.0]), "numel_unpadded": 2}}}
+    optimizer = SimpleNamespace(gbuf_ranges=[{torch.float32: None}], buffers=[buffer], get_parameter_state_dp_zero=lambda **_: state)
+    named = {str(number): ShardedTensor.from_rank_offsets(str(number), param) for number, param in enumerate(params)}
+    logger = distrib_optimizer.logger
+    said, logger.disabled = logger.disabled, True
+    try:
+        found = sharded(optimizer, named, False, {})
+    finally:
+        logger.disabled = said
+    return float(found[1]["param"].data) != 2.0
+
+
 _REPAIRS: tuple[Callable[[], str | None], ...] = (
     _skip_compiling_helpers,
     _torch_norm_with_sequence_parallelism,
     _recompute_norms_without_transformer_engine,
     _resume_distributed_optimizer_with_torch_adam,
+    _save_padded_buckets_by_layer,
 )

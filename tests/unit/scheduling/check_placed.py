@@ -25,6 +25,7 @@ startup.prepare()
 import pytest
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -32,7 +33,7 @@ from megatron.training import training
 from megatron.training.models import dist_utils
 
 from bpipe.ir.layout import Layout, one_pipe
-from megatron.scheduling import patches, tied, twins
+from megatron.scheduling import patches, repairs, tied, twins
 from megatron.scheduling.embedding_ranks import refuse_group, refuse_ranks
 from megatron.scheduling.placed import View, require_built_here, wraps_of
 from megatron.scheduling.positions import Positions
@@ -295,6 +296,18 @@ def a_copy_is_saved_once_and_loaded_apart() -> None:
     assert apart["step"] == 3
 
 
+def state_behind_a_padded_bucket_is_saved_as_its_own() -> None:
+    """Of three parameters in two buckets, the first of which is padded from 5 to 8."""
+    buckets = [SimpleNamespace(numel_unpadded=5), SimpleNamespace(numel_unpadded=3)]
+    buffer = SimpleNamespace(
+        buckets=buckets, bucket_indices=[(0, 8), (8, 12)], param_index_map={"a": (0, 2, 0), "b": (2, 5, 0), "c": (8, 11, 1)}
+    )
+    assert repairs.without_padding(buffer) == {"a": (0, 2, 0), "b": (2, 5, 0), "c": (5, 8, 1)}
+    mended = DistributedOptimizer.sharded_param_state_fully_reshardable
+    assert repairs._cuts_as_with_padding(mended.__wrapped__), "the defect is gone: so may its repair"
+    assert not repairs._cuts_as_with_padding(mended)
+
+
 def state_that_is_filed_by_rank_is_refused() -> None:
     wraps = wraps_of(Positions.of(V))
     known = {
@@ -325,4 +338,5 @@ if __name__ == "__main__":
     two_ranks_that_add_up_one_weight_are_refused()
     copies_of_a_tied_weight_stay_equal()
     a_copy_is_saved_once_and_loaded_apart()
+    state_behind_a_padded_bucket_is_saved_as_its_own()
     state_that_is_filed_by_rank_is_refused()
