@@ -36,12 +36,12 @@ def batch(microbatches: int) -> tuple[str, ...]:
 
 def by(schedule: str, ranks: int = 4) -> tuple[str, ...]:
     """A family, and behind a hyphen its chunks."""
-    name, _, chunks = schedule.partition("-")
-    return *pipeline(ranks, int(chunks or 1)), "--bpipe-schedule", name
+    name, _, chunks = schedule.rpartition("-") if schedule[-1].isdigit() else (schedule, "", "1")
+    return *pipeline(ranks, int(chunks)), "--bpipe-schedule", name
 
 
 # One row a feature: flags of both, the number of micro-batches, and the schedules that are compared with stock.
-EVERY = ("chimera", "mixpipe", "bitpipe-2")
+EVERY = ("chimera", "mixpipe", "bitpipe-2", "bitpipe-early-2")
 ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "m8": (("--gradients",), 8, EVERY),
     "m4": ((), 4, EVERY),
@@ -219,6 +219,7 @@ EIGHT_RANKS: dict[str, tuple[str, ...]] = {
     "chimera": by("chimera", 8),
     "mixpipe": by("mixpipe", 8),
     "bitpipe": by("bitpipe-2", 8),
+    "bitpipe-early": by("bitpipe-early-2", 8),
     "chimera_balanced": (*by("chimera", 8), *BPIPE, "--bpipe-transport", "peer"),
     "chimera_balanced_gloo": (*by("chimera", 8), *BPIPE, "--bpipe-transport", "gloo"),
     "from_a_file": (*pipeline(8), "--bpipe-schedule", "{folder}/mine.csv", *BPIPE),
