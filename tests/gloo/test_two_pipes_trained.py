@@ -139,6 +139,11 @@ def test_experts_of_a_pair_add_up_tokens_of_both_pipes(four: Outcome, row: str, 
 @pytest.mark.timeout(2460)
 @pytest.mark.parametrize(("row", "schedule"), rows_of(WIDE_ROWS))
 def test_another_dimension_beside_two_pipes_changes_nothing(wide: Outcome, row: str, schedule: str) -> None:
+    if row == "context":
+        # Gradients are summed over contexts and replicas, four of them, and with an odd number of chunks in another order than stock's.
+        ours, stock = ([step["lm loss"] for step in wide.record(case, 7)["iterations"]] for case in (f"{row}_{schedule}", row))
+        assert ours == stock
+        return
     alike(wide, row, f"{row}_{schedule}", world=8)
 
 
