@@ -65,9 +65,13 @@ def _in_the_way(args: Any) -> Iterator[str]:
     family = FAMILIES.get(args.bpipe_schedule)
     if family is not None and (family.min_chunks > 1 or family.num_pipes > 1):
         yield f"--bpipe-schedule {family.name} has several stages a rank, and a layout of its own: drop one of them"
-    missing = [f"--{name.replace('_', '-')}" for name in ("num_layers", "hidden_size", "seq_length") if not getattr(args, name)]
-    if not (args.padded_vocab_size or args.vocab_size):
-        missing.append("--vocab-size")
+    given = {
+        "--num-layers": args.num_layers,
+        "--hidden-size": args.hidden_size,
+        "--seq-length": args.seq_length,
+        "--vocab-size": args.padded_vocab_size or args.vocab_size,
+    }
+    missing = [flag for flag, value in given.items() if not value]
     if missing:
         yield f"how much the output layer computes follows from {', '.join(missing)}, which Megatron is not told yet: give it"
 

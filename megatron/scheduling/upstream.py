@@ -195,8 +195,6 @@ OPTIONAL: dict[str, str] = {
     "sft": _NO_PACKING,
     "tensor_parallel_num_weight_shards": _NO_SHARDS,
     "tp_comm_overlap": "tensor-parallel communication is not overlapped",
-    "untie_embeddings_and_output_weights": "embedding and output layer have weights of their own",
-    "use_distributed_optimizer": "no distributed optimizer",
     "use_megatron_fsdp": "no FSDP",
     "use_ring_exchange_p2p": "no ring exchange",
     "use_torch_fsdp2": "no FSDP",
@@ -212,7 +210,6 @@ _NOT_IN_CONFIGURATION = frozenset(
         *("dataloader_inter_document_masking", "fake_process_group", "inprocess_restart", "num_experts", "perform_rl_step", "sft"),
         *("use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
         *("ckpt_format", "hybrid_layer_pattern", "iterations_to_skip", "load", "non_persistent_ckpt_type", "save"),
-        *("untie_embeddings_and_output_weights", "use_distributed_optimizer"),
     )
 )
 

@@ -473,8 +473,8 @@ def transformer_engine_is_asked_to_delay_where_it_can() -> None:
 MUTATIONS = (
     ("linear(input, weight.detach(),", "linear(input, weight,", "reduced"),
     ("None if bias is None else bias.detach()", "bias", "reduced"),
-    ("while kept.halves:", "while len(kept.halves) > 1:", "gpt"),
-    ("half = kept.halves.pop()", "half = kept.halves.pop(0)", "one weight thrice"),
+    ("while halves:", "while len(halves) > 1:", "gpt"),
+    ("half = halves.pop()", "half = halves.pop(0)", "one weight thrice"),
     ("self._kept.pop(key, _Kept())", "self._kept.get(key, _Kept())", "gpt"),
     ("gradient.sum(dim=0) if self.bias is not None else None", "None", "bias of queries"),
     ("weight.grad_added_to_main_grad = True", "pass", "fused"),
