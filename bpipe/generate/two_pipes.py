@@ -68,7 +68,7 @@ def from_ends(rank: int, num_ranks: int) -> int:
 def shortest(
     num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, rules: Sequence[PipesRule], bubble: Fraction
 ) -> Sequence[Sequence[Action]]:
-    """Of the units, and of what the rules choose when computations last alike and when they cost this, the orders that take least time.
+    """Of the units, of what the rules choose where computations cost this, and of the orders for equal costs, those that take least time.
 
     `bubble`: how many forwards' time a rank waits with a forward of 1 and a backward of 2, where the family is at its best: no further rule
     is tried then.
@@ -76,25 +76,22 @@ def shortest(
     placed, at = layout(num_ranks, num_chunks), tempo(costs, num_chunks)
     forward, backward = at.lasts[_FORWARD], at.lasts[_BACKWARD]
     best = (3 * num_microbatches + bubble) * num_chunks * forward if backward == 2 * forward and not at.hop else None
-    one_behind_the_other = _timed(placed, num_microbatches, units(placed, num_ranks, num_microbatches), at)
-    made = [one_behind_the_other]
-    if best is not None and one_behind_the_other.ticks <= best:
-        return one_behind_the_other.orders
-    for lasts in dict.fromkeys((costs, ALIKE)):
-        chosen: list[Chosen] = []
-        for rule in rules:
-            one = listed(placed, num_ranks, num_microbatches, tempo(lasts, num_chunks), rule)
-            if one is not None:
-                chosen.append(one)
-                if best is not None and one.ticks <= best:
-                    return one.orders
-        if chosen:
-            shortest_one = min(chosen, key=lambda one: one.ticks)
-            made.append(shortest_one if lasts == costs else _timed(placed, num_microbatches, shortest_one.orders, at))
+    made = [_timed(placed, num_microbatches, units(placed, num_ranks, num_microbatches), at)]
+    if best is not None and made[0].ticks <= best:
+        return made[0].orders
+    for rule in rules:
+        one = listed(placed, num_ranks, num_microbatches, at, rule)
+        if one is not None:
+            made.append(one)
+            if best is not None and one.ticks <= best:
+                return one.orders
+    if costs != ALIKE:
+        usual = shortest(num_ranks, num_microbatches, num_chunks, ALIKE, rules, bubble)
+        made.append(_timed(placed, num_microbatches, usual, at))
     return min(made, key=lambda one: one.ticks).orders
 
 
-def _timed(placed: Layout, num_microbatches: int, orders: list[list[Action]], at: Tempo) -> Chosen:
+def _timed(placed: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], at: Tempo) -> Chosen:
     return Chosen(orders, length(work_of(placed, num_microbatches, orders, at)))
 
 
@@ -117,7 +114,7 @@ def units(placed: Layout, num_ranks: int, num_microbatches: int) -> list[list[Ac
 class Chosen(NamedTuple):
     """Every rank's order, and how many ticks it takes."""
 
-    orders: list[list[Action]]
+    orders: Sequence[Sequence[Action]]
     ticks: int
 
 

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bpipe.check.order import check_microbatch_order
@@ -214,6 +214,7 @@ def test_ranks_are_mirror_images_where_the_pipes_take_equally_many(name: str, v:
 
 
 @settings(max_examples=40, deadline=None)
+@example(("bitpipe", 2), 1, 3, UnitCosts(Fraction(3, 4), Fraction(1, 4), Fraction(5, 4)))
 @given(
     st.sampled_from(CASES),
     st.integers(1, 5),
