@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.scheduling import patches
+from megatron.scheduling.hooks import as_list
 from megatron.scheduling.log import say
 from terra.audit.compare import compare
 from terra.audit.record import Recorder
@@ -40,7 +41,11 @@ class StageAudit:
         self._under_way: dict[int, tuple[object, tuple[int, int]]] = {}
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        return {patches.TRAIN_STEP: self._count, patches.FORWARD_STEP: self._forward, patches.BACKWARD_STEP: self._backward}
+        return {
+            patches.TRAIN_STEP: self._count,
+            patches.FORWARD_STEP: _by_name(self._forward),
+            patches.BACKWARD_STEP: _by_name(self._backward),
+        }
 
     def finish(self) -> None:
         """Training is over: say of what was not seen often enough that it was not."""
@@ -58,45 +63,31 @@ class StageAudit:
 
         return run
 
-    def _forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(forward_step)
+    def _forward(self, given: Mapping[str, Any], step: Callable[[], Any]) -> Any:
+        chunk = given.get("vp_stage") or 0
+        number = self._begun.get(chunk, 0)
+        # Evaluation has no gradients.
+        wanted = self._num_iterations > _WARM_UP_ITERATIONS and number < self._num_microbatches and torch.is_grad_enabled()
+        if not wanted or not given["model"].training:
+            return step()
+        self._begun[chunk] = number + 1
+        with self._recorder.running(), self._recorder.step((chunk, number), _tensors(given["input_tensor"])):
+            made = step()
+        for tensor in _tensors(made[0]):
+            self._under_way[id(tensor)] = tensor, (chunk, number)
+        return made
 
-        @functools.wraps(forward_step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            chunk = given.get("vp_stage") or 0
-            number = self._begun.get(chunk, 0)
-            # Evaluation has no gradients.
-            wanted = self._num_iterations > _WARM_UP_ITERATIONS and number < self._num_microbatches and torch.is_grad_enabled()
-            if not wanted or not given["model"].training:
-                return forward_step(*args, **kwargs)
-            self._begun[chunk] = number + 1
-            with self._recorder.running(), self._recorder.step((chunk, number), list(_tensors(given["input_tensor"]))):
-                made = forward_step(*args, **kwargs)
-            for tensor in _tensors(made[0]):
-                self._under_way[id(tensor)] = tensor, (chunk, number)
-            return made
-
-        return run
-
-    def _backward(self, backward_step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(backward_step)
-
-        @functools.wraps(backward_step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            keys = {self._under_way.pop(id(tensor), (None, None))[1] for tensor in _tensors(given["output_tensor"])} - {None}
-            if not keys:
-                return backward_step(*args, **kwargs)
-            ((chunk, number),) = (key for key in keys if key is not None)
-            with self._recorder.running(), self._recorder.step((chunk, number), list(_tensors(given["output_tensor_grad"]))):
-                made = backward_step(*args, **kwargs)
-            self._ended[chunk] = self._ended.get(chunk, 0) + 1
-            if self._ended[chunk] == self._num_microbatches:
-                self._tell(chunk)
-            return made
-
-        return run
+    def _backward(self, given: Mapping[str, Any], step: Callable[[], Any]) -> Any:
+        keys = {self._under_way.pop(id(tensor))[1] for tensor in _tensors(given["output_tensor"]) if id(tensor) in self._under_way}
+        if not keys:
+            return step()
+        ((chunk, number),) = keys
+        with self._recorder.running(), self._recorder.step((chunk, number), _tensors(given["output_tensor_grad"])):
+            made = step()
+        self._ended[chunk] = self._ended.get(chunk, 0) + 1
+        if self._ended[chunk] == self._num_microbatches:
+            self._tell(chunk)
+        return made
 
     def _tell(self, chunk: int) -> None:
         steps = [self._recorder.steps.pop((chunk, number)) for number in range(self._num_microbatches)]
@@ -108,6 +99,21 @@ def _name(chunk: int) -> str:
     return f"terra: rank {dist.get_rank()}, chunk {chunk}"
 
 
-def _tensors(given: Any) -> Iterable[torch.Tensor]:
+def _by_name(look: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> patches.Wrap:
+    """A wrapper of a step that has `look` run it, and tells it the arguments by name."""
+
+    def wrap(step: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(step)
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return look(signature.bind(*args, **kwargs).arguments, functools.partial(step, *args, **kwargs))
+
+        return run
+
+    return wrap
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
     """Megatron passes one tensor, a list of them, or None."""
-    return (each for each in (given if isinstance(given, list) else [given]) if isinstance(each, torch.Tensor))
+    return [each for each in as_list(given) if isinstance(each, torch.Tensor)]

@@ -205,7 +205,7 @@ class _Nodes:
 
     def __init__(self) -> None:
         # Memory of which it was said that it is another, and operations whose sizes vary.
-        self._others: set[Given | Made] = set()
+        self._said: set[Given | Made] = set()
         self._varying: set[Given | Made] = set()
 
     def different(self, number: int, operation: Operation, same: Sequence[tuple[Operation, _Match]]) -> Iterator[_Found]:
@@ -224,9 +224,9 @@ class _Nodes:
                 if known:
                     continue
             if kind in (Kind.REPLACED, Kind.SOURCE) and argument.memory is not None:
-                if argument.memory in self._others:
+                if argument.memory in self._said:
                     continue
-                self._others.add(argument.memory)
+                self._said.add(argument.memory)
             if kind is Kind.REPLACED and operation.short == _FROM_PYTHON:
                 kind, detail = Kind.FROM_PYTHON, f"{_words(argument)} is made of numbers that Python holds"
             yield kind, operation, detail

@@ -41,25 +41,38 @@ def audit(step: Callable[[], Any], num_steps: int = STEPS, warm_up: int = WARM_U
     return compare(list(recorder.steps.values()), unseen())
 
 
+class _Steps:
+    """A script's steps, each ended by its first optimizer."""
+
+    def __init__(self) -> None:
+        self._first: torch.optim.Optimizer | None = None
+        self.num_ended = 0
+
+    def end(self, optimizer: torch.optim.Optimizer) -> bool:
+        """This optimizer has stepped: whether a step is over."""
+        if self._first is None:
+            self._first = optimizer
+        over = optimizer is self._first
+        self.num_ended += over
+        return over
+
+
 class _Enough(BaseException):
     """The script has done as many steps as were asked for. No error, so that no script takes it for one."""
 
 
 def audit_script(script: Path, arguments: Sequence[str] = (), num_steps: int = STEPS, warm_up: int = WARM_UP) -> Audit:
-    """Run a script as `python script arguments...` would, until its first optimizer has done these steps and one more for the beginning.
+    """Run a script as `python script arguments...` would, until its first optimizer has done these steps.
 
-    Raises ValueError where it ends before two of them, and whatever the script raises.
+    What lies before its first step is no step, so the warm-up has at least one. Raises ValueError where it ends before two steps, and whatever
+    the script raises.
     """
-    recorder = Recorder()
-    stepped: list[torch.optim.Optimizer] = []
+    recorder, steps, warm_up = Recorder(), _Steps(), max(1, warm_up)
 
     def ended(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not stepped:
-            stepped.append(optimizer)
-        if optimizer is not stepped[0]:
+        if not steps.end(optimizer):
             return
-        number = len(stepped) - max(1, warm_up)
-        stepped.append(optimizer)
+        number = steps.num_ended - warm_up
         if number == num_steps:
             raise _Enough
         if number >= 0:
@@ -72,19 +85,19 @@ def audit_script(script: Path, arguments: Sequence[str] = (), num_steps: int = S
         with recorder.running():
             runpy.run_path(str(script), run_name="__main__")
         # Its last part lies behind its last step.
-        recorder.steps.pop(len(stepped) - 1 - max(1, warm_up), None)
+        recorder.steps.pop(steps.num_ended - warm_up, None)
     except _Enough:
         pass
     finally:
         recorder.pause()
         hook.remove()
         sys.argv, sys.path[:] = before
-    if not stepped:
+    if not steps.num_ended:
         raise ValueError(f"{script}: no torch.optim optimizer stepped in it; call terra.audit(step) with your own step function")
     if len(recorder.steps) < 2:
         raise ValueError(
-            f"{script}: its first optimizer stepped {len(stepped) - 1} times, and what changes from step to step needs "
-            f"{max(1, warm_up) + 2} or more; let it train longer"
+            f"{script}: its first optimizer stepped {steps.num_ended} times, and what changes from step to step needs {warm_up + 2} or "
+            "more; let it train longer"
         )
     return compare(list(recorder.steps.values()), unseen())
 
