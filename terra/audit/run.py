@@ -64,8 +64,8 @@ class _Enough(BaseException):
 def audit_script(script: Path, arguments: Sequence[str] = (), num_steps: int = STEPS, warm_up: int = WARM_UP) -> Audit:
     """Run a script as `python script arguments...` would, until its first optimizer has done these steps.
 
-    What lies before its first step is no step, so the warm-up has at least one. Raises ValueError where it ends before two steps, and whatever
-    the script raises.
+    What lies before its first step is no step, so the warm-up has at least one. Raises ValueError where it ends before two steps, and
+    whatever the script raises.
     """
     recorder, steps, warm_up = Recorder(), _Steps(), max(1, warm_up)
 
