@@ -142,6 +142,10 @@ class Family:
         name = f"{self.name}-vocabulary-{vocabulary.value}"
         return place(name, num_microbatches, layout, self.sharded(num_ranks, num_microbatches, num_chunks, asked, layout))
 
+    def filling(self, num_ranks: int) -> int:
+        """How many micro-batches fill the pipeline; where it never is full, one a rank."""
+        return (self.fill or 1) * num_ranks
+
     @property
     def usual_chunks(self) -> int:
         """What is meant where nobody said a number: the only one there is, else one."""

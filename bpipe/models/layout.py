@@ -24,7 +24,7 @@ KERNELS = ("gpu", "cpu")
 # What of the weights' halves of split backwards is put off: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
 # How the trainer can split the output layer, --bpipe-vocabulary.
-TRAINED_SHARDS = ("1", "2", "interlaced")
+TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.WHOLE)
 # And what it calls fewer layers for the last stage instead.
 REDISTRIBUTE = "redistribute"
 
@@ -277,6 +277,12 @@ def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: floa
     last = min(range(num_layers - others, -1, -1), key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers))
     each, rest = divmod(num_layers - last, others)
     return (*(each,) * (others - rest), *(each + 1,) * rest, last)
+
+
+def padded_vocabulary(vocabulary: int, divisible_by: int, tensor: int) -> int:
+    """As Megatron pads it (`--make-vocab-size-divisible-by`)."""
+    multiple = divisible_by * tensor
+    return -(-vocabulary // multiple) * multiple
 
 
 def output_in_layers(vocabulary: int, hidden_size: int, sequence: int) -> float:

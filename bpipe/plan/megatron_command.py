@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from bpipe.generate.families import FAMILIES
-from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, redistribute_layers
+from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -294,8 +294,8 @@ def _redistributed(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
         raise ValueError(f"{wanted} says where every layer is: drop the other flags that do")
     if not vocabulary:
         raise ValueError(f"{wanted} needs --vocab-size, too")
-    multiple = found.make_vocab_size_divisible_by * found.tensor_model_parallel_size
-    worth = output_in_layers(-(-vocabulary // multiple) * multiple, found.hidden_size, found.seq_length)
+    padded = padded_vocabulary(vocabulary, found.make_vocab_size_divisible_by, found.tensor_model_parallel_size)
+    worth = output_in_layers(padded, found.hidden_size, found.seq_length)
     layers = redistribute_layers(found.num_layers, found.pipeline_model_parallel_size, worth)
     if layers is None:
         raise ValueError(f"{wanted}: --num-layers {found.num_layers} is fewer than the other stages, or there are none")

@@ -115,7 +115,7 @@ class SchedulingConfig:
         if self.own is not None:
             return built(self.own)
         name = default(self.num_chunks)
-        full = (FAMILIES[name].fill or 1) * self.num_ranks
+        full = FAMILIES[name].filling(self.num_ranks)
         return built(ScheduleConfig(name, self.num_ranks, full, self.num_chunks, self.balancing))
 
     def flops(self, num_microbatches: int) -> float | None:

@@ -46,7 +46,7 @@ def first_schedule(args: Any) -> Schedule:
     """
     config, _ = _asked_for(args)
     if config.written is None and Sizes.of(args, config.layout.num_pipes).num_microbatches is None:
-        config = replace(config, num_microbatches=(FAMILIES[config.schedule].fill or 1) * config.num_ranks)
+        config = replace(config, num_microbatches=FAMILIES[config.schedule].filling(config.num_ranks))
     return built(config)
 
 

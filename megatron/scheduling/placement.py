@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from bpipe.ir.hosts import mirrored
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.schedule import Schedule
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
@@ -101,7 +102,7 @@ def place(
 
 
 def _usual_pairs(pipeline: int) -> _Pairs | None:
-    return None if pipeline < 4 else (tuple(reversed(range(pipeline))), Positions(pipeline))
+    return None if pipeline < 4 else (mirrored(pipeline), Positions(pipeline))
 
 
 def _configured_pairs(pipeline: int, config: SchedulingConfig) -> _Pairs | None:

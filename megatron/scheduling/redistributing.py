@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
-from bpipe.models.layout import REDISTRIBUTE, output_in_layers, redistribute_layers
+from bpipe.models.layout import REDISTRIBUTE, output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.plan.layer_split import CHUNKS, COUNT_EMBEDDING, COUNT_LOSS, FIRST, LAST, LAYERS_OF_A_CHUNK, LAYOUT, layout_text
 from megatron.scheduling import upstream
 
@@ -77,6 +77,5 @@ def _in_the_way(args: Any) -> Iterator[str]:
 
 
 def _vocabulary(args: Any) -> int:
-    """Padded as Megatron will."""
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return int(args.padded_vocab_size or -(-args.vocab_size // multiple) * multiple)
+    known = args.padded_vocab_size or padded_vocabulary(args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+    return int(known)
