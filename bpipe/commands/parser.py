@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from bpipe.ir.text import TextError, read_costs, read_share
+from bpipe.ir.text import TextError, read_costs, read_numbers, read_share
 from bpipe.names import nearest, unknown
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
@@ -106,6 +106,7 @@ def hop(text: str) -> Fraction:
 
 def numbers(text: str) -> tuple[int, ...]:
     """`3` or `3,3,2,1`."""
-    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number and no list of numbers such as 3,3,2,1")
-    return tuple(int(number) for number in text.split(","))
+    try:
+        return read_numbers(text)
+    except TextError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
-from bpipe.commands.parser import positive
+from bpipe.commands.parser import numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, default, that_take_delays, that_take_groups
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup, split_layers
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--delay", type=positive, metavar="N", help=f"of {that_take_delays()}: micro-batches whose I stands before a W")
     add("--keep-weights-halves", choices=KEPT_HALVES, help="none: where backwards are split, compute W with I (default linear)")
     add("--balance", choices=BALANCES, help="default none")
+    add("--bound", type=numbers, metavar="N|N,N,...", help="with --balance bpipe: most micro-batches of a chunk, for all ranks or each")
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
     add(
         "--vocabulary-parallel",
@@ -93,6 +94,9 @@ def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None
         of = f"--pipeline {options.pipeline} with {options.chunks} chunks"
         raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
     replicas = max(1, cluster.num_devices // (options.tensor * options.pipeline))
+    bounds = getattr(options, "bound", None)
+    if bounds is not None and options.balance == BALANCES[0]:
+        raise ValueError("--bound says how to balance: give --balance bpipe, too, or leave it out")
     return Setup(
         model=model,
         cluster=cluster,
@@ -118,6 +122,7 @@ def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None
         vocabulary_parallel=getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
         input_shards=getattr(options, "input_shards", False),
         overlap_grad_reduce=options.overlap_grad_reduce,
+        bounds=bounds,
     )
 
 
@@ -155,7 +160,8 @@ def table(prediction: SetupPrediction) -> str:
     lines = [
         f"{setup.model.name}: tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}, "
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
-        f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}",
+        f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}"
+        f"{'' if setup.bounds is None else ' to ' + ','.join(map(str, setup.bounds))}",
         f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
         f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_makespan:.1f} % of the iteration, "
         f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",

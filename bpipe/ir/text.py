@@ -228,6 +228,13 @@ def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
     return tuple(map(Fraction, text.split(",")))
 
 
+def read_numbers(text: str) -> tuple[int, ...]:
+    """`3` or `3,3,2,1`: one number for all ranks, or one for each."""
+    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
+        raise TextError(f"{text[:40]!r} is no number and no list of numbers such as 3,3,2,1")
+    return tuple(map(int, text.split(",")))
+
+
 def read_share(text: str, place: str) -> Fraction:
     """A share of a micro-batch such as `0.5`, exactly."""
     if not _SHARE.fullmatch(text):

@@ -15,7 +15,7 @@ from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
 from bpipe.placement import Topology, pair_adjacent
-from bpipe.program import ScheduleConfig, balancing
+from bpipe.program import BALANCES, ScheduleConfig, balancing
 
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "flash")
@@ -48,6 +48,8 @@ class Setup:
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
     it. The last stage may have no layer besides the output layer. `overlap_grad_reduce`: gradients are reduced beside computations.
+    `bounds`: where it is balanced, the most micro-batches of a chunk that ranks hold, one number for all or one for each; by default the
+    fewest that all pairs can keep.
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies of the weights.
     """
@@ -75,6 +77,7 @@ class Setup:
     vocabulary_parallel: str = Vocabulary.WHOLE.value
     input_shards: bool = False
     overlap_grad_reduce: bool = False
+    bounds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -113,7 +116,13 @@ class Setup:
                 f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
             )
         # Raises for a schedule that does not exist, or not with so many chunks, or ranks, or takes no group, or no shards.
-        pipes = self.program(1).layout.num_pipes
+        program = self.program(1)
+        pipes = program.layout.num_pipes
+        if program.room is not None:
+            raise ValueError(
+                f"{self.schedule} without a group has its order chosen for a bound, which is not modelled: give the group, or a bound for "
+                "each rank"
+            )
         if self.num_microbatches % pipes:
             raise ValueError(
                 f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} micro-batches: take a global "
@@ -196,7 +205,8 @@ class Setup:
     def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
         """What the one door builds for this setup."""
         count = num_microbatches or self.num_microbatches
-        how, split, shards = balancing(self.balance), Vocabulary(self.vocabulary_parallel), self.input_shards
+        split, shards = Vocabulary(self.vocabulary_parallel), self.input_shards
+        how = balancing(self.balance, self.bounds if self.balance != BALANCES[0] else None)
         sizes = (self.pipeline, count, self.chunks)
         return ScheduleConfig(self.schedule, *sizes, how, self.group, delay=self.delay, vocabulary=split, input_shards=shards)
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from bpipe.generate.families import FAMILIES
+from bpipe.ir.text import TextError, read_numbers
 from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
@@ -45,6 +46,7 @@ READ: dict[str, Any] = {
     "--bpipe-schedule": (str, None, None),
     "--bpipe-group": (str, None, None),
     "--bpipe-delay": (int, None, None),
+    "--bpipe-bound": (str, None, None),
     "--bpipe-vocabulary": (str, None, (*TRAINED_SHARDS, REDISTRIBUTE)),
     "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),
     **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
@@ -75,7 +77,6 @@ REFUSED = {
     "--use-checkpoint-args": "sizes that stand in a checkpoint",
     "--yaml-cfg": "flags that stand in a file",
     GROUP: "larger groups of micro-batches",
-    "--bpipe-bound": "a bound of one's own, and an order that is made for one",
     "--bpipe-kept": "another share of a micro-batch than the model's",
 }
 
@@ -276,6 +277,7 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         "layers": layers,
         "no_sequence_parallel": not found.sequence_parallel,
         "balance": "bpipe" if found.bpipe else "none",
+        "bound": _bounds(found.bpipe_bound),
         "micro_batch": found.micro_batch_size,
         "global_batch": found.global_batch_size,
         "schedule": found.bpipe_schedule,
@@ -318,6 +320,13 @@ def _group(text: str | None) -> int | None:
     if not (text.isdecimal() and 1 <= int(text) <= LARGEST):
         raise ValueError(f"--bpipe-group {text[:40]} is no number of micro-batches, and not auto")
     return int(text)
+
+
+def _bounds(text: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else read_numbers(text)
+    except TextError as error:
+        raise ValueError(f"--bpipe-bound {error}") from None
 
 
 def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def _parallel(setup: Setup) -> list[str]:
     flags += split_flags(setup.layers, setup.pipeline)
     if setup.balance != "none":
         flags.append("--bpipe")
+        flags += [] if setup.bounds is None else ["--bpipe-bound", ",".join(map(str, setup.bounds))]
     return [str(flag) for flag in (*flags, *schedule_flags(setup))]
 
 

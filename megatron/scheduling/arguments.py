@@ -23,7 +23,7 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import TextError, read_costs, read_share
+from bpipe.ir.text import TextError, read_costs, read_numbers, read_share
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.transport import AUTO, NAMES
@@ -49,7 +49,8 @@ SPLIT = {
 class SchedulingConfig:
     """What driver and hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
-    `bound`: the most micro-batches of a chunk that a balanced rank holds, by default the fewest that all pairs can keep.
+    `bounds`: the most micro-batches of a chunk that a balanced rank holds, one number for all or one for each, by default the fewest that
+    all pairs can keep.
     `own` is what our own loop runs, each iteration with its own number of micro-batches; None where Megatron's loops run. Where it splits
     backwards, `keep_weights_halves` says of what W is put off.
     `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
@@ -62,7 +63,7 @@ class SchedulingConfig:
     balance: bool
     num_ranks: int
     num_chunks: int
-    bound: int | None = None
+    bounds: tuple[int, ...] | None = None
     own: ScheduleConfig | None = None
     keep_weights_halves: str = "linear"
     transport: str = AUTO
@@ -98,7 +99,7 @@ class SchedulingConfig:
     @property
     def balancing(self) -> BalanceConfig | None:
         """How to balance, if at all."""
-        return balance_of(self.balance, self.bound)
+        return balance_of(self.balance, self.bounds)
 
     @property
     def active(self) -> bool:
@@ -150,11 +151,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--bpipe-bound",
-        type=_microbatches,
+        type=_numbers,
         default=None,
-        metavar="N",
-        help="With --bpipe: the most micro-batches of a chunk that a rank holds; by default the fewest that all pairs of ranks can keep. "
-        f"{that_are_made_for_bounds()} without a number as --bpipe-group has its order chosen for it.",
+        metavar="N|N,N,...",
+        help="With --bpipe: the most micro-batches of a chunk that a rank holds, one number for all or one for each; only what must leaves. "
+        "By default the fewest that all pairs of ranks can keep. "
+        f"{that_are_made_for_bounds()} without a number as --bpipe-group has its order chosen for one that all have.",
     )
     group.add_argument(
         "--bpipe-kept",
@@ -305,6 +307,13 @@ def _microbatches(text: str, nor: str = "") -> int:
     return int(text)
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return read_numbers(text)
+    except TextError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _share(text: str) -> Fraction:
     try:
         return read_share(text, "share")
@@ -334,7 +343,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
-        bound=args.bpipe_bound,
+        bounds=args.bpipe_bound,
         transport=args.bpipe_transport,
         timeout_s=SchedulingConfig.timeout_s if args.bpipe_timeout is None else args.bpipe_timeout,
         message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,

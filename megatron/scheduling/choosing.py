@@ -56,7 +56,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     name = args.bpipe_schedule or default(args.virtual_pipeline_model_parallel_size or 1)
     balance = balance_of(args.bpipe, args.bpipe_bound)
     if args.bpipe_bound is not None and balance is None:
-        raise ValueError(f"--bpipe-bound {args.bpipe_bound} says how to balance: give --bpipe, too, or leave it out")
+        raise ValueError(f"--bpipe-bound {_listed(args.bpipe_bound)} says how to balance: give --bpipe, too, or leave it out")
     # Fewer layers for the last stage are a layout, which Megatron has by now.
     whole = args.bpipe_vocabulary in (None, REDISTRIBUTE)
     vocabulary = Vocabulary.WHOLE if whole else Vocabulary(args.bpipe_vocabulary)
@@ -91,9 +91,14 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     return config, ours
 
 
-def balance_of(balance: bool, bound: int | None) -> BalanceConfig | None:
-    """How to balance; None where nobody wants to. `bound`: micro-batches of a chunk, for all ranks; host buffers are there all the time."""
-    return BalanceConfig(None if bound is None else (bound,), buffers_stay=bound is not None) if balance else None
+def balance_of(balance: bool, bounds: tuple[int, ...] | None) -> BalanceConfig | None:
+    """How to balance; None where nobody wants to. `bounds`: micro-batches of a chunk, for all ranks or each; where an order is chosen for
+    one, host buffers are there all the time."""
+    return BalanceConfig(bounds, buffers_stay=bounds is not None) if balance else None
+
+
+def _listed(bounds: tuple[int, ...]) -> str:
+    return ",".join(map(str, bounds))
 
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:

@@ -30,6 +30,8 @@ FOUR_STAGES = [
             "gloo": ["--bpipe-transport", "gloo", "--timing-log-level", "2"],
             "peer": ["--bpipe-transport", "peer", "--bpipe-report-iterations", "2-3", "--tensorboard-dir", "{folder}/board"],
             "host": ["--bpipe-transport", "host"],
+            # Only rank 1 holds more than it may.
+            "bounds": ["--bpipe-transport", "gloo", "--bpipe-bound", "4,2,4,1"],
             "gloo_synchronous": ["--bpipe-transport", "gloo", "--bpipe-sync-transfers"],
             "peer_synchronous": ["--bpipe-transport", "peer", "--bpipe-sync-transfers"],
             "gloo_small": ["--bpipe-transport", "gloo", "--bpipe-min-bytes", "100000000"],
@@ -87,6 +89,12 @@ def test_four_stages_train_as_stock_does(four: Outcome, microbatches: int) -> No
     same(four, f"m{microbatches}", f"m{microbatches}_balanced", 4)
 
 
+@pytest.mark.timeout(300)
+def test_with_a_bound_for_each_rank_only_what_must_leaves_and_no_bit_changes(four: Outcome) -> None:
+    same(four, "m8", "m8_bounds", 4)
+    assert "evicting 1 -> 2 (6 of 8, 2 host buffers)\n" in four.logs[0].split("=== m8_bounds\n")[1].split("===")[0]
+
+
 TRANSPORTS = ["gloo", "peer", "host", "gloo_synchronous", "peer_synchronous"]
 
 
@@ -117,6 +125,7 @@ def test_the_report_knows_whether_transfers_were_waited_for(four: Outcome, case:
         ("m8_peer", [3, 3, 2, 3], [3, 0, 0, 0]),
         # The acceptor is not asked for memory.
         ("m8_host", [3, 3, 2, 1], [3, 0, 0, 0]),
+        ("m8_bounds", [4, 2, 4, 1], [0, 6, 0, 0]),
         ("m4_balanced", [3, 3, 2, 3], [1, 0, 0, 0]),
         ("bf16_measured", [3, 3, 2, 3], [3, 0, 0, 0]),
     ],

@@ -72,6 +72,28 @@ def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "schedule 1f1b has no groups of micro-batches" in capsys.readouterr().err
 
 
+def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only ranks over their own evict; a launch says the same with the trainer's flag."""
+    sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocabulary", "50257", "--format", "json"]
+    launch = ["--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40", "--seq-length", "2048", "--bf16"]
+    launch += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "8", "--bpipe"]
+    found = [
+        json.loads(output(capsys, *sizes, *flags, "--", *launch, *more))
+        for flags, more in ((["--bound", "4,2,4,1"], []), ([], ["--bpipe-bound", "4,2,4,1"]))
+    ]
+    assert found[0] == found[1]
+    assert [stage["evictions"] for stage in found[0]["stages"]] == [0, 6, 0, 0]
+    assert found[0]["configuration"]["bound"] == [4, 2, 4, 1]
+    assert "balance bpipe to 4,2,4,1" in output(capsys, *sizes[:-2], "--bound", "4,2,4,1", "--", *launch)
+    assert main([*SIMULATE, "--bound", "4"]) == 2
+    assert "--bound says how to balance: give --balance bpipe, too" in capsys.readouterr().err
+    assert main([*sizes, "--", *launch, "--bpipe-bound", "3,x"]) == 2
+    assert "'3,x' is no number and no list of numbers such as 3,3,2,1" in capsys.readouterr().err
+    grouped = ["--schedule", "grouped-interleaved", "--chunks", "2", "--bound", "8"]
+    assert main([*sizes, *grouped, "--", *launch]) == 2
+    assert "has its order chosen for a bound, which is not modelled: give the group" in capsys.readouterr().err
+
+
 def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """GPT-3 96B, t=4 p=8 b=2: 50.64 % measured. The times contain the output layer."""
     path = tmp_path / "profile.json"

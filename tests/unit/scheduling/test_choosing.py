@@ -109,10 +109,13 @@ def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> No
 
 
 def test_a_bound_holds_for_every_schedule() -> None:
-    found = own_schedule(args(bpipe_executor=True, bpipe=True, bpipe_bound=4))
+    found = own_schedule(args(bpipe_executor=True, bpipe=True, bpipe_bound=(4,)))
     assert found is not None
     assert build(found).bounds == (4,) * 4
-    assert own_schedule(args(bpipe=True, bpipe_bound=4)) is None, "Megatron's loop runs it, and the driver balances to the bound"
+    each = own_schedule(args(bpipe_executor=True, bpipe=True, bpipe_bound=(4, 3, 2, 1)))
+    assert each is not None
+    assert build(each).bounds == (4, 3, 2, 1)
+    assert own_schedule(args(bpipe=True, bpipe_bound=(4,))) is None, "Megatron's loop runs it, and the driver balances to the bound"
 
 
 COSTS = UnitCosts(1, Fraction(6, 5), Fraction(4, 5))
@@ -130,7 +133,7 @@ def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
     flags: dict[str, Any], asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With host buffers, which a training keeps. Also where the group is `auto`, which is how the parser says None."""
-    found = own_schedule(args(**GROUPED, bpipe_bound=8, **flags))
+    found = own_schedule(args(**GROUPED, bpipe_bound=(8,), **flags))
     assert found is not None
     sizes = ["--stages", "4", "--microbatches", "8", "--chunks", "2", "--balance", "bpipe", "--bound", "8", "--buffers-stay"]
     assert cli.main(["schedule", "--schedule", "grouped-interleaved", *sizes, *asked, "--format", "csv"]) == 0
@@ -141,7 +144,7 @@ def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
 
 
 def test_a_group_that_is_given_stays_and_is_balanced_to_the_bound() -> None:
-    found = own_schedule(args(**GROUPED, bpipe_bound=7, bpipe_group=3))
+    found = own_schedule(args(**GROUPED, bpipe_bound=(7,), bpipe_group=3))
     assert found is not None
     assert choice_of(found) is None
     assert build(found) == build(
@@ -226,9 +229,15 @@ REFUSED = [
         "is --microbatch-group-size-per-virtual-pipeline-stage",
     ),
     ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
-    ({"bpipe_bound": 3}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
-    ({"bpipe_bound": 2, "bpipe": True}, "--bpipe-schedule 1f1b: .*The smallest bound that ranks 0 and 3 can both keep is 3 micro-batches"),
-    ({**GROUPED, "bpipe_bound": 1}, "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 5"),
+    ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
+    (
+        {"bpipe_bound": (2,), "bpipe": True},
+        "--bpipe-schedule 1f1b: .*The smallest bound that ranks 0 and 3 can both keep is 3 micro-batches",
+    ),
+    (
+        {**GROUPED, "bpipe_bound": (1,)},
+        "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 5",
+    ),
     ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
     ({"bpipe_schedule": "gpipe", "bpipe_costs": COSTS}, "--bpipe-costs: gpipe has the same order at any: leave it out"),
     ({"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)}, "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give that, too"),
@@ -262,7 +271,7 @@ REFUSED = [
         "--bpipe-costs is for schedules that are generated",
     ),
     (
-        {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_bound": 3},
+        {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_bound": (3,)},
         "it moves activations itself, within its own bounds: leave --bpipe-bound out",
     ),
     (

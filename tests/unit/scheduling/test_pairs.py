@@ -63,7 +63,7 @@ def placed(ranks: int, microbatches: int, processes: int | None = None, **more: 
 def test_pairs_are_first_and_last_where_ranks_hold_less_the_later_they_come(capsys: pytest.CaptureFixture[str]) -> None:
     assert placed(6, 12) == [0, 5, 1, 4, 2, 3]
     grouped_order = {"bpipe_schedule": "grouped-interleaved", "virtual_pipeline_model_parallel_size": 2}
-    assert placed(6, 12, **grouped_order) == placed(6, 12, **grouped_order, bpipe_bound=9) == [0, 5, 1, 4, 2, 3]
+    assert placed(6, 12, **grouped_order) == placed(6, 12, **grouped_order, bpipe_bound=(9,)) == [0, 5, 1, 4, 2, 3]
     assert placed(6, 12, step_batch_size_schedule="0:6 600:12", global_batch_size=None) == [0, 5, 1, 4, 2, 3]
     assert "bpipe:   node 0: stages 0 5\n" in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path)
         (3, {}),
         (4, {"bpipe_schedule": "v-half", "virtual_pipeline_model_parallel_size": 2}),
         (4, {"bpipe_schedule": "zb-h1"}),
-        (4, {"bpipe_bound": 4}),
+        (4, {"bpipe_bound": (4,)}),
         (4, {"bpipe": False}),
         (4, {"bpipe_placement": "none"}),
         (4, {"bpipe_schedule": "no-such"}),
