@@ -154,8 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_numbers,
         default=None,
         metavar="N|N,N,...",
-        help="With --bpipe: the most micro-batches of a chunk that a rank holds, one number for all or one for each; only what must leaves. "
-        "By default the fewest that all pairs of ranks can keep. "
+        help="With --bpipe: the most micro-batches of a chunk that a rank holds, one number for all or one for each; only what must "
+        "leaves. By default the fewest that all pairs of ranks can keep. "
         f"{that_are_made_for_bounds()} without a number as --bpipe-group has its order chosen for one that all have.",
     )
     group.add_argument(
