@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, quantiles
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Kind
 from bpipe.record.format import Row
 from bpipe.report.compare import Comparison
 from bpipe.report.handover import late_starts
@@ -160,12 +160,12 @@ def _against_median(comparison: Comparison, row: Row) -> str:
 class OfComputation:
     stage: int
     kind: Kind
+    place: int
 
     def __call__(self, comparison: Comparison) -> str | None:
-        place = comparison.measured.schedule.layout.rank_of_action(Action(self.stage, self.kind, 0))
         samples = [
             (timeline.iteration, row, lane)
-            for timeline, lane in lanes_of(comparison.measured.typical, place)
+            for timeline, lane in lanes_of(comparison.measured.typical, self.place)
             for row in lane.computations
             if row.action.stage == self.stage and row.action.kind is self.kind
         ]
@@ -268,13 +268,13 @@ class OfExposed:
 @dataclass(frozen=True, slots=True)
 class OfTransfer:
     stage: int
+    place: int
 
     def __call__(self, comparison: Comparison) -> str | None:
-        place = comparison.measured.schedule.layout.only_rank_of(self.stage)
-        slower = _slower_than_probed(comparison, place, self.stage)
+        slower = _slower_than_probed(comparison, self.place, self.stage)
         if slower is None:
             return None
-        exposed = comparison.stages[place].exposed_s or 0.0
+        exposed = comparison.stages[self.place].exposed_s or 0.0
         share = exposed / comparison.totals.pipeline_s if comparison.totals.pipeline_s else 0.0
         return f"{slower}. It cost {percent_text(share)} of the pipeline time." if share else f"{slower}. It cost no time: all are hidden."
 

@@ -101,17 +101,24 @@ def _iterations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Fin
 
 def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
     """The mean of an iteration, the median over iterations, against the median of all: they differ by what is rare and slow."""
+    layout = comparison.measured.schedule.layout
     for (stage, kind), predicted in comparison.prediction.basis.seconds.items():
-        place = comparison.measured.schedule.layout.rank_of_action(Action(stage, kind, 0))
-        samples = [_durations(timeline, place, stage, kind) for timeline in comparison.measured.typical]
-        present = [one for one in samples if one]
-        if present:
-            measured = median(mean(one) for one in present)
-            what = f"stage {stage}, {NAMES[kind]} (mean)"
-            yield (
-                _seconds(comparison, kind.name.lower(), stage, what, measured, predicted, len(present[0])),
-                causes.OfComputation(stage, kind),
-            )
+        for place in dict.fromkeys(layout.rank_of_action(Action(stage, kind, pipe)) for pipe in range(layout.num_pipes)):
+            samples = [_durations(timeline, place, stage, kind) for timeline in comparison.measured.typical]
+            present = [one for one in samples if one]
+            if present:
+                measured = median(mean(one) for one in present)
+                what = f"{_named(comparison, stage, place)}, {NAMES[kind]} (mean)"
+                yield (
+                    _seconds(comparison, kind.name.lower(), stage, what, measured, predicted, len(present[0])),
+                    causes.OfComputation(stage, kind, place),
+                )
+
+
+def _named(comparison: Comparison, stage: int, place: int) -> str:
+    """A stage, and with several pipes which replica of it."""
+    replicas = comparison.measured.schedule.layout.replicas(stage)
+    return f"stage {stage}" if len(replicas) == 1 else f"stage {stage} of pipe {replicas.index(place)}"
 
 
 def _durations(timeline: Timeline, place: int, stage: int, kind: Kind) -> list[float]:
@@ -128,12 +135,12 @@ def _transfers(comparison: Comparison) -> Iterator[tuple[Difference, causes.Find
             found = _seconds(comparison, "exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s)
             yield found, causes.OfExposed(row.stage)
     for stage in comparison.prediction.basis.bytes_per_s:
-        place = measured.schedule.layout.only_rank_of(stage)
-        seconds = causes.transfer_seconds(measured, place, stage)
-        if seconds:
-            what = f"stage {stage}, one transfer (median)"
-            found = _seconds(comparison, "transfer", stage, what, median(seconds), float(costs[stage].transfer_s or 0))
-            yield found, causes.OfTransfer(stage)
+        for place in dict.fromkeys(measured.schedule.layout.replicas(stage)):
+            seconds = causes.transfer_seconds(measured, place, stage)
+            if seconds:
+                what = f"{_named(comparison, stage, place)}, one transfer (median)"
+                found = _seconds(comparison, "transfer", stage, what, median(seconds), float(costs[stage].transfer_s or 0))
+                yield found, causes.OfTransfer(stage, place)
 
 
 def _waiting(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:

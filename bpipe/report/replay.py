@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Kind
 from bpipe.ir.memory import changes_in_time
-from bpipe.ir.needs import Needs
+from bpipe.ir.needs import NOTHING, Needs
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.record.format import ONE_SIDED, Row
 from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
@@ -88,10 +88,9 @@ def replay(measured: Measured) -> Prediction:
     inside, between = _messages(measured, nodes)
     stages = []
     for stage in range(schedule.num_stages):
-        place = schedule.layout.only_rank_of(stage)
-        size = sizes[place]
-        saved = size.saved_bytes.get(stage, 0) if size else 0
-        moved = min(saved, size.moved_bytes.get(stage, saved)) if size else 0
+        known = [size for place in schedule.layout.replicas(stage) if (size := sizes[place]) is not None]
+        saved = max((size.saved_bytes.get(stage, 0) for size in known), default=0)
+        moved = max((min(saved, size.moved_bytes.get(stage, saved)) for size in known), default=0)
         weight = seconds.get((stage, Kind.BACKWARD_WEIGHT))
         backward = seconds[stage, _BACKWARD] if weight is None else seconds[stage, Kind.BACKWARD_INPUT] + weight
         stages.append(
@@ -102,7 +101,7 @@ def replay(measured: Measured) -> Prediction:
                 transfer_s=moved / speeds[stage] if stage in speeds else 0,
                 moved_bytes=moved,
                 saved_bytes=saved,
-                after_input_bytes=size.after_input_bytes.get(stage) if size else None,
+                after_input_bytes=max((size.after_input_bytes[stage] for size in known if stage in size.after_input_bytes), default=None),
             )
         )
     costs = Costs(
@@ -196,14 +195,14 @@ def _speeds(measured: Measured, sizes: Sequence[RankSizes | None]) -> tuple[dict
     """Bytes a second of every stage that is moved, and where the number is from."""
     speeds: dict[int, float] = {}
     sources: dict[int, str] = {}
-    owner = measured.schedule.layout.only_placement
     moved = {action.stage for row in measured.schedule.ranks for slot in row for action in slot.transfers if action.kind is Kind.EVICT}
     for stage in sorted(moved):
-        probed = probed_speed(measured, owner[stage])
-        if probed is not None:
-            speeds[stage], sources[stage] = probed, "probe"
+        places = dict.fromkeys(measured.schedule.layout.replicas(stage))
+        probed = [speed for place in places if (speed := probed_speed(measured, place)) is not None]
+        if probed:
+            speeds[stage], sources[stage] = median(probed), "probe"
             continue
-        rows = ended_transfers(measured, measured.steady, owner[stage], stage)
+        rows = [row for place in places for row in ended_transfers(measured, measured.steady, place, stage)]
         rates = [row.bytes / row.seconds for row in rows if row.bytes]
         if rates:
             speeds[stage], sources[stage] = median(rates), "measured"
@@ -233,50 +232,45 @@ def _nodes(measured: Measured) -> tuple[int, ...]:
 
 
 def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, float | None]:
-    """Seconds of a message inside a node and between nodes."""
+    """Seconds of a message inside a node and between nodes: the median over pairs of neighbours.
+
+    Of a pair it is the mean of both directions' median gaps, so that what two clocks differ by drops out.
+    """
     needs = Needs(measured.schedule.layout, measured.schedule.num_microbatches)
+    found: dict[tuple[int, int], list[float]] = {}
+    for timeline in measured.steady:
+        for ranks, gap in gaps(timeline, needs):
+            found.setdefault(ranks, []).append(gap)
     inside: list[float] = []
     between: list[float] = []
-    for stage in range(needs.num_stages - 1):
-        message = message_seconds(measured.steady, needs, stage)
-        if message is None:
-            continue
-        sender, receiver = (measured.schedule.layout.only_rank_of(one) for one in (stage, stage + 1))
-        (between if nodes and nodes[sender] != nodes[receiver] else inside).append(message)
+    for (one, other), forth in found.items():
+        back = found.get((other, one), [])
+        if one < other and min(len(forth), len(back)) >= MIN_GAPS:
+            message = max(0.0, (median(forth) + median(back)) / 2)
+            (between if nodes and nodes[one] != nodes[other] else inside).append(message)
     return (median(inside) if inside else None), (median(between) if between else None)
 
 
-def message_seconds(timelines: Sequence[Timeline], needs: Needs, stage: int) -> float | None:
-    """A message between a stage and the next: the mean of both directions' median gaps, so that what two clocks differ by drops out."""
-    outputs = needs.made(Action(stage, _FORWARD, 0))
-    gradients = needs.made(Action(stage + 1, _BACKWARD, 0))
-    forth, back = ([gap for timeline in timelines for gap in gaps(timeline, needs, first)] for first in (outputs, gradients))
-    if len(forth) < MIN_GAPS or len(back) < MIN_GAPS:
-        return None
-    return max(0.0, (median(forth) + median(back)) / 2)
-
-
-def gaps(timeline: Timeline, needs: Needs, first: int) -> list[float]:
-    """From a computation to the one it allows on another rank, for `first` and the same values of all other micro-batches.
+def gaps(timeline: Timeline, needs: Needs) -> Iterator[tuple[tuple[int, int], float]]:
+    """From the end of a computation to the start of the one that it allows on another rank, with the places of both.
 
     Only where the other rank had nothing else to wait for: it had ended its computation before, and waited for no transfer.
     """
-    (maker,), (taker,) = needs.route(first)
-    ours, theirs = timeline.lanes[maker], timeline.lanes[taker]
-    if ours is None or theirs is None or ours is theirs:
-        return []
-    values = range(first, first + needs.num_microbatches)
-    ends = {value: row.end_s for row in ours.computations if (value := needs.made(row.action)) in values}
-    waits = sorted(row.end_s for row in theirs.transfers if row.wait_s > 0)
-    found = []
-    for free, row in _with_free(theirs.computations):
-        value = needs.needed(row.action)
-        if value not in values:
+    ends = {needs.made(row.action): row.end_s for lane in timeline.present for row in lane.computations}
+    for place, lane in enumerate(timeline.lanes):
+        if lane is None:
             continue
-        waited = bisect_left(waits, free) < bisect_right(waits, row.start_s)
-        if free < ends[value] and not waited:
-            found.append(row.start_s - ends[value])
-    return found
+        waits = sorted(row.end_s for row in lane.transfers if row.wait_s > 0)
+        for free, row in _with_free(lane.computations):
+            value = needs.needed(row.action)
+            made = None if value == NOTHING else ends.get(value)
+            if made is None or free >= made:
+                continue
+            makers, takers = needs.route(value)
+            # What passes between shards is no message of two.
+            waited = bisect_left(waits, free) < bisect_right(waits, row.start_s)
+            if len(makers) == len(takers) == 1 and makers != (place,) and not waited:
+                yield (makers[0], place), row.start_s - made
 
 
 def _with_free(rows: Sequence[Row]) -> Iterator[tuple[float, Row]]:

@@ -116,11 +116,10 @@ def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int], p
 
     The micro-batches that ran are in `parts`.
     """
-    owner = schedule.layout.only_placement
-    own = {stage: size for stage, size in sizes.items() if owner[stage] == rank.place}
+    own = {stage: sizes[stage] for stage in schedule.layout.stages_of(rank.place)}
     ones = dict.fromkeys(own, 1)
     partner = schedule.partners[rank.place] if schedule.partners else rank.place
-    theirs = max(size for stage, size in sizes.items() if owner[stage] == partner)
+    theirs = max(sizes[stage] for stage in schedule.layout.stages_of(partner))
     buffers = num_host_buffers(schedule, rank.place)
     received = max(mark.received_bytes for mark in rank.marks)
     ran = [mark.after_input_bytes for mark in rank.marks]
@@ -136,7 +135,7 @@ def _need(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> Stage
     return StageNeed(
         stage=rank.place,
         rank=rank.rank,
-        microbatch_bytes=max(size for stage, size in sizes.items() if schedule.layout.only_rank_of(stage) == rank.place),
+        microbatch_bytes=max(sizes[stage] for stage in schedule.layout.stages_of(rank.place)),
         microbatches_held=len(mark.microbatches),
         held_bytes=mark.activations_bytes,
         weights_bytes=rank.weights_bytes,

@@ -22,6 +22,7 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("started", info.started or "not known"),
         ("host", hosts(measured)),
         ("schedule", f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
+        *_pipes(measured),
         ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
         ("device", device),
         *((name.replace("_", "-"), version) for name, version in info.versions),
@@ -40,6 +41,12 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         slowest = min(basis.bytes_per_s.values())
         found.append(("link", f"{rate_text(slowest)} ({', '.join(sorted(sources))})"))
     return found
+
+
+def _pipes(measured: Measured) -> list[tuple[str, str]]:
+    """Where there are several a place in the pipeline has two stages of a chunk, and a row of the table is named by the first pipe's."""
+    pipes = measured.schedule.layout.num_pipes
+    return [("pipes", f"{pipes}, rows in the order of the first one's stages")] if pipes > 1 else []
 
 
 def run_name(measured: Measured) -> str:

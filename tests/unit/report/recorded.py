@@ -190,7 +190,7 @@ class _Times:
 
 def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Simulation) -> dict[str, Any]:
     """One rank's line of one iteration. Iterations follow each other; a rank's clock may be wrong by `clock_error_s`."""
-    stages = [stage for stage, owner in enumerate(schedule.layout.only_placement) if owner == place]
+    stages = schedule.layout.stages_of(place)
     moves = {action.stage for slot in schedule.ranks[place] for action in slot.transfers if action.kind is Kind.EVICT}
     host_bytes = num_host_buffers(schedule, place) * truth.moved_bytes
     saved = {stage: _saved(stage) for stage in stages}

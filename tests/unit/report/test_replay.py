@@ -53,6 +53,8 @@ def same_times(measured: Measured) -> None:
         {"num_stages": 4, "num_microbatches": 8, "vocabulary": "1", "seconds": {"2S": 0.003, "1T": 0.004}},
         {"num_stages": 4, "num_microbatches": 8, "vocabulary": "interlaced", "balance": "none"},
         {"schedule": "interleaved-1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2},
+        {"schedule": "chimera", "num_microbatches": 8, "message_s": 0.0007, "seconds": {"0F": 0.013, "5B": 0.031}},
+        {"schedule": "bitpipe", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2, "balance": "none"},
     ],
 )
 def test_an_undisturbed_run_is_predicted_to_the_instant(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -80,6 +80,21 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
     assert all(len(line) <= 120 for line in said.splitlines())
 
 
+def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
+    """A rank's stages were looked for in one pipe. Of one unit of Chimera the ranks in the middle come to 8 micro-batches."""
+    two = {"schedule": "chimera", "num_stages": 8, "num_microbatches": 8, "num_chunks": 1, "balance": "none"}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for place in range(8):
+        of_both = {"program": two, "saved_bytes": {str(place): 6 * GIB, str(7 - place): 5 * GIB}, "allocated_bytes": None}
+        lines = [header(place), mark(place, 1, **of_both)]
+        (folder / f"memory_{place:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = shortage_of(held(folder))
+    assert [stage.peak_microbatches for stage in found.stages] == [5, 6, 7, 8, 8, 7, 6, 5]
+    assert [stage.need_bytes // GIB for stage in found.stages] == [28 + 6 * peak for peak in (5, 6, 7, 8, 8, 7, 6, 5)]
+    assert "with --bpipe" in {way.name for way in found.ways}
+
+
 def test_where_nothing_fits_it_says_so(tmp_path: Path) -> None:
     assert shortage_of(held(write(tmp_path / "run", 40))).answers[-1].startswith("None of these fits: recompute more,")
 

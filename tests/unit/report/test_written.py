@@ -105,6 +105,20 @@ def test_table_and_page_say_which_run_this_is(tmp_path: Path) -> None:
     assert view(report_of(run))["title"] == "bpipe report: lr_3e-4, node-0"
 
 
+def test_two_pipes_are_reported(tmp_path: Path) -> None:
+    """Their reports were refused: a stage was looked for on one rank. The slow replica is named, and rows say in which order they are."""
+    sizes = {"schedule": "chimera", "num_microbatches": 8, "probe": None}
+    slow = {(iteration, f"2B{microbatch}"): 0.004 for iteration in (5, 6, 7) for microbatch in (1, 3, 5)}
+    found = report(tmp_path, slow=slow, **sizes)
+    assert [row.evictions for row in found.comparison.stages] == [0, 0, 0, 1, 1, 0, 0, 0]
+    assert [row.measured_bytes for row in found.comparison.stages] == [row.predicted_bytes for row in found.comparison.stages]
+    text = table(found)
+    assert "pipes 2, rows in the order of the first one's stages" in text
+    assert "stage 2 of pipe 1, backward (mean): measured 23 ms, predicted 20 ms" in text
+    assert "pipes" not in table(report(tmp_path / "one"))
+    render(view(found))
+
+
 def test_machines_are_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for path in sorted(run.glob("record_*.jsonl"))[2:]:
