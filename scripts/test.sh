@@ -5,7 +5,8 @@
 #   --slow    also the tests marked slow (or RUN_SLOW=1)
 #
 # The gate comes first and ends the run where it fails; then come the tests with real processes (scripts, and gloo on the CPU), those for
-# a GPU, and those in a browser (Chromium with chromedriver): both kinds skip themselves on a machine without one.
+# a GPU, and those in a browser (Chromium with chromedriver): both kinds skip themselves on a machine without one. Both times several
+# pytests run side by side (pytest-xdist); `-n 0` keeps to one, which `--pdb` needs.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -15,7 +16,7 @@ PYTEST_OPTIONS=()
 for option in "$@"; do
     case "$option" in
         -h | --help)
-            sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+            sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
             exit 0
             ;;
         --checks) CHECKS_ONLY=yes ;;
@@ -41,15 +42,24 @@ step() {
     if ((STATUS > 0)); then FAILED+=("$name"); fi
 }
 
-# test_step NAME FOLDER...: pytest on those of the folders that hold tests; pytest calls an empty collection an error.
+# A process test starts up to eight ranks that wait for each other most of the time: two such tests fill two cores, and more of them would
+# mean time-outs and memory on a larger machine. Files stay whole, for what is started once serves a file.
+UNIT_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist worksteal)
+PROCESS_WORKERS=(-n 2 --dist loadfile)
+
+# test_step NAME [OPTION...] FOLDER...: pytest on those of the folders that hold tests; pytest calls an empty collection an error.
 test_step() {
-    local name=$1 folder folders=()
+    local name=$1 folder folders=() options=()
     shift
+    while [[ "$1" != tests/* ]]; do
+        options+=("$1")
+        shift
+    done
     for folder in "$@"; do
         if [[ -n "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ]]; then folders+=("$folder"); fi
     done
     if ((${#folders[@]} > 0)); then
-        step "$name" pytest "${PYTEST_OPTIONS[@]}" "${folders[@]}"
+        step "$name" pytest "${options[@]}" "${PYTEST_OPTIONS[@]}" "${folders[@]}"
         # A choice of tests (-k, -m) may well choose none in one of the folders.
         if ((STATUS == NO_TESTS_CHOSEN && ${#PYTEST_OPTIONS[@]} > 0)); then unset "FAILED[-1]"; fi
     fi
@@ -65,9 +75,9 @@ finish() {
 step "formatting (ruff format)" ruff format --check .
 step "lint (ruff check)" ruff check .
 step "types (mypy)" mypy
-test_step "unit tests" tests/unit
+test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
-    test_step "tests with real processes" tests/scripts tests/gloo tests/gpu tests/browser
+    test_step "tests with real processes" "${PROCESS_WORKERS[@]}" tests/scripts tests/gloo tests/gpu tests/browser
     finish
 fi
