@@ -239,28 +239,37 @@ def test_interlaced_holds_half_as_much_again_as_1f1b(four: Outcome, row: str, he
         assert report["peak_bytes"] == report["predicted_bytes"] > 0
 
 
-# Other numbers of stages, and of micro-batches: from one to four for each.
-SIZES = [(2, 1), (2, 3), (2, 8)]
+# Other numbers of stages, and of micro-batches: from one to four for each. What a rank holds follows from how many stages are behind it.
+SIZES = {2: (1, 3, 8), 8: (1, 9, 32)}
+HELD: dict[str, Callable[[int], int]] = {
+    "one": lambda behind: behind + 3,
+    "two": lambda behind: behind + 2,
+    "interlaced": lambda behind: math.ceil(1.5 * (behind + 1)),
+}
 
 
-@pytest.fixture(scope="module", params=[2])
+@pytest.fixture(scope="module", params=SIZES)
 def sized(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> tuple[int, Outcome]:
     p, found = request.param, []
-    for _, m in [size for size in SIZES if size[0] == p]:
+    for m in SIZES[p]:
         flags = (*(UNTIED if m % 2 else ()), "--global-batch-size", f"{2 * m}")
         found.append(Case(f"m{m}", flags))
-        found.append(Case(f"m{m}_one", (*flags, *SHARDS, "--bpipe-min-bytes", "1024", "--bpipe-report", f"{{folder}}/m{m}_one")))
+        for (ours,) in sorted(asked_for(request, "ours")):
+            case = f"m{m}_{ours}"
+            found.append(Case(case, (*flags, "--bpipe-min-bytes", "1024", *(flag.format(case=case) for flag in OURS[ours]))))
     return p, run_cases(p, found, timeout_s=900, worker="tensors_worker.py")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(960)
-def test_any_number_of_stages_and_micro_batches(sized: tuple[int, Outcome]) -> None:
+@pytest.mark.parametrize("ours", HELD)
+def test_any_number_of_stages_and_micro_batches(sized: tuple[int, Outcome], ours: str) -> None:
+    """As near stock as four stages are, and each rank holds what it says it will."""
     p, outcome = sized
-    for m in (m for stages, m in SIZES if stages == p):
-        as_stock(outcome, f"m{m}", "one", FP32, stages=p)
-        reports = outcome.reports(f"m{m}_one")
-        assert [report["peak_microbatches"] for report in reports] == [min(m, p + 2 - rank) for rank in range(p)]
+    for m in SIZES[p]:
+        as_stock(outcome, f"m{m}", ours, FP32, stages=p)
+        reports = outcome.reports(f"m{m}_{ours}")
+        assert [report["peak_microbatches"] for report in reports] == [min(m, HELD[ours](p - 1 - rank)) for rank in range(p)]
         assert all(report["peak_bytes"] == report["predicted_bytes"] > 0 for report in reports)
 
 
