@@ -393,7 +393,11 @@ class MemoryHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMark:
-    """What a rank held at one time: when an `action` had run, or, with an `error`, while it ran. `microbatches`: stage, number, bytes."""
+    """What a rank held at one time: when an `action` had run, or, with an `error`, while it ran. `microbatches`: stage, number, bytes.
+
+    `shard_bytes`: what its shard of the vocabulary holds of one micro-batch between its passes, 0 where none was seen yet;
+    `in_shards_bytes`: of those that were between them.
+    """
 
     iteration: Whole
     action: Text | None = None
@@ -407,12 +411,14 @@ class MemoryMark:
     received_bytes: Bytes = 0
     host_bytes: Bytes = 0
     logits_bytes: Bytes = 0
+    shard_bytes: Bytes = 0
+    in_shards_bytes: Bytes = 0
     allocated_bytes: Bytes | None = None
     reserved_bytes: Bytes | None = None
 
     @property
     def activations_bytes(self) -> int:
-        return sum(size for _, _, size in self.microbatches) + self.host_bytes
+        return sum(size for _, _, size in self.microbatches) + self.in_shards_bytes + self.host_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def _keys(value: Any) -> dict[str, Any]:
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
     # Only of backwards with halves, and of shards: elsewhere there is nothing to say.
-    for name in ("after_input_bytes", "shard_bytes"):
+    for name in ("after_input_bytes", "shard_bytes", "in_shards_bytes"):
         if not keys.get(name, True):
             del keys[name]
     if isinstance(value, Iteration):

@@ -1,8 +1,9 @@
 """Say of a run that ended early what its stages held, what they would have needed, and what would have fitted. In: a `Held`. Out: text.
 
 A stage needs what it has besides activations (its optimizer's state too, which an Adam allocates only at its first step), the schedule's
-peak of micro-batches of the measured size, and what else its device had allocated at the time. Where a stage was not reached its
-micro-batches are taken to be as large as the largest that was seen, and that is said.
+peak of micro-batches of the measured size, with what a shard of the vocabulary holds of those between its passes, and what else its device
+had allocated at the time. Where a stage was not reached its micro-batches are taken to be as large as the largest that was seen, and that
+is said. Shards are equally large.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.record.format import Held, MemoryMark, RankHeld
@@ -20,7 +22,10 @@ from bpipe.report.units import bytes_text, counted
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """One stage at its fullest, in bytes; None where it is not known. `other_bytes`: what was allocated besides all that is named here."""
+    """One stage at its fullest, in bytes; None where it is not known. `other_bytes`: what was allocated besides all that is named here.
+
+    `shard_bytes`: what its shard of the vocabulary holds of a micro-batch between its passes, which is nothing of `microbatch_bytes`.
+    """
 
     stage: int
     rank: int
@@ -31,6 +36,7 @@ class StageNeed:
     gradients_bytes: int
     optimizer_bytes: int
     logits_bytes: int
+    shard_bytes: int
     other_bytes: int | None
     peak_microbatches: int
     need_bytes: int
@@ -49,6 +55,18 @@ class Way:
     stage: int
     need_bytes: int
     fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of one micro-batch: what every stage saves, and what a rank's shard of the vocabulary holds between its passes."""
+
+    saved_bytes: Mapping[int, int]
+    shard_bytes: int
+
+    def parted(self, parts: int) -> _Sizes:
+        """Of one that is a part of it."""
+        return _Sizes({stage: size // parts for stage, size in self.saved_bytes.items()}, self.shard_bytes // parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +94,11 @@ def shortage_of(held: Held) -> Shortage:
     sizes, assumed = _sizes(ranks, schedule)
     stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()))
     ways = _ways(program, ranks, sizes)
-    notes = [f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as the largest"] * bool(
-        assumed
-    )
+    notes = []
+    if assumed:
+        notes.append(f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as the largest")
+    if program.vocabulary is not Vocabulary.WHOLE and not sizes.shard_bytes:
+        notes.append("no rank had computed its shard of the output layer: the logits that each will hold are not counted")
     return Shortage(program, last.iteration, stages, ways, _answers(held, failed, stages, ways), tuple(notes))
 
 
@@ -89,8 +109,8 @@ def _failed(held: Held) -> RankHeld | None:
     return next((rank for rank in held.ranks if rank.end is not None and rank.end.out_of_memory), None)
 
 
-def _sizes(ranks: Mapping[int, RankHeld], schedule: Schedule) -> tuple[dict[int, int], list[int]]:
-    """What a micro-batch of every stage saves, and the stages of which it had to be assumed."""
+def _sizes(ranks: Mapping[int, RankHeld], schedule: Schedule) -> tuple[_Sizes, list[int]]:
+    """What a micro-batch holds, and the stages of which it had to be assumed."""
     sizes: dict[int, int] = {}
     for rank in ranks.values():
         for mark in rank.marks:
@@ -98,7 +118,7 @@ def _sizes(ranks: Mapping[int, RankHeld], schedule: Schedule) -> tuple[dict[int,
                 sizes[stage] = max(size, sizes.get(stage, 0))
     missing = [stage for stage in range(schedule.num_stages) if stage not in sizes]
     sizes |= dict.fromkeys(missing, max(sizes.values()))
-    return sizes, missing
+    return _Sizes(sizes, max(mark.shard_bytes for rank in ranks.values() for mark in rank.marks)), missing
 
 
 def _other_bytes(rank: RankHeld) -> int | None:
@@ -111,37 +131,38 @@ def _other_bytes(rank: RankHeld) -> int | None:
     return max(0, *found) if found else None
 
 
-def _activations(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int], parts: int = 1) -> tuple[int, int]:
+def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int = 1) -> tuple[int, int]:
     """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the partner's micro-batch that goes there.
 
     The micro-batches that ran are in `parts`.
     """
-    own = {stage: sizes[stage] for stage in schedule.layout.stages_of(rank.place)}
+    own = {stage: sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)}
     ones = dict.fromkeys(own, 1)
     partner = schedule.partners[rank.place] if schedule.partners else rank.place
-    theirs = max(sizes[stage] for stage in schedule.layout.stages_of(partner))
+    theirs = max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(partner))
     buffers = num_host_buffers(schedule, rank.place)
     received = max(mark.received_bytes for mark in rank.marks)
     ran = [mark.after_input_bytes for mark in rank.marks]
     between = {stage: max(one.get(stage, 0) for one in ran) // parts for stage in set().union(*ran)}
-    num_bytes = own_peak(schedule, rank.place, own, own, received, between) + buffers * theirs
+    num_bytes = own_peak(schedule, rank.place, own, own, received, between, sizes.shard_bytes) + buffers * theirs
     return own_peak(schedule, rank.place, ones, ones, 0, {}) + buffers, num_bytes
 
 
-def _need(rank: RankHeld, schedule: Schedule, sizes: Mapping[int, int]) -> StageNeed:
+def _need(rank: RankHeld, schedule: Schedule, sizes: _Sizes) -> StageNeed:
     mark = _fullest(rank)
     count, activations = _activations(rank, schedule, sizes)
     other = _other_bytes(rank)
     return StageNeed(
         stage=rank.place,
         rank=rank.rank,
-        microbatch_bytes=max(sizes[stage] for stage in schedule.layout.stages_of(rank.place)),
+        microbatch_bytes=max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)),
         microbatches_held=len(mark.microbatches),
         held_bytes=mark.activations_bytes,
         weights_bytes=rank.weights_bytes,
         gradients_bytes=rank.gradients_bytes,
         optimizer_bytes=rank.optimizer_bytes + (rank.optimizer_to_come_bytes or 0),
         logits_bytes=max(one.logits_bytes for one in rank.marks),
+        shard_bytes=sizes.shard_bytes,
         other_bytes=other,
         peak_microbatches=count,
         need_bytes=rank.besides_bytes + activations + (other or 0),
@@ -155,7 +176,7 @@ def _fullest(rank: RankHeld) -> MemoryMark:
     return out or max(rank.marks, key=lambda mark: mark.activations_bytes)
 
 
-def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int]) -> tuple[Way, ...]:
+def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes) -> tuple[Way, ...]:
     """As it was; balanced; with half the micro-batch; with both."""
     ways = [_way("as it was run", program, ranks, sizes, 1)]
     balanced = _balanced(program) if program.balance is None else None
@@ -178,10 +199,10 @@ def _balanced(program: ScheduleConfig) -> ScheduleConfig | None:
     return config if any(slot.transfers for row in build(config).ranks for slot in row) else None
 
 
-def _way(name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: Mapping[int, int], parts: int) -> Way:
+def _way(name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes, parts: int) -> Way:
     """The stage that comes nearest to its limit. Of a micro-batch in `parts`, activations and what else was allocated shrink alike."""
     schedule = build(program)
-    smaller = {stage: size // parts for stage, size in sizes.items()}
+    smaller = sizes.parted(parts)
     needs = []
     for rank in ranks.values():
         need = rank.besides_bytes + _activations(rank, schedule, smaller, parts)[1] + (_other_bytes(rank) or 0) // parts
@@ -223,6 +244,8 @@ def _answers(held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...],
         )
         if stage.logits_bytes:
             text += f"; {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
+        if stage.shard_bytes:
+            text += f"; its shard of the output layer holds {bytes_text(stage.shard_bytes)} of a micro-batch between its passes"
         answers.append(f"{text}.")
     fitting = [way.name for way in ways if way.fits]
     if any(way.fits is None for way in ways):

@@ -152,6 +152,11 @@ class Meter:
         """What each micro-batch, a stage and its number, held when it was last looked at."""
         return {owner: held.bytes_now for owner, held in self._held.items() if held.bytes_now}
 
+    @property
+    def in_shards_bytes(self) -> int:
+        """What is held now of micro-batches between S and T."""
+        return sum(_nbytes(reference) for references in self._shards.values() for reference in references)
+
     def has_of_size(self, nbytes: int) -> bool:
         """Whether a micro-batch saved a storage of this size."""
         return any(storage.nbytes == nbytes for storage in self._storages.values())
@@ -169,8 +174,7 @@ class Meter:
         # of one whose backward has run holds bytes, not a micro-batch.
         here = sum(1 for held in self._held.values() if not held.over and (held.halved or 2 * held.bytes_now > held.saved_bytes))
         self.peak_microbatches = max(self.peak_microbatches, here + host_buffers)
-        shards = sum(_nbytes(reference) for references in self._shards.values() for reference in references)
-        in_all = sum(held.bytes_now for held in self._held.values()) + shards + host_bytes
+        in_all = sum(held.bytes_now for held in self._held.values()) + self.in_shards_bytes + host_bytes
         self.peak_bytes = max(self.peak_bytes, in_all)
         return in_all
 

@@ -40,6 +40,9 @@ from megatron.scheduling.waiting import refuse_standstill
 from megatron.scheduling.watermark import Watermark
 from megatron.scheduling.weighing import Waiting, Weighing
 
+# Computations behind which a rank holds more.
+_GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
+
 
 class Driver:
     """One rank's iterations, one after the other. What lives on between them: an engine a program, and the pair's groups.
@@ -143,7 +146,7 @@ class Driver:
         engine.after(op, outputs, inputs)
         if self._weighing is not None:
             self._weighing.after(op, outputs, inputs)
-        if op.kind is Kind.FORWARD and self.watermark is not None and self._meter is not None and self._program is not None:
+        if op.kind in _GROWING and self.watermark is not None and self._meter is not None and self._program is not None:
             self.watermark.saw(op, self._meter, engine, self._program)
 
     def sent(self, op: Action) -> None:

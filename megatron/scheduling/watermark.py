@@ -118,7 +118,7 @@ class Watermark:
         self._guard.run(lambda: begin(self._path, header), self._path)
 
     def saw(self, action: Action, meter: Meter, engine: Engine, program: ScheduleConfig) -> None:
-        """A forward has run. Costs a comparison, unless more was held than ever before."""
+        """A forward has run, or a shard's. Costs a comparison, unless more was held than ever before."""
         if meter.peak_bytes > self._most:
             self._most = meter.peak_bytes
             self._append(meter, engine, program, action=str(action))
@@ -140,6 +140,8 @@ class Watermark:
             received_bytes=meter.received_bytes,
             host_bytes=0 if engine is None else engine.host_bytes,
             logits_bytes=self._logits_bytes(meter),
+            shard_bytes=meter.shard_bytes,
+            in_shards_bytes=meter.in_shards_bytes,
             # The CPU's stand-in has no counters and says 0.
             allocated_bytes=torch.cuda.memory_allocated() or None,
             reserved_bytes=torch.cuda.memory_reserved() or None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from bpipe.ir.layout import Vocabulary
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Measured
 from bpipe.report.units import counted, percent_text, rate_text, seconds_text
@@ -24,6 +25,7 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("schedule", f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
         *_pipes(measured),
         ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
+        *([] if program.vocabulary is Vocabulary.WHOLE else [("vocabulary", program.vocabulary.value)]),
         ("device", device),
         *((name.replace("_", "-"), version) for name, version in info.versions),
     ]

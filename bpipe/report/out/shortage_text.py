@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from bpipe.ir.layout import Vocabulary
 from bpipe.record.format import Held
 from bpipe.report.out.table import aligned, wrapped
 from bpipe.report.shortage import Shortage, StageNeed, shortage_of
@@ -16,9 +17,10 @@ VERSION = 1
 def text(held: Held) -> str:
     found = shortage_of(held)
     program = found.program
+    split = "" if program.vocabulary is Vocabulary.WHOLE else f"; vocabulary {program.vocabulary.value}"
     lines = wrapped(
         f"{program.schedule}, {counted(program.num_ranks, 'stage')}, {counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
-        f"{program.balance_name}; what was held until iteration {found.iteration}",
+        f"{program.balance_name}{split}; what was held until iteration {found.iteration}",
         "",
     )
     lines += ["", *_table(found.stages), "", "needed at the fullest, by the schedule's peak of such micro-batches:"]
@@ -32,9 +34,11 @@ def text(held: Held) -> str:
 
 
 def _table(stages: tuple[StageNeed, ...]) -> list[str]:
+    # Where the output layer is in shards no stage has logits.
+    above, below = ("shard,", "S to T") if any(row.shard_bytes for row in stages) else ("of it", "logits")
     titles = [
-        ["", "", "held", "activa-", "one micro-", "of it", "", "", "", "", "device's", ""],
-        ["stage", "rank", "micro-b.", "tions", "batch", "logits", "weights", "gradients", "optimizer", "other", "limit", "needs"],
+        ["", "", "held", "activa-", "one micro-", above, "", "", "", "", "device's", ""],
+        ["stage", "rank", "micro-b.", "tions", "batch", below, "weights", "gradients", "optimizer", "other", "limit", "needs"],
     ]
     rows = [
         [
@@ -43,7 +47,7 @@ def _table(stages: tuple[StageNeed, ...]) -> list[str]:
             f"{row.microbatches_held} of {row.peak_microbatches}",
             bytes_text(row.held_bytes),
             bytes_text(row.microbatch_bytes),
-            bytes_text(row.logits_bytes) if row.logits_bytes else "-",
+            bytes_text(row.shard_bytes or row.logits_bytes) if row.shard_bytes or row.logits_bytes else "-",
             bytes_text(row.weights_bytes),
             bytes_text(row.gradients_bytes),
             bytes_text(row.optimizer_bytes),
@@ -72,6 +76,7 @@ def document(held: Held) -> dict[str, Any]:
             "num_microbatches": found.program.num_microbatches,
             "num_chunks": found.program.num_chunks,
             "balance": found.program.balance_name,
+            "vocabulary": found.program.vocabulary.value,
         },
         "iteration": found.iteration,
         "failure": None if held.failure is None else asdict(held.failure),

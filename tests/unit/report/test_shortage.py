@@ -95,6 +95,44 @@ def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
     assert "with --bpipe" in {way.name for way in found.ways}
 
 
+def sharded(folder: Path, shard_gib: int = 3) -> Path:
+    """4 stages, algorithm 1. Rank 0 held 5 micro-batches and one in its shard when it had no memory for its sixth; rank 3 had run none."""
+    folder.mkdir()
+    program = {**PROGRAM, "num_stages": 4, "vocabulary": "1"}
+    for place in range(3):
+        here = mark(place, 5 - place, program=program, shard_bytes=shard_gib * GIB, in_shards_bytes=shard_gib * GIB, logits_bytes=0)
+        here["allocated_bytes"] = (22 + 6 * (5 - place) + shard_gib) * GIB
+        lines = [header(place, 70), here]
+        if place == 0:
+            lines.append(here | {"action": "0F5", "error": "OutOfMemoryError: CUDA out of memory", "out_of_memory": True})
+        (folder / f"memory_{place:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
+    """28 GiB beside activations, 2 of something else, 6 micro-batches of 6, and what a shard keeps of one; halved, half as much."""
+    found = shortage_of(held(sharded(tmp_path / "run")))
+    assert found.stages[0].held_bytes == (5 * 6 + 3) * GIB
+    assert found.stages[0].other_bytes == 2 * GIB
+    assert found.stages[0].need_bytes == (28 + 2 + 6 * 6 + 3) * GIB
+    ways = {way.name: way.need_bytes for way in found.ways}
+    assert ways["as it was run"] == (28 + 2 + 6 * 6 + 3) * GIB
+    assert ways["with --micro-batch-size 1"] == (28 + 1 + 6 * 3) * GIB + 3 * GIB // 2
+    said = text(held(tmp_path / "run"))
+    in_one_line = " ".join(said.split())
+    assert "its shard of the output layer holds 3.0 GiB of a micro-batch between its passes" in in_one_line
+    assert "balance none; vocabulary 1; what" in in_one_line
+    assert "S to T" in said
+    assert "not counted" not in said
+    assert all(len(line) <= 120 for line in said.splitlines())
+
+
+def test_shards_that_no_rank_had_computed_are_said_not_to_count(tmp_path: Path) -> None:
+    found = shortage_of(held(sharded(tmp_path / "run", shard_gib=0)))
+    assert found.stages[0].need_bytes == (28 + 2 + 6 * 6) * GIB
+    assert found.notes[-1] == "no rank had computed its shard of the output layer: the logits that each will hold are not counted"
+
+
 def test_where_nothing_fits_it_says_so(tmp_path: Path) -> None:
     assert shortage_of(held(write(tmp_path / "run", 40))).answers[-1].startswith("None of these fits: recompute more,")
 
