@@ -93,7 +93,8 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_overlaps": (OVERLAPS, ("one", "two", "interlaced"), PARTS),
     "vocabulary_tied_overlaps": (OVERLAPS, ("one", "two"), PARTS),
     "vocabulary_tied_distributed": (("--use-distributed-optimizer",), ("one",), PARTS),
-    "vocabulary_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two"), FP32),
+    "vocabulary_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two", "interlaced"), FP32),
+    "vocabulary_tied_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two"), FP32),
 }
 ALWAYS = ("vocabulary_m8", "vocabulary_tied")
 # Of these, what the other ways of them show besides is not worth its seconds each time.
@@ -317,18 +318,28 @@ DISTRIBUTED = (
 
 # Of copies that several replicas have, each file is written by one of them.
 TIED_DATA = ("--num-layers", "2", "--pipeline-model-parallel-size", "2")
-SAVED = {"untied": UNTIED, "tied": (), "distributed": DISTRIBUTED, "tied_data": TIED_DATA}
+# By algorithm.
+SAVED = {
+    "untied": (UNTIED, "1"),
+    "untied_by_algorithm_2": (UNTIED, "2"),
+    "tied": ((), "1"),
+    "tied_by_algorithm_2": ((), "2"),
+    "distributed": (DISTRIBUTED, "1"),
+    "distributed_by_algorithm_2": (DISTRIBUTED, "2"),
+    "tied_data": (TIED_DATA, "1"),
+}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "untied" else pytest.mark.slow) for name in SAVED])
 def checkpoints(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> tuple[Outcome, int]:
     """Of as many stages: saved after two iterations of four, with and without shards; continued from both, with and without."""
-    common = [*SAVED[request.param], *FOUR_MORE]
+    flags, algorithm = SAVED[request.param]
+    common, shards = [*flags, *FOUR_MORE], ("--bpipe-vocabulary", algorithm)
     found = []
-    for saved, ours in (("stock", ()), ("shards", SHARDS)):
+    for saved, ours in (("stock", ()), ("shards", shards)):
         found.append(Case(f"{saved}_whole", [*common, "--save", f"{{folder}}/{saved}", "--save-interval", "2", *ours]))
     for saved in ("stock", "shards"):
-        for going, ours in (("stock", ()), ("shards", SHARDS)):
+        for going, ours in (("stock", ()), ("shards", shards)):
             found.append(Case(f"{going}_from_{saved}", [*common, "--load", f"{{folder}}/{saved}", "--ckpt-step", "2", *ours]))
     return run_cases(4, found, timeout_s=300, worker="tensors_worker.py"), 2 if "--num-layers" in common else 4
 

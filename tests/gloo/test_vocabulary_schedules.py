@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_placed import ALIKE, FOUR, TWO, alike, as_predicted
-from tests.gloo.test_vocabulary import FP32, SHARDS, UNTIED, near
+from tests.gloo.test_vocabulary import FP32, SHARDS, TENSOR, UNTIED, near
 
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 PEER, GLOO = ((*BPIPE, "--bpipe-transport", name) for name in ("peer", "gloo"))
@@ -55,10 +55,12 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "recomputed": (RECOMPUTED, ("v_half", "grouped")),
     "bf16": ((*TIED, "--bf16"), ("v_half", "v_half_whole", "interleaved", "grouped")),
     "fp16": ((*UNTIED, "--fp16", "--initial-loss-scale", "65536"), ("v_half",)),
-    "by_algorithm_2": (TIED, ("v_half", "zb_h1", "interleaved_balanced", "grouped", "grouped_balanced")),
+    "by_algorithm_2": (TIED, tuple(OURS)),
     "untied_by_algorithm_2": (EVALUATION, ("v_half", "v_half_whole", "interleaved", "grouped")),
 }
 # Two stages, and two ranks in another dimension.
+CONTEXT = ("--context-parallel-size", "2", *PLAIN_ATTENTION)
+SEQUENCE = (*TENSOR, "--sequence-parallel")
 SHORT = ("--global-batch-size", "12")
 WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data": (UNTIED, ("v_half", "grouped")),
@@ -69,7 +71,10 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("v_half", "grouped"),
     ),
     "overlaps_tied": ((*TIED, *OVERLAPS), ("v_half", "grouped")),
-    "context": ((*UNTIED, "--context-parallel-size", "2", *PLAIN_ATTENTION), ("v_half",)),
+    "context": ((*UNTIED, *CONTEXT), ("v_half", "interleaved", "grouped")),
+    "context_tied_by_algorithm_2": ((*TIED, *CONTEXT), ("v_half", "zb_h1", "grouped")),
+    "sequence": ((*UNTIED, *SEQUENCE), ("v_half", "grouped")),
+    "sequence_tied_by_algorithm_2": ((*TIED, *SEQUENCE), ("v_half", "zb_h1", "interleaved")),
 }
 ALWAYS = {("tied", "v_half"), ("untied", "grouped_balanced")}
 
