@@ -1,0 +1,41 @@
+"""The layers that several programs share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    """Self-attention of two heads over [batch, length, width]; `mask` is added to its scores."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.all, self.out, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(dropout)
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+
+    def forward(self, given: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        batch, length, width = given.shape
+        heads = self.all(given).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind(0)
+        scores = self.scores(query, key)
+        weights = self.drop((scores if mask is None else scores + mask).softmax(-1))
+        return self.out((weights @ value).transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """A transformer's layer, normalized first."""
+
+    def __init__(self, width: int, dropout: float = 0.1, attention: type[Attention] = Attention) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = attention(width, dropout)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(dropout))
+
+    def forward(self, given: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = given + self.attention(self.first(given), mask)
+        return hidden + self.mlp(self.second(hidden))

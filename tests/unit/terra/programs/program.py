@@ -1,0 +1,127 @@
+"""What a program is that co-execution and the audit are judged by. In: a seed. Out: steps that train, and all that they leave behind.
+
+Plain torch on a CPU, a few milliseconds a step. A program knows nothing of whoever runs or looks on.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+
+class Feature(enum.Enum):
+    """What a program has that a graph recorded once has not, or that is hard to run beside Python."""
+
+    BATCH = "each step's data lie in new memory"
+    FROM_PYTHON = "a tensor is made of numbers that Python holds"
+    NUMBER = "a number that an operation takes is another one each step"
+    READ = "Python reads a tensor's value in mid-step"
+    LIBRARY = "another library computes with a tensor's values in mid-step"
+    NUMPY_MEMORY = "an array that lends a tensor its memory is overwritten"
+    MUTATION = "Python objects are changed by the step"
+    BRANCH = "operations come in some steps only"
+    LOOP = "a loop's count changes"
+    IDENTITY = "the same operation takes another value"
+    SHAPE = "sizes change from step to step"
+    DATA_SIZE = "the data say how large a result is"
+    RANDOM = "random numbers of torch's own generator"
+    GENERATOR = "random numbers of a generator of the program's"
+    RESEED = "the state of random numbers is set"
+    VIEW = "views"
+    IN_PLACE = "writes in place"
+    CARRIED = "tensors are carried from step to step in Python's containers"
+    FUNCTION = "autograd Functions of its own"
+    HOOK = "hooks on tensors, parameters or modules"
+    ACCUMULATION = "gradients of several micro-batches"
+    CLIPPING = "gradients are clipped"
+    SCHEDULE = "the learning rate changes"
+    TWO_NETWORKS = "two networks with an optimizer each, cut apart by detach"
+    AUTOCAST = "operations in another precision"
+    MODES = "sections without autograd"
+    DOUBLE_BACKWARD = "gradients of gradients"
+    COMPLEX = "complex numbers, lazily conjugated"
+    RECOMPUTE = "activations are computed again in the backward"
+
+
+class Counts(NamedTuple):
+    """Steps that were traced until the graph covered one, and falls back from co-execution to plain execution."""
+
+    traces: int
+    fallbacks: int
+
+
+class Program:
+    """`step(i)` trains step i, counted from 0, and returns its loss; steps are to be called in order, each once.
+
+    A subclass fills `modules`, `optimizers`, `tensors` and `generators` with what its steps change. `log` has what its steps did besides
+    torch, in order. `expected`: the counts that are the same for every seed, as the dissertation gives them; None where they are not.
+    """
+
+    name: ClassVar[str]
+    features: ClassVar[frozenset[Feature]]
+    expected: ClassVar[Counts | None] = None
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.log: list[str] = []
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.generators: dict[str, torch.Generator] = {}
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+
+    def step(self, i: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def note(self, *words: object) -> None:
+        """Something that Python did besides torch."""
+        self.log.append(" ".join(map(_word, words)))
+
+    def array(self, i: int, *shape: int) -> np.ndarray:
+        """Float32 data of step i, in new memory."""
+        return np.random.default_rng((self.seed, i)).standard_normal(shape, dtype=np.float32)
+
+    def integers(self, i: int, below: int, *shape: int) -> np.ndarray:
+        """Int64 data of step i, in new memory."""
+        return np.random.default_rng((self.seed, i, 1)).integers(below, size=shape)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of all that steps leave behind, but for random states and the log."""
+        return {name: tensor.detach().clone() for name, tensor in self._state()}
+
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for owner, module in self.modules.items():
+            yield from _with_gradients(owner, module.named_parameters())
+            yield from ((f"{owner}.{name}", buffer) for name, buffer in module.named_buffers())
+        for owner, optimizer in self.optimizers.items():
+            yield from _of_optimizer(owner, optimizer)
+        yield from _with_gradients("tensors", self.tensors.items())
+
+
+def _word(word: object) -> str:
+    # Every bit of it.
+    return word.hex() if isinstance(word, float) else str(word)
+
+
+def _with_gradients(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        yield f"{owner}.{name}", tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield f"{owner}.{name}.grad", tensor.grad
+
+
+def _of_optimizer(owner: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                yield f"{owner}.{number}.{name}", torch.as_tensor(value)
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"{owner}.group{number}.lr", torch.as_tensor(group["lr"], dtype=torch.float64)
