@@ -24,15 +24,15 @@ class Identity(Program):
 
     def step(self, i: int) -> torch.Tensor:
         given = torch.from_numpy(self.array(i, 3, 4))
-        x, y = given @ self.weights[i % 3], given @ self.weights[(i // 2) % 3]
-        chosen = (x if i % 2 else y) + 1
+        first, second, third = (self.weights[(i + place) % 3] for place in range(3))
+        x, y = given @ first, given @ second + third[0]
+        one = (x if i % 2 else y) + 1
+        two = (y if i % 2 else x) * 2
         # Python's containers say which one comes where.
-        values = {"a": x.sin(), "b": y.sin(), "c": chosen.sin()}
+        values = {"a": one.sin(), "b": two.cos(), "c": (given @ third).tanh()}
         order = sorted(values, key=lambda key: (ord(key) * (i + 1)) % 5)
         total = values[order[0]] - values[order[1]] * values[order[2]]
-        first, *others = sorted((x, y, chosen), key=lambda each: each is x)
-        total = total + first * others[i % 2]
-        loss = total.tanh().square().mean() + sum(weight.square().mean() for weight in self.weights)
+        loss = total.square().mean() + sum(weight.square().mean() for weight in self.weights) * 0.01
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -1,0 +1,72 @@
+"""Write down the path of each step of a program: which operations came, from where. In: a program. Out: tokens, for the oracle.
+
+A token has the operation, its settings, and the whole stack of calls that issued it, from the step on;
+in a backward autograd's node too, and the token of the operation whose gradient it computes. Slow, and nothing is shared with `terra`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from tests.unit.terra.programs.judge import Build, random_states_kept
+
+# What a profiler is told, and what makes a tensor of Python's numbers, which computes nothing.
+_BESIDE = frozenset({"profiler", "prim"})
+_LIFT = "aten.lift_fresh"
+# What of arguments belongs to the operation; numbers, tensors and generators are fed to it.
+_SETTINGS = (str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def paths(build: Build, steps: int, seed: int = 0) -> list[list[Hashable]]:
+    with random_states_kept():
+        program = build(seed)
+        found = []
+        for number in range(steps):
+            mode = _Tokens(sys._getframe())
+            with mode:
+                program.step(number)
+            found.append(mode.tokens)
+        return found
+
+
+class _Tokens(TorchDispatchMode):
+    def __init__(self, outermost: FrameType) -> None:
+        super().__init__()
+        self.tokens: list[Hashable] = []
+        self._outermost = outermost
+        self._by_number: dict[int, Hashable] = {}
+        self._last: Hashable = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace not in _BESIDE and not str(func).startswith(_LIFT):
+            self.tokens.append(self._token(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def _token(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+        leaves, shape = tree_flatten((args, kwargs))
+        settings = tuple(repr(leaf) if isinstance(leaf, _SETTINGS) else type(leaf) for leaf in leaves)
+        stack = tuple((frame.f_code, frame.f_lasti) for frame in self._frames())
+        token: Hashable = (func, settings, repr(shape), stack)
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, token)
+            return token
+        # What adds to a leaf has a number that no forward has: it belongs to the node before.
+        self._last = self._by_number.get(node._sequence_nr(), self._last)
+        return token, node.name(), self._last
+
+    def _frames(self) -> list[FrameType]:
+        found = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self._outermost:
+            found.append(frame)
+            frame = frame.f_back
+        return found
