@@ -1,10 +1,10 @@
 """One rank of a test's training runs that are compared across placements: each weight is known by what it is, and not by where.
 
 In: as worker.py; a case that names data has no mock data, and one that names a script of this folder is trained by it. One that says
---seeded draws dropout by iteration, micro-batch and stage; of two pipes with --one-pipes-samples both read the first one's. Out: the same
-records, with a hash of every weight of this rank by its name in the whole model, and with --gradients those of the first iteration in
-`<folder>/<case>.rank<r>.gradients`. Where nothing is loaded all weights are drawn by their names, because Megatron draws them in the order
-of the ranks.
+--seeded draws dropout by iteration, micro-batch and stage; of two pipes with --one-pipes-samples both read the first one's; with
+--exact-sums the order of ranks in a sum over them has no part in it. Out: the same records, with a hash of every weight of this rank by its
+name in the whole model, and with --gradients those of the first iteration in `<folder>/<case>.rank<r>.gradients`. Where nothing is loaded
+all weights are drawn by their names, because Megatron draws them in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if __name__ == "__main__":
     import hashlib
     import json
     import runpy
+    import types
     from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import Any
@@ -86,6 +87,20 @@ if __name__ == "__main__":
 
         return seeded
 
+    def exactly(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+        """The same sums, added in double precision and rounded once: whoever's number comes first."""
+
+        @functools.wraps(all_reduce)
+        def reduced(tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            if op != torch.distributed.ReduceOp.SUM or tensor.dtype != torch.float32:
+                return all_reduce(tensor, op, group, async_op)
+            parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+            torch.distributed.all_gather(parts, tensor, group=group)
+            tensor.copy_(torch.stack(parts).double().sum(0))
+            return types.SimpleNamespace(wait=lambda: None) if async_op else None
+
+        return reduced
+
     class NamedRecorder(worker.Recorder):
         def __init__(self) -> None:
             super().__init__()
@@ -144,9 +159,13 @@ if __name__ == "__main__":
             script = Path(__file__).with_name(case["arguments"][at + 1])
             case["arguments"][at : at + 2] = []
             main = functools.partial(runpy.run_path, str(script), run_name="__main__")
-        own = {flag: flag in case["arguments"] for flag in ("--gradients", "--one-pipes-samples")}
+        own = {flag: flag in case["arguments"] for flag in ("--gradients", "--one-pipes-samples", "--exact-sums")}
         case["arguments"] = [flag for flag in case["arguments"] if flag not in own]
         keep = Path(folder) / case["name"] if own["--gradients"] else None
         deaf = lambda self, replica, chunk: replica // 2 * 2  # noqa: E731
-        with mock.patch.object(Positions, "replica_of", deaf) if own["--one-pipes-samples"] else contextlib.nullcontext():
+        with contextlib.ExitStack() as during:
+            if own["--one-pipes-samples"]:
+                during.enter_context(mock.patch.object(Positions, "replica_of", deaf))
+            if own["--exact-sums"]:
+                during.enter_context(mock.patch.object(torch.distributed, "all_reduce", exactly(torch.distributed.all_reduce)))
             worker.run(case, Path(folder), NamedRecorder, main)
