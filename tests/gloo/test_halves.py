@@ -30,6 +30,7 @@ OURS = {
     "whole": (*H1, "--bpipe-keep-weights-halves", "none", *MEASURED),
     "whole_balanced": (*H1, "--bpipe-keep-weights-halves", "none", *BPIPE, *MEASURED),
     "unmeasured": H1,
+    "grouped_balanced": ("--bpipe-schedule", "grouped-interleaved", *BPIPE, "--bpipe-transport", "peer", *MEASURED),
     # Whole backwards, by our own loop.
     "own": ("--bpipe-executor", *MEASURED),
 }
@@ -69,6 +70,8 @@ FUSED_ROWS: Rows = {
     "fused_recomputed": ((*BATCH, *FULL), ("zb_h1",)),
     # The output layer's are put off by Megatron itself, to the end of the iteration.
     "deferred": (DEFERRED, ("zb_h1", "own")),
+    "fused_in_groups": ((*INTERLEAVED, *QUIET, *BATCH), ("grouped_balanced",)),
+    "deferred_in_groups": ((*INTERLEAVED, *QUIET, *DEFERRED), ("grouped_balanced",)),
 }
 
 
@@ -158,6 +161,8 @@ def fused(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize(("row", "ours"), compared(FUSED_ROWS, ()))
 def test_gradients_added_up_inside_the_product(fused: Outcome, row: str, ours: str) -> None:
     same(fused, row, f"{row}_{ours}", 4)
+    moves = any(report["evictions"] for report in fused.reports(f"{row}_{ours}"))
+    assert moves is ("balanced" in ours), "what was to be moved was not, or the other way round"
 
 
 # Stock's flags of a row, and ours beside them.

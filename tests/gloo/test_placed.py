@@ -59,7 +59,7 @@ def written(folder: Path) -> Path:
     (folder / "eager.csv").write_text(write_csv(eager(build(ScheduleConfig("v-min", 4, 8, 2)))))
     (folder / "dual_pipe_v.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 4, 8, 2)))
     (folder / "dual_pipe_v_8.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 8, 16, 2)))
-    for name, chunks in (("v_half", 2), ("v_min", 2), ("zb_v", 2), ("zb_h1", 1), ("1f1b", 1)):
+    for name, chunks in (("v_half", 2), ("v_min", 2), ("zb_v", 2), ("grouped_interleaved", 2), ("zb_h1", 1), ("1f1b", 1)):
         for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
             schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, chunks))
             (folder / f"{name}_{ranks}_{microbatches}.csv").write_text(write_csv(schedule))
@@ -120,11 +120,11 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "experts_on_two_ranks": ((*EXPERTS, "--expert-model-parallel-size", "2"), 3, ()),
 }
 SCHEDULES = ("v_half", "v_min", "v_half_whole")
-# By what else a row is trained: ZB-V, and one stage a rank, in halves and whole.
-ONE_STAGE = ("zb_h1", "1f1b")
+# By what else a row is trained: ZB-V, and not as a V, in halves and whole.
+OTHERS = ("grouped_interleaved", "zb_h1", "1f1b")
 MORE = {
     **dict.fromkeys(("fewer_than_stages", "balanced_v"), ("zb_v",)),
-    **dict.fromkeys(("tokens_of_a_file", "script_of_ones_own", "timed_in_a_v"), ONE_STAGE),
+    **dict.fromkeys(("tokens_of_a_file", "script_of_ones_own", "timed_in_a_v"), OTHERS),
 }
 
 
@@ -375,11 +375,14 @@ SEEDED = ("--seeded", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 @pytest.fixture(scope="module")
 def seeded(run_placed: Placed) -> Outcome:
     common = (*ALIKE, *FOUR, *EIGHT)
-    cases = [Case(name, (*common, *SEEDED, *FAMILIES[name])) for name in DRAWN]
+    cases = [Case(name, (*common, *SEEDED, *flags)) for name, flags in DRAWN.items()]
     return run_placed([Case("stock", (*common, *CHUNKS, *SEEDED)), Case("quiet", common), *cases], 400)
 
 
-DRAWN = ("zb-v", "v-half")
+DRAWN = {
+    **{name: FAMILIES[name] for name in ("zb-v", "v-half")},
+    "grouped_balanced": ("--bpipe-schedule", "grouped-interleaved", *CHUNKS, *PEER),
+}
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ QUIET = ("--attention-dropout", "0", "--hidden-dropout", "0")
 QUIET_OURS = ("grouped", "grouped_balanced", "grouped_chosen", "grouped_of_3", "grouped_whole", "grouped_whole_balanced", "torch")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 GROWS = ("--step-batch-size-schedule", "0:8 1024:16", "--train-samples", "48", "--lr-decay-samples", "48")
+AHEAD = ("--global-batch-size", "16", "--mtp-num-layers", "2", "--position-embedding-type", "rope")
 # One row a feature of Megatron's, of four stages: its flags, and which of ours are compared with stock.
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "m8": (("--global-batch-size", "16"), ("own", "balanced", "balanced_gloo", "gpipe", "split", "written_balanced")),
@@ -65,6 +66,17 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("grouped_balanced",),
     ),
     "quiet_batch_that_grows": ((*INTERLEAVED, *QUIET, *GROWS), ("grouped_balanced",)),
+    "quiet_predictions": ((*INTERLEAVED, *QUIET, *AHEAD, "--untie-embeddings-and-output-weights"), ("grouped_balanced",)),
+    "quiet_predictions_tied": ((*INTERLEAVED, *QUIET, *AHEAD), ("grouped_balanced",)),
+    # Two virtual stages a rank, which the layout says.
+    "quiet_layout": (
+        (*QUIET, "--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|t|t|tt|t|t|L", "--global-batch-size", "16"),
+        ("grouped_balanced",),
+    ),
+    "quiet_per_token_loss": (
+        (*INTERLEAVED, *QUIET, "--global-batch-size", "16", "--calculate-per-token-loss"),
+        ("grouped_balanced",),
+    ),
     "evaluation": (("--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"), ("own", "gpipe")),
     "evaluation_of_another_size": (
         (
