@@ -38,6 +38,7 @@ class Manner:
     the first half of the ranks has caps.
 
     `spare`: how much of what a pair may hold is left for what is under way; None for no limit together, as published.
+    `slope`: caps that fall by so much a rank, and on average are the bound, instead of the published ones, which fall by one.
     """
 
     extra: int | None
@@ -46,6 +47,7 @@ class Manner:
     spare: int | None = 1
     patient: bool = False
     early: bool = False
+    slope: Fraction | None = None
 
     @property
     def words(self) -> str:
@@ -78,6 +80,10 @@ _MANNERS = (
     Manner(0, _SOFT, "slanted", 0, patient=True),
     Manner(0, _TURN, "slanted", 0, patient=True),
     Manner(1, _SOFT, "slanted", patient=True, early=True),
+    # Where ranks wait for nobody's turn, pairs hand over to their later ranks sooner.
+    Manner(0, _GREEDY, "slanted", slope=Fraction(2, 3)),
+    Manner(0, _GREEDY, "slanted", slope=Fraction(3, 4)),
+    Manner(-1, _GREEDY, "slanted", slope=Fraction(2, 3)),
 )
 _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2, 4)), (0, 2)))
 
@@ -133,11 +139,16 @@ class _Trials:
                     self.found[sizes, manner] = listed
 
     def _rule(self, manner: Manner, group: int) -> ChoiceRule:
-        caps = [(self.v - 1) * group + self.p - rank + (manner.extra or 0) for rank in range(self.p)]
+        caps = [self._cap(manner, group, rank) + (manner.extra or 0) for rank in range(self.p)]
         uncapped = 0 if manner.extra is None else self.p // 2 if manner.early else self.p
         caps[uncapped:] = [self.m * self.v] * (self.p - uncapped)
         together = None if manner.spare is None else 2 * self.room.bound - manner.spare
         return ChoiceRule(tuple(caps), self._tail(manner.tail), manner.discipline, together, manner.patient)
+
+    def _cap(self, manner: Manner, group: int, rank: int) -> int:
+        if manner.slope is None:
+            return (self.v - 1) * group + self.p - rank
+        return floor(self.room.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
 
     def _tail(self, name: str) -> tuple[int, ...]:
         ranks = range(self.p)

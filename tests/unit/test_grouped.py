@@ -29,8 +29,7 @@ from bpipe.report.memory import rank_peaks
 
 NAME = "grouped-interleaved"
 
-# Costs F, I, W and of a hop, and the bubble in percent that a prototype of Rule A reached with them, by p, m, v and bound. With p = 16 at
-# bound 36 it had 5.88: there, what is reached here.
+# Costs F, I, W and of a hop, and the bubble in percent that a prototype of Rule A reached with them, by p, m, v and bound.
 ALL = {
     "1:1:1": UnitCosts(),
     "1:1.2:.8": UnitCosts(1, Fraction(6, 5), Fraction(4, 5)),
@@ -216,13 +215,18 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
     assert chosen(p, m, v, bound, ALL[costs]) <= percent + 0.02
 
 
+def test_caps_may_fall_by_less_than_one_a_rank() -> None:
+    """With those of the published order alone it took 4.71 here, and at nine micro-batches on sixteen ranks a quarter of a slot too long."""
+    assert chosen(8, 32, 4, 22, UnitCosts()) <= 4.01
+
+
 def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
     """And a hop that is next to nothing costs next to nothing."""
     assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) == pytest.approx(chosen(4, 8, 2, 6, UnitCosts()), abs=0.06)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bound", "percent"), [(33, 6.57), (36, 6.0), (48, 3.76), (58, 2.54)])
+@pytest.mark.parametrize(("bound", "percent"), [(33, 6.57), (36, 5.88), (48, 3.76), (58, 2.54)])
 def test_the_front_is_reached_on_sixteen_ranks(bound: int, percent: float) -> None:
     assert chosen(16, 64, 4, bound, UnitCosts()) <= percent + 0.02
 
