@@ -216,7 +216,7 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
 
 
 def test_caps_may_fall_by_less_than_one_a_rank() -> None:
-    """With those of the published order alone it took 4.71 here, and at nine micro-batches on sixteen ranks a quarter of a slot too long."""
+    """With published caps alone it took 4.71 here, and on sixteen ranks with nine micro-batches a quarter of a slot too long."""
     assert chosen(8, 32, 4, 22, UnitCosts()) <= 4.01
 
 
