@@ -1,8 +1,9 @@
 """Find what differs between steps, and what a step does that a capture cannot hold. In: recorded `Step`s. Out: an `Audit` of `Finding`s.
 
-The first step is held against each other one. Two operations are the same node where they have the same name and place and come in one
-order between others that are. Of a node every argument must be the same in all steps: the same plain value, the same memory from outside,
-or what the same node made. What is made from what differs is not said again.
+The step with the most operations is held against each other one, so that what comes only sometimes is compared too. Two operations are the
+same node where they have the same name and place and come in one order between others that are. Of a node every argument must be the same
+in all steps: the same plain value, the same memory from outside, or what the same node made. What is made from what differs is not said
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
-from terra.audit.record import Argument, Given, Made, Operation, Step
+from terra.audit.record import OWN_GENERATOR, Argument, Given, Made, Operation, Step
 from terra.trace.place import Place
 
 # What waits for the device to tell the host: a number, or how large a result is.
@@ -29,7 +30,7 @@ _SEEDS = frozenset({"<manual_seed>", "<manual_seed_all>", "<seed>", "<set_rng_st
 
 # Of how many operations of a branch the names are said.
 _MANY = 4
-# Made by an operation that the first step has not.
+# Made by an operation that the fullest step has not.
 _NOWHERE = -2
 
 
@@ -45,11 +46,19 @@ class Kind(enum.Enum):
     HOST_READ = "host reads", "a capture ends here with an error; torch.compile breaks its graph"
     SIZE = "size depends on data", "the host must wait to learn it: a capture ends here with an error"
     FROM_PYTHON = "values from Python", "a replay repeats the captured numbers"
+    GENERATOR = (
+        "generator of its own",
+        "a capture ends with an error where the graph was not told of it: CUDAGraph.register_generator_state",
+    )
     SEED = "random state set", "a replay sets nothing: its random numbers go on"
     COLLECTIVE = "collective", "every rank must capture and replay it in one order, and the group's time-out does not watch it"
 
     def __init__(self, title: str, consequence: str) -> None:
         self.title, self.consequence = title, consequence
+
+
+# What makes the host wait for the device.
+_WAITS = (Kind.HOST_READ, Kind.SIZE)
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,12 @@ def _of_one_step(steps: Sequence[Step]) -> Iterator[_Found]:
     """Said of the step that has most of it, so that what comes in each is counted once."""
     by_kind: dict[tuple[Kind, Place, str], list[list[_Found]]] = {}
     for place, step in enumerate(steps):
+        # Beside a device the host may look at what is its own: Adam counts its steps there.
+        host_is_free = any(each.meta and not _is_host(each) for operation in step.operations for each in operation.arguments)
         for operation in step.operations:
             kind, detail = _alone(operation)
+            if host_is_free and kind in _WAITS and all(_is_host(each) for each in operation.arguments if each.meta):
+                continue
             if kind is not None:
                 key = kind, operation.place, operation.short
                 by_kind.setdefault(key, [[] for _ in steps])[place].append((kind, operation, detail))
@@ -130,7 +143,13 @@ def _alone(operation: Operation) -> tuple[Kind | None, str]:
         return Kind.SIZE, f"of what {short} makes"
     if short == "_to_copy" and _leaves_device(operation):
         return Kind.HOST_READ, f"a copy of {_words(operation.arguments[0])} to the host"
+    if any(each.value == OWN_GENERATOR for each in operation.arguments):
+        return Kind.GENERATOR, f"{short} draws from it"
     return None, ""
+
+
+def _is_host(argument: Argument) -> bool:
+    return argument.meta.endswith(" cpu")
 
 
 def _is_mask(argument: Argument) -> bool:
@@ -139,7 +158,7 @@ def _is_mask(argument: Argument) -> bool:
 
 def _leaves_device(operation: Operation) -> bool:
     to = next((str(each.value) for each in operation.arguments if each.name == "device"), "")
-    return to == "cpu" and not operation.arguments[0].meta.endswith(" cpu")
+    return to == "cpu" and not _is_host(operation.arguments[0])
 
 
 # -- what differs from step to step ----------------------------------------------------------------------------------------------------
@@ -147,15 +166,15 @@ def _leaves_device(operation: Operation) -> bool:
 
 @dataclass(frozen=True)
 class _Match:
-    """Which operations of another step are the same as which of the first."""
+    """Which operations of a step are the same as which of the fullest one."""
 
     step: Step
     there: Mapping[int, int]
     back: Mapping[int, int]
 
     @classmethod
-    def of(cls, first: Step, other: Step) -> _Match:
-        keys = [[(operation.name, operation.place) for operation in each.operations] for each in (first, other)]
+    def of(cls, fullest: Step, other: Step) -> _Match:
+        keys = [[(operation.name, operation.place) for operation in each.operations] for each in (fullest, other)]
         if keys[0] == keys[1]:
             there = {number: number for number in range(len(keys[0]))}
         else:
@@ -163,31 +182,30 @@ class _Match:
             there = {start + number: begin + number for start, begin, length in blocks for number in range(length)}
         return cls(other, there, {other: one for one, other in there.items()})
 
-    def as_first(self, memory: Given | Made | None) -> Given | Made | None:
-        """What an operation made, by the operation of the first step that is the same."""
+    def as_fullest(self, memory: Given | Made | None) -> Given | Made | None:
+        """What an operation made, by the operation of the fullest step that is the same."""
         if not isinstance(memory, Made) or memory.operation < 0:
             return memory
         return Made(self.back.get(memory.operation, _NOWHERE))
 
 
 def _across(steps: Sequence[Step]) -> Iterator[_Found]:
-    first, *others = steps
-    matches = [_Match.of(first, step) for step in others]
-    yield from _sometimes(first, matches)
+    fullest = max(steps, key=lambda step: len(step.operations))
+    matches = [_Match.of(fullest, step) for step in steps]
+    yield from _sometimes(fullest, matches)
     nodes = _Nodes()
-    for number, operation in enumerate(first.operations):
+    for number, operation in enumerate(fullest.operations):
         same = [(match.step.operations[match.there[number]], match) for match in matches if number in match.there]
         yield from nodes.different(number, operation, same)
 
 
-def _sometimes(first: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
+def _sometimes(fullest: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
     """An operation that a step has and another has not, each place once."""
-    num_steps = 1 + len(matches)
-    for number, operation in enumerate(first.operations):
-        having = 1 + sum(number in match.there for match in matches)
-        if having < num_steps:
-            yield Kind.SOMETIMES, operation, f"in {having} of {num_steps} steps"
-    # What the first has not: by its name, place and which of these it is.
+    for number, operation in enumerate(fullest.operations):
+        having = sum(number in match.there for match in matches)
+        if having < len(matches):
+            yield Kind.SOMETIMES, operation, f"in {having} of {len(matches)} steps"
+    # What the fullest has not: by its name, place and which of these it is.
     extra: dict[tuple[str, Place, int], list[Operation]] = {}
     for match in matches:
         counted = Counter[tuple[str, Place]]()
@@ -197,11 +215,11 @@ def _sometimes(first: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
                 counted[key] += 1
                 extra.setdefault((*key, counted[key]), []).append(operation)
     for same in extra.values():
-        yield Kind.SOMETIMES, same[0], f"in {len(same)} of {num_steps} steps"
+        yield Kind.SOMETIMES, same[0], f"in {len(same)} of {len(matches)} steps"
 
 
 class _Nodes:
-    """What differs in the arguments of nodes, told in the order of the first step: each thing where it begins."""
+    """What differs in the arguments of nodes, told in the order of the fullest step: each thing where it begins."""
 
     def __init__(self) -> None:
         # Memory of which it was said that it is another, and operations whose sizes vary.
@@ -213,8 +231,8 @@ class _Nodes:
             # What the host reads is wrong wherever it comes from.
             return
         for place, argument in enumerate(operation.arguments):
-            others = [(each.arguments[place], match) for each, match in same if place < len(each.arguments)]
-            found = _argument(argument, others)
+            seen = [(each.arguments[place], match) for each, match in same if place < len(each.arguments)]
+            found = _argument(argument, seen)
             if found is None:
                 continue
             kind, detail = found
@@ -232,19 +250,20 @@ class _Nodes:
             yield kind, operation, detail
 
 
-def _argument(argument: Argument, others: Sequence[tuple[Argument, _Match]]) -> tuple[Kind, str] | None:
-    seen = [argument, *(each for each, _ in others)]
+def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -> tuple[Kind, str] | None:
+    seen = [each for each, _ in of_steps]
     shapes = _different(each.shape for each in seen)
     if len(shapes) > 1:
         return Kind.SHAPE, f"{argument.name} is {' then '.join(str(list(shape)) for shape in shapes)}"
     metas = _different(each.meta for each in seen)
     if len(metas) > 1:
-        return Kind.ATTRIBUTE, f"{argument.name} is {' then '.join(metas)}"
+        # A number has none.
+        return Kind.ATTRIBUTE, f"{argument.name} is {' then '.join(dict.fromkeys(each.meta or _number(each.value) for each in seen))}"
     values = _different(each.value for each in seen)
     if len(values) > 1:
         kind = Kind.SCALAR if all(isinstance(value, int | float | complex) for value in values) else Kind.ATTRIBUTE
         return kind, f"{argument.name} is {' then '.join(_number(value) for value in values)}"
-    memories = [argument.memory, *(match.as_first(each.memory) for each, match in others)]
+    memories = [match.as_fullest(each.memory) for each, match in of_steps]
     if len(_different(memories)) == 1:
         return None
     if all(isinstance(each.memory, Given) for each in seen):

@@ -30,6 +30,10 @@ _SILENT = frozenset({"profiler", "prim"})
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
+# A value: random numbers come from a generator that the program made.
+OWN_GENERATOR = "a generator of its own"
+
+
 class Given(NamedTuple):
     """Memory from outside of the step: the same number is the same memory, in all steps of a recorder."""
 
@@ -173,6 +177,11 @@ class Recorder:
                 of = name if len(leaves) == 1 else f"{name}[{place}]"
                 if isinstance(leaf, torch.Tensor):
                     yield self._tensor(step, of, leaf)
+                elif isinstance(leaf, torch.UntypedStorage):
+                    # A tensor is made to lie there.
+                    yield Argument(of, memory=self._memory(step, leaf), shape=(leaf.nbytes(),), meta=f"uint8 {leaf.device}")
+                elif isinstance(leaf, torch.Generator):
+                    yield Argument(of, _generator(leaf))
                 elif isinstance(leaf, torch.ScriptObject):
                     # Process groups and the like come as new objects each time.
                     yield Argument(of, type(leaf).__name__)
@@ -191,6 +200,14 @@ class Recorder:
             known = self._given[storage._cdata] = storage, Given(len(self._given))
         memory: Given | Made = known[1]
         return memory
+
+
+def _generator(generator: Any) -> str:
+    of_torch: Any = (
+        torch.default_generator if generator.device.type == "cpu" else torch.cuda.default_generators[generator.device.index or 0]
+    )
+    # It comes as another object each time.
+    return "torch's generator" if generator._cdata == of_torch._cdata else OWN_GENERATOR
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -8,6 +8,7 @@ by autograd's sequence number, which a node keeps from its forward.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,9 @@ _BETWEEN = (
     "<",
     *(f"{_TORCH}{name}" for name in ("_dynamo/", "_ops.py", "_compile.py", "overrides.py", "utils/_python_dispatch.py")),
 )
+# Python's own library runs what a program passes to it, as the entry and the exit of a context, and copies and pickles its tensors.
+_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
+_PACKAGES = _LIBRARY + "site-packages/"
 # What Python calls of autograd's engine, which runs nodes in this thread or in its own. Not only torch does.
 _ENGINE = "run_backward"
 # The node that adds a gradient to a leaf belongs to no forward operation.
@@ -32,7 +36,7 @@ _NO_FORWARD = 2**64 - 1
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the program, innermost outside of torch; `within`, the innermost line of torch below it, where Python has one there.
+    """A line of the program, innermost outside of torch and of Python's library; `within`, the innermost line of torch below it, if any.
 
     `backward_of` is autograd's name of a node: the operation computes the gradient of one that was issued at this place.
     """
@@ -99,8 +103,9 @@ class Places:
 
 
 def _frames(frame: FrameType | None) -> Iterator[Any]:
-    """From the inside out, without what only looks on and without what has no file."""
+    """From the inside out, without what only looks on, without Python's own library and without what has no file."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_BETWEEN):
+        file = frame.f_code.co_filename
+        if not file.startswith(_BETWEEN) and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES)):
             yield frame
         frame = frame.f_back

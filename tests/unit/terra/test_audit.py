@@ -5,6 +5,7 @@ A step marks the line of its defect by a comment, and the test reads the line's 
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import weakref
@@ -149,6 +150,18 @@ def numbers_of_python() -> Step:
     return step
 
 
+def number_in_a_branch() -> Step:
+    """The first step has no such operation, and the others were not held against each other."""
+    weight, steps = torch.ones(3), count()
+
+    def step() -> None:
+        number = next(steps)
+        if number > 1:
+            weight.mul_(1 / number)  # is scalar and sometimes
+
+    return step
+
+
 def branch() -> Step:
     weight, steps = torch.randn(3), count()
 
@@ -225,6 +238,45 @@ def seeding() -> Step:
     return step
 
 
+def seeding_inside_of_a_context() -> Step:
+    """What a context sets at its end was said to be set by Python's contextlib."""
+
+    def step() -> None:
+        with torch.random.fork_rng(devices=[]):  # is seed
+            torch.rand(3)
+
+    return step
+
+
+def own_generator() -> Step:
+    own = torch.Generator().manual_seed(3)
+
+    def step() -> None:
+        torch.rand(3, generator=own)  # is generator
+        torch.rand(3, generator=torch.default_generator)
+
+    return step
+
+
+def copies() -> Step:
+    """The line was that of Python's copy, and the text had every byte of the tensor."""
+    weights = iter([torch.randn(30) for _ in range(9)])
+
+    def step() -> None:
+        copy.deepcopy(next(weights))  # is replaced
+
+    return step
+
+
+def number_or_tensor() -> Step:
+    weight, numbers = torch.ones(3), iter([2.0, torch.ones(()), 2.0, 3.0, 4.0])
+
+    def step() -> None:
+        weight.mul(next(numbers))  # is attribute
+
+    return step
+
+
 def gradient_of_a_number() -> Step:
     """What autograd issues stands at the forward's line, not where backward was called."""
     weight, steps = torch.randn(3, requires_grad=True), count(1)
@@ -252,8 +304,18 @@ class _Scaled(torch.autograd.Function):
 
 
 DEFECTS = (
-    *(growing_rate, carried_state, new_batch, numbers_of_python, branch, other_operand, longer_each_time, longer_batches),
-    *(reads, sizes_by_data, seeding, gradient_of_a_number),
+    *(
+        growing_rate,
+        carried_state,
+        new_batch,
+        numbers_of_python,
+        number_in_a_branch,
+        branch,
+        other_operand,
+        longer_each_time,
+        longer_batches,
+    ),
+    *(reads, sizes_by_data, seeding, seeding_inside_of_a_context, own_generator, copies, number_or_tensor, gradient_of_a_number),
 )
 
 
@@ -275,6 +337,23 @@ def test_a_backward_of_ones_own_is_named_at_its_line() -> None:
     audit = terra.audit(step)
     assert found(audit) == marked(_Scaled.backward)
     assert [each.place.backward_of for each in audit.findings] == ["_ScaledBackward"]
+
+
+def test_details_are_short() -> None:
+    """Bytes of a copied tensor were among them, and nothing stood for a number where a tensor came too."""
+    details = [each.detail for step in (copies(), number_or_tensor()) for each in terra.audit(step, warm_up=0).findings]
+    assert details == ["source, uint8 [120], is another tensor", "other is 2 then float32 cpu"]
+
+
+def test_beside_a_device_the_host_may_read_its_own() -> None:
+    """Adam counts its steps on the host: said to end a capture, which it does not. What it computes of them is frozen all the same."""
+    weight, steps = torch.ones(3, device="meta"), torch.ones(())
+
+    def step() -> None:
+        steps.add_(1)
+        weight.mul_(1 / steps.item())  # is scalar
+
+    assert found(terra.audit(step)) == marked(step)
 
 
 def test_a_collective_is_said(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.unit.terra.programs.program import Feature, Program
 
 class NumpyMemory(Program):
     name = "numpy memory"
-    features = frozenset({Feature.NUMPY_MEMORY, Feature.READ, Feature.LIBRARY, Feature.FROM_PYTHON, Feature.NUMBER})
+    features = frozenset({Feature.NUMPY_MEMORY, Feature.READ, Feature.LIBRARY, Feature.FROM_PYTHON})
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -9,7 +9,7 @@ from tests.unit.terra.programs.program import Feature, Program
 
 class Views(Program):
     name = "views"
-    features = frozenset({Feature.VIEW, Feature.IN_PLACE, Feature.CARRIED, Feature.NUMBER})
+    features = frozenset({Feature.VIEW, Feature.IN_PLACE, Feature.NUMBER, Feature.FROM_PYTHON})
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -48,8 +48,8 @@ class FasterRCNN(Program):
     def regions(self, made: torch.Tensor) -> torch.Tensor:
         """[regions, 4] in parts of the image, from the proposals' scores and offsets [cells, 5]."""
         values = made.detach().numpy()
-        centres = self.centres + 0.1 * np.tanh(values[:, 1:3])
-        sizes = 0.25 * np.exp(np.clip(values[:, 3:5], -0.7, 0.7))
+        centres = self.centres + 0.2 * np.tanh(9 * values[:, 1:3])
+        sizes = 0.25 * np.exp(np.tanh(9 * values[:, 3:5]))
         boxes = np.clip(np.concatenate([centres - sizes / 2, centres + sizes / 2], -1), 0, 1).astype(np.float32)
         kept = suppress(boxes, values[:, 0], 0.1)
         self.num_regions.append(len(kept))

@@ -1,0 +1,108 @@
+"""The audit over programs of all kinds: what a program's features say is found, and nothing is found that no feature says."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+import terra
+from terra import Kind
+from tests.unit.terra.programs.judge import compare, random_states_kept
+from tests.unit.terra.programs.program import Feature
+from tests.unit.terra.programs.registry import PROGRAMS
+
+# Of a feature: the kinds of which one at least must be found.
+MUST: dict[Feature, set[Kind]] = {
+    Feature.BATCH: {Kind.FROM_PYTHON, Kind.REPLACED, Kind.SHAPE},
+    Feature.FROM_PYTHON: {Kind.FROM_PYTHON},
+    Feature.NUMBER: {Kind.SCALAR},
+    Feature.SCHEDULE: {Kind.SCALAR},
+    Feature.READ: {Kind.HOST_READ},
+    Feature.LIBRARY: {Kind.HOST_READ},
+    Feature.BRANCH: {Kind.SOMETIMES},
+    Feature.LOOP: {Kind.SOMETIMES},
+    Feature.IDENTITY: {Kind.SOURCE},
+    Feature.SHAPE: {Kind.SHAPE},
+    Feature.DATA_SIZE: {Kind.SIZE},
+    Feature.GENERATOR: {Kind.GENERATOR},
+    Feature.RESEED: {Kind.SEED},
+    Feature.CARRIED: {Kind.REPLACED},
+}
+# What may be found with it too: a branch's result comes from elsewhere and has another size; a number may be a size.
+MAY: dict[Feature, set[Kind]] = {
+    **MUST,
+    Feature.NUMBER: {Kind.SCALAR, Kind.HOST_READ},
+    Feature.BRANCH: {Kind.SOMETIMES, Kind.SOURCE, Kind.SHAPE, Kind.REPLACED},
+    Feature.LOOP: {Kind.SOMETIMES, Kind.SOURCE, Kind.ATTRIBUTE},
+    Feature.SHAPE: {Kind.SHAPE, Kind.SCALAR},
+    Feature.DATA_SIZE: {Kind.SIZE, Kind.SHAPE, Kind.REPLACED},
+}
+# These a capture keeps, or Python does them and no dispatcher sees it.
+HARMLESS = {
+    *(Feature.MUTATION, Feature.RANDOM, Feature.VIEW, Feature.IN_PLACE, Feature.FUNCTION, Feature.HOOK, Feature.ACCUMULATION),
+    *(Feature.CLIPPING, Feature.TWO_NETWORKS, Feature.AUTOCAST, Feature.MODES, Feature.DOUBLE_BACKWARD, Feature.COMPLEX),
+    *(Feature.RECOMPUTE, Feature.NUMPY_MEMORY),
+}
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def audits() -> dict[str, terra.Audit]:
+    return {}
+
+
+def audit_of(name: str, audits: dict[str, terra.Audit]) -> terra.Audit:
+    if name not in audits:
+        with random_states_kept():
+            program, numbers = PROGRAMS[name](0), count()
+            audits[name] = terra.audit(lambda: program.step(next(numbers)), num_steps=STEPS)
+    return audits[name]
+
+
+def test_every_feature_is_judged() -> None:
+    assert MUST.keys() | HARMLESS == set(Feature)
+    assert not MUST.keys() & HARMLESS
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_program_has_is_found_and_nothing_else(name: str, audits: dict[str, terra.Audit]) -> None:
+    features, kinds = PROGRAMS[name].features, {each.kind for each in audit_of(name, audits).findings}
+    missing = {feature.name for feature in features if feature in MUST and not MUST[feature] & kinds}
+    assert not missing, f"found: {sorted(kind.name for kind in kinds)}"
+    allowed = set().union(*(MAY.get(feature, set()) for feature in features))
+    assert kinds <= allowed, [each for each in audit_of(name, audits).findings if each.kind not in allowed]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_places_are_lines_of_the_program(name: str, audits: dict[str, terra.Audit]) -> None:
+    files = {each.place.file.partition("/terra/programs/")[2] for each in audit_of(name, audits).findings}
+    own = PROGRAMS[name].__module__.rpartition("programs.")[2].replace(".", "/") + ".py"
+    assert files <= {own, "layers.py"}
+    assert own in files
+    assert max(len(each.detail) for each in audit_of(name, audits).findings) < 200
+
+
+def test_ones_own_backward_and_hooks_are_named_there(audits: dict[str, terra.Audit]) -> None:
+    """The number that `Clipped` divides its gradient by, and the factor of a parameter's hook."""
+    for name, function in (("functions", "Clipped.backward"), ("hooks", "Hooks.scaled")):
+        found = [each for each in audit_of(name, audits).findings if each.place.function == function]
+        assert [each.kind for each in found] == [Kind.SCALAR]
+        assert found[0].place.backward_of
+
+
+def test_what_cannot_be_seen_is_said(audits: dict[str, terra.Audit]) -> None:
+    """The array that is overwritten behind an operation."""
+    assert any("through an array" in each for each in audit_of("numpy memory", audits).unseen)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_looking_on_changes_no_bit(name: str) -> None:
+    recorder, numbers = terra.Recorder(), count()
+
+    def watched(step):
+        with recorder.running(), recorder.step(next(numbers)):
+            return step()
+
+    found = compare(PROGRAMS[name], 3, watched, each_step=True)
+    assert found is None, str(found)
