@@ -1,0 +1,109 @@
+"""One rank of runs in which shards of the vocabulary go wrong on purpose. In and out: as tensors_worker.py.
+
+What goes wrong is in the last case's name, behind its first underline. Runs without shards have nothing that could.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    # Megatron writes checkpoints with processes that import this file again.
+    import json
+    import os
+    import runpy
+    import time
+    from collections.abc import Callable
+    from dataclasses import replace
+    from pathlib import Path
+    from typing import Any
+
+    import pretrain_gpt  # noqa: F401  before Megatron: it readies the process
+
+    # isort: split
+    import torch
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from bpipe.ir.action import SHARDS, Action, Kind
+    from bpipe.ir.schedule import Schedule
+    from bpipe.program import ScheduleConfig
+    from bpipe.runtime.shards import EarlyShard, OutputShard
+    from bpipe.transport import collectives
+    from bpipe.transport.collectives import Collectives
+    from megatron.scheduling import driver
+    from megatron.scheduling.vocabulary import OutputLayerShard
+
+    # One rank comes later than the others to what all have a part in, or a wait would be over before anybody could miss it.
+    LATE = os.environ["RANK"] == "1"
+
+    def come_late() -> None:
+        for shard in (OutputShard, EarlyShard):
+            for name in ("forward", "backward"):
+                setattr(shard, name, lately(getattr(shard, name)))
+
+    def lately(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*given: Any) -> Any:
+            if LATE:
+                time.sleep(0.05)
+            return compute(*given)
+
+        return late
+
+    def wait_for_no(kind: Kind) -> None:
+        """What all ranks make a part of in this pass is taken as it is."""
+        wait = Collectives.wait
+
+        def hasty(self: Collectives, message: Any) -> tuple[torch.Tensor, ...]:
+            passing = self._passing.get(message.value)
+            if message.made_by[0].kind is not kind or passing is None:
+                return wait(self, message)
+            return *passing.made, *passing.more
+
+        Collectives.wait = hasty  # type: ignore[method-assign]
+        come_late()
+
+    def exchange() -> None:
+        """One rank computes its shard of the second and the third micro-batch in the other's place."""
+        built = driver.built
+
+        def exchanged(action: Action | None) -> Action | None:
+            if action is None or action.kind not in SHARDS or action.microbatch not in (1, 2):
+                return action
+            return Action(action.stage, action.kind, 3 - action.microbatch)
+
+        def with_one_wrong(program: ScheduleConfig) -> Schedule:
+            schedule, ranks = built(program), []
+            for rank, row in enumerate(schedule.ranks):
+                ranks.append(tuple(replace(slot, compute=exchanged(slot.compute)) for slot in row) if rank == 1 else row)
+            return replace(schedule, ranks=tuple(ranks))
+
+        driver.built = with_one_wrong  # type: ignore[attr-defined]
+
+    def take_the_weight_as_it_is() -> None:
+        """Around the module, whose hooks wait for the weight that the distributed optimizer gathers."""
+
+        def logits(self: OutputLayerShard, x: torch.Tensor) -> torch.Tensor:
+            return self._scaled(ColumnParallelLinear.forward(self, x)[0])  # type: ignore[no-any-return]
+
+        OutputLayerShard.logits = logits  # type: ignore[method-assign]
+
+    def reduce_early() -> None:
+        """What a lane adds up is the early part, as if every shard had all tokens' maximum and sum."""
+        second = collectives.SecondStep.__init__
+
+        def made(self: Any, late: Any, lane: Any) -> None:
+            second(self, lambda microbatch, gathered: (late.__self__._early.pop(microbatch).part,), lane)
+
+        collectives.SecondStep.__init__ = made  # type: ignore[method-assign]
+
+    WRONG: dict[str, Callable[[], None]] = {
+        "nothing": come_late,
+        "statistics": lambda: wait_for_no(Kind.SHARD_FORWARD),
+        "sum": lambda: wait_for_no(Kind.SHARD_BACKWARD),
+        "second-step": lambda: wait_for_no(Kind.SHARD_FORWARD),
+        "early": reduce_early,
+        "order": exchange,
+        "weight": take_the_weight_as_it_is,
+    }
+    WRONG[json.loads(Path(sys.argv[1]).read_text())[-1]["name"].partition("_")[2]]()
+    runpy.run_path(str(Path(__file__).with_name("tensors_worker.py")), run_name="__main__")
