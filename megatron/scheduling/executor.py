@@ -207,7 +207,7 @@ class Loop:
                 stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]), early)
                 carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
                 executor = Executor(schedule, rank, stages, carried, sharded.shard)
-            prepared = self._prepared[key] = _Prepared(executor, stages, Marks.of(order, stages.chunks))
+            prepared = self._prepared[key] = _Prepared(executor, stages, Marks.of(order, stages.chunks, self._num_pipes))
         return prepared
 
     def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:

@@ -1,8 +1,9 @@
 """Keep Megatron's data-parallel books around a program's computations: when gradients and parameters of each chunk are synchronised.
 
 In: the computations of a rank's program, in order; the functions that the trainer put into the model's configuration. Out: calls of these.
-Gradients of all micro-batches but a chunk's last must not start a reduction, so all but that one run inside of its `no_sync`.
-Knows no stages and no tensors.
+Gradients of all micro-batches but a chunk's last must not start a reduction, so all but that one run inside of its `no_sync`. Where the
+trainer asks for all of a chunk's at once, they start behind its last computation, while other stages still compute. Behind the first
+stage's last backward nobody does: there reductions start inside of it, as in Megatron's own 1F1B. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ _HALVES = (OF_THE_INPUT, OF_THE_WEIGHTS, frozenset({Kind.SHARD_BACKWARD}))
 
 @dataclass(frozen=True)
 class Marks:
-    """What matters of a program, by computation: `first` a chunk's first forward, `last` the last of a half, `final` the very last."""
+    """What matters of a program, by computation: `first` a chunk's first forward, `last` the last of a half, `final` the very last.
+
+    `ending` is the chunk of the first stage, if its backward is what a pipeline ends with and the rank has it.
+    """
 
     first: Mapping[Action, int]
     last: Mapping[Action, int]
     final: Mapping[Action, int]
+    ending: int | None = None
 
     @property
     def opening(self) -> int | None:
@@ -34,8 +39,11 @@ class Marks:
         return next(iter(self.first.values()), None)
 
     @classmethod
-    def of(cls, order: Iterable[Action], chunks: Mapping[int, int]) -> Marks:
-        """`chunks[stage]` is a stage's place in the list of models. A shard's weight is in the last of them."""
+    def of(cls, order: Iterable[Action], chunks: Mapping[int, int], num_pipes: int = 1) -> Marks:
+        """`chunks[stage]` is a stage's place in the list of models. A shard's weight is in the last of them.
+
+        Two pipes end with two stages, and mirror images reduce in one order, which is that of their last computations.
+        """
         of_shards = max(chunks.values(), default=0)
         making = frozenset().union(*_HALVES)
         first: dict[int, Action] = {}
@@ -51,7 +59,8 @@ class Marks:
             for half, end in zip(_HALVES, ends, strict=True):
                 if action.kind in half:
                     end[chunk] = action
-        return cls(_by_action(first), {action: chunk for end in ends for chunk, action in end.items()}, _by_action(final))
+        ending = chunks.get(0) if num_pipes == 1 else None
+        return cls(_by_action(first), {action: chunk for end in ends for chunk, action in end.items()}, _by_action(final), ending)
 
 
 def _by_action(chunks: Mapping[int, Action]) -> dict[Action, int]:
@@ -82,18 +91,21 @@ class Syncing:
     def before(self, action: Action) -> None:
         if self._to_gather and self._marks.first.get(action, self._marks.opening) != self._marks.opening:
             self._gather()
-        if self._grad_sync is None and action in self._marks.last:
+        if self._reduces_inside(action):
             self._leave(self._marks.last[action])
 
     def after(self, action: Action) -> None:
-        if self._grad_sync is None:
-            if action in self._marks.last:
-                self._enter(self._marks.last[action])
-        elif action in self._marks.final:
-            chunk = self._marks.final[action]
+        if self._reduces_inside(action):
+            self._enter(self._marks.last[action])
+        chunk = self._marks.final.get(action)
+        if self._grad_sync is not None and chunk not in (None, self._marks.ending):
             self._leave(chunk)
             self._grad_sync[chunk](self._models[chunk].parameters())
             self._enter(chunk)
+
+    def _reduces_inside(self, action: Action) -> bool:
+        """Whether reductions start as soon as this computation has made what a bucket still lacks."""
+        return action in self._marks.last and (self._grad_sync is None or self._marks.last[action] == self._marks.ending)
 
     def end(self) -> None:
         """Behind the last computation."""

@@ -21,6 +21,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
 from bpipe.models.saved import shard_bytes
+from bpipe.record.read import read_held
 from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, _free_ports, asked_for, finish, start
 from tests.gloo.test_launch import FOUR, iterations
 from tests.gloo.test_parallelism import LLAMA, OVERLAPS, PLAIN_ATTENTION
@@ -83,6 +84,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     ),
 }
 # Two stages, and two ranks in another dimension.
+UNALIGNED = ("--ddp-bucket-size", "20000", "--no-align-grad-reduce", "--no-align-param-gather")
 TENSOR = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64")
 WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_tensor": (TENSOR, ("one", "two"), FP32),
@@ -92,6 +94,8 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_data": ((), ("one", "two"), FP32),
     "vocabulary_overlaps": (OVERLAPS, ("one", "two", "interlaced"), PARTS),
     "vocabulary_tied_overlaps": (OVERLAPS, ("one", "two"), PARTS),
+    "vocabulary_unaligned": ((*OVERLAPS, *UNALIGNED), ("one", "two"), PARTS),
+    "vocabulary_tied_unaligned": ((*OVERLAPS, *UNALIGNED), ("one", "two"), PARTS),
     "vocabulary_tied_distributed": (("--use-distributed-optimizer",), ("one",), PARTS),
     "vocabulary_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two", "interlaced"), FP32),
     "vocabulary_tied_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two"), FP32),
@@ -210,6 +214,10 @@ def test_balancing_shards_changes_no_bit(four: Outcome, row: str, plain: str, mo
             assert report["peak_microbatches"] == report["predicted_microbatches"], f"{ours}: stage {report['stage']}"
             assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"{ours}: stage {report['stage']}"
             assert shard_held(four, f"{row}_{ours}", report["rank"]) == shard_modelled(row, ours), f"{ours}: stage {report['stage']}"
+        held = read_held(Path(four.report_folder(f"{row}_{ours}")))
+        assert held is not None
+        # What is written as it happens, for a run that runs out of memory.
+        assert {max(mark.shard_bytes for mark in rank.marks) for rank in held.ranks} == {shard_modelled(row, ours)}
 
 
 def shard_held(outcome: Outcome, case: str, rank: int) -> int:

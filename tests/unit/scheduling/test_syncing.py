@@ -102,7 +102,24 @@ def test_a_shard_of_the_output_layer_reduces_in_its_last_t() -> None:
     assert log == ["0F0", "0F1", "0S0", "0T0", "0S1", "0B0", "0T1 alone", "0B1 alone"]
     aligned = Log(1)
     walked(order, {0: 0}, aligned, aligned.config(no_sync_func=aligned.no_sync, grad_sync_func=aligned.start("reduce", 0)))
-    assert aligned == [*map(str, order), "reduce 0"]
+    assert aligned == log
+
+
+def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
+    """Nothing is computed behind its last backward that a reduction could run beside; shards and halves have a last of their own."""
+    for behind, text in ((1, "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"), (0, "0F0 0F1 0I0 0I1 0W0 0W1")):
+        log, order = Log(1), [read_action(one) for one in text.split()]
+        walked(order, {behind: 0}, log, log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)))
+        inside = [*text.split()[:3], "0I1 alone", "0W0", "0W1 alone"]
+        assert log == ([*text.split(), "reduce 0"] if behind else inside)
+    two, order = Log(1), [read_action(one) for one in ("0F0", "0B0")]
+    syncing = Syncing(Marks.of(order, {0: 0}, num_pipes=2), two.config(grad_sync_func=two.start("reduce", 0)), two.models)
+    syncing.begin()
+    for action in order:
+        syncing.before(action)
+        syncing.after(action)
+    syncing.end()
+    assert two == ["reduce 0"]
 
 
 def test_an_aligned_reduction_starts_behind_the_last() -> None:
