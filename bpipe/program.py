@@ -144,9 +144,6 @@ class ScheduleConfig:
         bounds = None if self.balance is None or self.balance.partners is not None else self.balance.bounds
         if self.written is not None or FAMILIES[self.schedule].within is None or self.group_size is not None or bounds is None:
             return None
-        if self.vocabulary is not Vocabulary.WHOLE:
-            # Nobody has said how an order made for a bound runs ahead.
-            return None
         return RankRoom(bounds[0], self.after_input) if len(set(bounds)) == 1 else None
 
     @property
@@ -195,16 +192,21 @@ def build(config: ScheduleConfig) -> Schedule:
     """
     if config.written is not None:
         return _adopted(config, config.written)
-    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     if config.room is not None:
         return run(_made_for(config, config.room)[1], passes(config.balance), config.passing)
-    if config.vocabulary is Vocabulary.WHOLE:
-        schedule = family.generate(*sizes, config.asked)
-    else:
-        schedule = family.generate_sharded(*sizes, config.vocabulary, config.input_shards, config.asked)
+    schedule = _usual(config)
     if config.after_input != 1:
         schedule = with_after_input(schedule, config.after_input)
     return run(schedule, passes(config.balance), config.passing)
+
+
+def _usual(config: ScheduleConfig) -> Schedule:
+    """The family's own order, whatever bound is asked."""
+    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    asked = replace(config.asked, room=None)
+    if config.vocabulary is Vocabulary.WHOLE:
+        return family.generate(*sizes, asked)
+    return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, asked)
 
 
 def choice_of(config: ScheduleConfig) -> Choice | None:
@@ -217,11 +219,11 @@ def _made_for(config: ScheduleConfig, room: RankRoom) -> tuple[Choice, Schedule]
     """The fastest of the family's orders for a room that pairs can keep. Raises ValueError where there is none."""
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     staying = config.balance is not None and config.balance.buffers_stay
-    for choice, made in family.generate_within(*sizes, config.asked):
+    for choice, made in family.generate_within(*sizes, config.asked, config.vocabulary, config.input_shards):
         schedule = replace(made, after_input=room.after_input)
         if keeps(schedule, room.bound, staying):
             return choice, schedule
-    usual = replace(family.generate(*sizes, replace(config.asked, room=None)), after_input=room.after_input)
+    usual = replace(_usual(config), after_input=room.after_input)
     evened = balance(usual)
     (kept,) = {max(occupied_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(

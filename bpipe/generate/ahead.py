@@ -10,14 +10,18 @@ ways make room for that, and every rank holds so much more:
                         for is as far away as it was, so nobody waits for ever whatever the orders are. For a V, whose turns differ from
                         rank to rank, and where the first way makes ranks wait for each other.
 
+An order that is made for a bound is made for so much less, and then runs ahead.
+
 Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no schedule by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from bpipe.generate.family import Asked, Orders, ShardedOrders
+from bpipe.generate.family import Asked, Choice, Orders, OrdersWithin, ShardedOrders, ShardedOrdersWithin
 from bpipe.generate.place import Order
 from bpipe.generate.shards import fit_shards
 from bpipe.ir.action import Action, Kind
@@ -42,6 +46,23 @@ def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> 
             return fit_shards(layout, num_microbatches, further, asked.costs)
         except ValueError:
             return by_microbatch(num_ranks, num_microbatches, num_chunks, asked, layout)
+
+    return sharded
+
+
+def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrdersWithin:
+    """So many forwards of a chunk further than orders that hold as many fewer; without those in which ranks then wait for each other."""
+
+    def sharded(
+        num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout
+    ) -> Iterator[tuple[Choice, Sequence[Order]]]:
+        assert asked.room is not None, "orders are made for a bound here"
+        ahead = num_forwards[layout.vocabulary]
+        left = replace(asked, room=replace(asked.room, bound=max(1, asked.room.bound - ahead)))
+        for choice, own in orders(num_ranks, num_microbatches, num_chunks, left):
+            further = [_further(_actions(order), ahead) for order in own]
+            with contextlib.suppress(ValueError):
+                yield choice, fit_shards(layout, num_microbatches, further, asked.costs)
 
     return sharded
 

@@ -79,6 +79,8 @@ Orders = Callable[[int, int, int, Asked], Sequence[Order]]
 OrdersWithin = Callable[[int, int, int, Asked], Iterable[tuple[Choice, Sequence[Order]]]]
 # The same, and a layout -> orders with shards of the vocabulary, as that says.
 ShardedOrders = Callable[[int, int, int, Asked, Layout], Sequence[Order]]
+# Both: orders with shards made for a room.
+ShardedOrdersWithin = Callable[[int, int, int, Asked, Layout], Iterable[tuple[Choice, Sequence[Order]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class Family:
     follow; None where every rank holds all, and has nothing to share.
     `ahead`: so many forwards the first rank computes at least before its first backward, of a chunk, by numbers of ranks, micro-batches and
     chunks and the group: that much it holds. None where nobody has said.
-    `within`: orders for the room that is asked, fastest first; whether pairs then keep the bound, balancing says. None where nobody has
-    said how.
+    `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers split; whether pairs then keep
+    the bound, balancing says. None where nobody has said how.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
     nothing beside the shards.
     `early`: the family that is this one with early forwarding, which lets more micro-batches in for less waiting; None where there is none.
@@ -115,6 +117,7 @@ class Family:
     sharded: ShardedOrders | None = None
     interlaces: bool = False
     within: OrdersWithin | None = None
+    sharded_within: ShardedOrdersWithin | None = None
     num_pipes: int = 1
     early: str | None = None
 
@@ -122,13 +125,6 @@ class Family:
         """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""
         orders = self.orders(num_ranks, num_microbatches, num_chunks, asked)
         return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
-
-    def generate_within(self, num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterable[tuple[Choice, Schedule]]:
-        """The same for a room, as many as there are orders for it, one after the other."""
-        assert self.within is not None, f"nobody has said how {self.name} is made for a bound"
-        layout = self.layout(num_ranks, num_chunks)
-        for choice, orders in self.within(num_ranks, num_microbatches, num_chunks, asked):
-            yield choice, place(self.name, num_microbatches, layout, orders)
 
     def generate_sharded(
         self, num_ranks: int, num_microbatches: int, num_chunks: int, vocabulary: Vocabulary, input_shards: bool, asked: Asked
@@ -139,8 +135,32 @@ class Family:
         """
         assert self.sharded is not None, f"nobody has said where shards stand in {self.name}"
         layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
-        name = f"{self.name}-vocabulary-{vocabulary.value}"
-        return place(name, num_microbatches, layout, self.sharded(num_ranks, num_microbatches, num_chunks, asked, layout))
+        made = self.sharded(num_ranks, num_microbatches, num_chunks, asked, layout)
+        return place(self._name_of(vocabulary), num_microbatches, layout, made)
+
+    def generate_within(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        num_chunks: int,
+        asked: Asked,
+        vocabulary: Vocabulary = Vocabulary.WHOLE,
+        input_shards: bool = False,
+    ) -> Iterable[tuple[Choice, Schedule]]:
+        """Either for a room, as many as there are orders for it, one after the other."""
+        layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
+        sizes = num_ranks, num_microbatches, num_chunks
+        if vocabulary is Vocabulary.WHOLE:
+            assert self.within is not None, f"nobody has said how {self.name} is made for a bound"
+            made = self.within(*sizes, asked)
+        else:
+            assert self.sharded_within is not None, f"nobody has said where shards stand in {self.name} that is made for a bound"
+            made = self.sharded_within(*sizes, asked, layout)
+        for choice, orders in made:
+            yield choice, place(self._name_of(vocabulary), num_microbatches, layout, orders)
+
+    def _name_of(self, vocabulary: Vocabulary) -> str:
+        return self.name if vocabulary is Vocabulary.WHOLE else f"{self.name}-vocabulary-{vocabulary.value}"
 
     def filling(self, num_ranks: int) -> int:
         """How many micro-batches fill the pipeline; where it never is full, one a rank."""

@@ -11,7 +11,7 @@ Source of the order: Wan et al., "PipeOffload: Improving Scalability of Pipeline
 
 from __future__ import annotations
 
-from bpipe.generate.ahead import BESIDE_HALVES, further_forwards
+from bpipe.generate.ahead import BESIDE_HALVES, further_forwards, further_within
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.grouped_choice import within
 from bpipe.generate.interleaved import layout
@@ -56,4 +56,5 @@ FAMILY = Family(
     ahead=_ahead,
     within=within,
     sharded=further_forwards(orders, BESIDE_HALVES),
+    sharded_within=further_within(within, BESIDE_HALVES),
 )

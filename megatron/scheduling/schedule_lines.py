@@ -50,7 +50,8 @@ def why_nothing_moves(schedule: Schedule) -> str:
 def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
     """Of an order that was chosen for a bound: what it is, for the training log; of one in its usual groups, where none were asked for: so.
 
-    Peaks and bounds are in micro-batches of a chunk; the bubble is of computations that last as the choice took them to.
+    Peaks and bounds are in micro-batches of a chunk; the bubble is of computations that last as the choice took them to, and not said of
+    shards, which have no costs there.
     """
     family = None if program.written is not None else FAMILIES[program.schedule]
     if family is None or family.within is None or program.group_size is not None:
@@ -61,10 +62,10 @@ def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
         return [f"{schedule.name}: groups of {usual} micro-batches, the usual ones; with --bpipe and --bpipe-bound N they are chosen"]
     assert program.room is not None
     groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))
-    bubble = float(pace(schedule, program.costs).bubble_percent)
+    bubble = "" if schedule.layout.shard_kinds else f", bubble {float(pace(schedule, program.costs).bubble_percent):.1f} %"
     return [
         f"{schedule.name}, chosen for a bound of {program.room.bound} micro-batches of a chunk{_at(program.costs)}: groups: {groups}; "
-        f"{choice.rule}; {_held(schedule)}, bubble {bubble:.1f} %"
+        f"{choice.rule}; {_held(schedule)}{bubble}"
     ]
 
 

@@ -52,7 +52,9 @@ if __name__ == "__main__":
                 if inner.share_embeddings_and_output_weights and not inner.mtp_process:
                     name = TIED.get(name, name)
                 if shard:
-                    name += f" from {inner.output_layer.first_row}"
+                    # Of what its tensor-parallel rank has without shards.
+                    rows = inner.output_layer.rows
+                    name += f" from {inner.output_layer.first_row % (rows.each * rows.pipeline)}"
                 if "experts" in name:
                     name += f" of {parallel_state.get_expert_model_parallel_rank()}"
                 yield f"{name} {parallel_state.get_tensor_model_parallel_rank()}", weight
@@ -63,7 +65,7 @@ if __name__ == "__main__":
     def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
         """The same numbers for one name on every rank; norms are around one, and what no tensor-parallel rank shards is equal on all."""
         if " from " in name:
-            # Rows of what is drawn as a whole, where no tensor-parallel rank has others.
+            # Rows of what is drawn as a whole.
             whole, _, shard = name.partition(" from ")
             first, _, rank = shard.partition(" ")
             rows: Any = torch.empty(int(first) + len(weight), weight.shape[1])

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_placed import ALIKE, FOUR, TWO, alike, as_predicted
-from tests.gloo.test_vocabulary import FP32, SHARDS, TENSOR, UNTIED, near
+from tests.gloo.test_vocabulary import FP32, SHARDS, TENSOR, UNALIGNED, UNTIED, near
 
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 PEER, GLOO = ((*BPIPE, "--bpipe-transport", name) for name in ("peer", "gloo"))
@@ -38,6 +38,7 @@ OURS: dict[str, tuple[tuple[str, ...], bool]] = {
     "interleaved_balanced": ((*CHUNKS, *PEER), True),
     "grouped": (named("grouped-interleaved", *CHUNKS), False),
     "grouped_balanced": (named("grouped-interleaved", *CHUNKS, *PEER), True),
+    "grouped_for_a_bound": (named("grouped-interleaved", *CHUNKS, *PEER, "--bpipe-bound", "5"), True),
     "grouped_balanced_gloo": (named("grouped-interleaved", *CHUNKS, *GLOO), True),
 }
 TIED: tuple[str, ...] = ()
@@ -67,7 +68,7 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data_tied": (TIED, ("v_half", "grouped")),
     "overlaps": ((*UNTIED, *OVERLAPS), ("v_half", "grouped", "interleaved")),
     "unaligned": (
-        (*UNTIED, *OVERLAPS, "--ddp-bucket-size", "20000", "--no-align-grad-reduce", "--no-align-param-gather"),
+        (*UNTIED, *OVERLAPS, *UNALIGNED),
         ("v_half", "grouped"),
     ),
     "overlaps_tied": ((*TIED, *OVERLAPS), ("v_half", "grouped")),

@@ -24,7 +24,8 @@ from bpipe.ir.memory import peak_counts
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv, write_csv
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.passes.balance import occupied_counts
+from bpipe.program import BalanceConfig, ScheduleConfig, build, choice_of
 from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -212,6 +213,30 @@ def test_grouped_interleaving_is_balanced_around_shards(p: int, v: int) -> None:
     )
     assert whole.bounds is not None
     assert shards.bounds == tuple(bound + 1 for bound in whole.bounds)
+
+
+@pytest.mark.parametrize("vocabulary", [ONE, TWO])
+@pytest.mark.parametrize("input_shards", [False, True])
+@pytest.mark.parametrize(("p", "v", "m", "bound"), [(4, 2, 12, 5), (4, 2, 12, 7), (4, 3, 5, 9), (8, 2, 16, 12)])
+def test_an_order_made_for_a_bound_keeps_it_around_shards(
+    p: int, v: int, m: int, bound: int, input_shards: bool, vocabulary: Vocabulary
+) -> None:
+    """Host buffers, which stay, are counted all the time."""
+    balance = BalanceConfig((bound,), buffers_stay=True)
+    config = ScheduleConfig("grouped-interleaved", p, m, v, balance, vocabulary=vocabulary, input_shards=input_shards)
+    schedule, choice = build(config), choice_of(config)
+    assert choice is not None
+    assert sum(choice.groups) == m
+    assert max(occupied_counts(schedule)) <= bound
+    assert schedule.bounds == (bound,) * p
+    assert schedule.layout.vocabulary is vocabulary
+    check(schedule, Exchange.POSTED)
+    assert build(config) == schedule
+
+
+def test_a_bound_below_what_shards_need_is_refused_with_what_is_kept() -> None:
+    with pytest.raises(ValueError, match=r"no order .* within 3 micro-batches of a chunk.* its groups of 2 keep 6; raise the bound"):
+        build(ScheduleConfig("grouped-interleaved", 4, 12, 2, BalanceConfig((3,), buffers_stay=True), vocabulary=ONE))
 
 
 def overhead(schedule: Schedule, shard: ShardCost, latency: Fraction, backward: int = 2) -> Fraction:

@@ -238,6 +238,10 @@ REFUSED = [
         {**GROUPED, "bpipe_bound": (1,)},
         "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 5",
     ),
+    (
+        {**GROUPED, "bpipe_bound": (1,), "bpipe_vocabulary": "1"},
+        "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 6",
+    ),
     ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
     ({"bpipe_schedule": "gpipe", "bpipe_costs": COSTS}, "--bpipe-costs: gpipe has the same order at any: leave it out"),
     ({"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)}, "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give that, too"),

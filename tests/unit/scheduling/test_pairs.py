@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bpipe.generate.family import UnitCosts
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -143,6 +144,10 @@ def test_what_was_chosen_is_said() -> None:
     costs = UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20))
     (line,) = grouped(replace(config, costs=costs), build(config))
     assert "a bound of 6 micro-batches of a chunk at costs of 1,1.2,0.8 and a hop of 0.05: groups" in line
+    shards = ScheduleConfig("grouped-interleaved", 4, 12, 2, BalanceConfig((6,), buffers_stay=True), vocabulary=Vocabulary.ONE)
+    (line,) = grouped(shards, build(shards))
+    assert line.startswith("grouped-interleaved-vocabulary-1, chosen for a bound of 6 micro-batches of a chunk")
+    assert line.endswith("at most 6 held")
     (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, 2), build(config))
     assert "groups of 2 micro-batches, the usual ones" in usual
     for other in (ScheduleConfig("grouped-interleaved", 4, 8, 2, group_size=2), ScheduleConfig("1f1b", 4, 8)):
