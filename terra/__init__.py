@@ -1,11 +1,13 @@
-"""Look at what an imperative PyTorch program issues, step by step, beside the program itself.
+"""Look at what an imperative PyTorch program issues, step by step, beside the program itself, and run it there.
 
 `audit(step)` runs a step function a few times and says, a source line each, what a CUDA graph or `torch.compile` would freeze, lose or
-break on. A package of its own: it needs torch, and knows neither bpipe nor Megatron.
+break on. `Session` runs a step's operations beside the Python that issues them. A package of its own: it needs torch, and knows neither
+bpipe nor Megatron.
 """
 
 from terra.audit.compare import Audit, Finding, Kind
 from terra.audit.record import Recorder
 from terra.audit.run import audit
+from terra.run.session import Session
 
-__all__ = ["audit", "Audit", "Finding", "Kind", "Recorder"]
+__all__ = ["audit", "Audit", "Finding", "Kind", "Recorder", "Session"]

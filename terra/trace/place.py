@@ -109,3 +109,68 @@ def _frames(frame: FrameType | None) -> Iterator[Any]:
         if not file.startswith(_BETWEEN) and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES)):
             yield frame
         frame = frame.f_back
+
+
+class Sites:
+    """Numbers of the places of a step's operations, the same in each step: which frames issued it, and in a backward for which operation.
+
+    Finer than lines, for two calls in one line are two sites, and so is one line that two others call. Only what runs inside of the frame
+    that began the step counts.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self._numbers: dict[tuple[int | str, ...], int] = {}
+        # A number stands for a code object by its address: no other may come to lie there.
+        self._codes: dict[int, CodeType] = {}
+        self._lines = Places()
+        self._outermost: FrameType | None = None
+        self._forwards: dict[int, int] = {}
+        self._last_forward = -1
+
+    def begin(self, frame: FrameType) -> None:
+        """A step that this frame runs."""
+        self._outermost = frame
+        self._forwards.clear()
+        self._last_forward = -1
+
+    def end(self) -> None:
+        self._outermost = None
+
+    def here(self) -> int:
+        """Of the operation that is being dispatched; to be called from one place only, for its own frames count too."""
+        frames: list[int | str] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            frames += id(frame.f_code), frame.f_lasti
+            if frame is self._outermost:
+                break
+            frame = frame.f_back
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            site = self._number(tuple(frames), None, -1)
+            self._forwards.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
+            return site
+        number = node._sequence_nr()
+        if number != _NO_FORWARD:
+            self._last_forward = self._forwards.get(number, -1)
+        # What adds to a leaf has no forward: it belongs to the node that ran before.
+        return self._number((*frames, node.name(), self._last_forward), node, self._last_forward)
+
+    def _number(self, key: tuple[int | str, ...], node: Any, forward: int) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.places)
+            self.places.append(self._place(node, forward))
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                self._codes[id(frame.f_code)] = frame.f_code
+                frame = frame.f_back
+        return number
+
+    def _place(self, node: Any, forward: int) -> Place:
+        if node is None:
+            return self._lines.calling()
+        inside = self._lines._line(in_node=True)
+        place = inside or (self.places[forward] if forward >= 0 else self._lines.calling())
+        return replace(place, backward_of=node.name())

@@ -1,0 +1,142 @@
+"""Measure what co-execution gains and costs: steps of one network plainly, beside Python, and lazily, taking turns in one run.
+
+In: sizes. Out: a table, and JSON with --json: for each share of Python's work in a step, as part of the plain step's time without any, the
+medians and quartiles over rounds of how many times as fast a step is co-executed, and lazily, as plainly within that round. Wall clock, for
+overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread. Losses must be equal to the bit.
+
+What it cannot show: anything of a GPU, whose queue runs beside Python by itself; and other work of Python's than pure Python, which keeps
+the interpreter's lock all the time: what lets go of it, as arrays' functions do, overlaps better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import terra
+
+SHARES = (0.0, 0.5, 1.0)
+# Warm-up and traces, and blocks' programs are made in the first co-executed one.
+FIRST = 5
+
+
+def spin(count: int) -> int:
+    total = 0
+    for number in range(count):
+        total += number * number
+    return total
+
+
+def training(width: int, layers: int, batch: int) -> Callable[[int], torch.Tensor]:
+    """A step that spins `count` times between its layers and then trains."""
+    torch.manual_seed(1)
+    parts = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(layers)]
+    optimizer = torch.optim.SGD([each for part in parts for each in part.parameters()], lr=1e-3)
+    given = torch.randn(batch, width)
+
+    def step(count: int) -> torch.Tensor:
+        hidden = given
+        for part in parts:
+            spin(count // layers)
+            hidden = part(hidden)
+        optimizer.zero_grad()
+        loss = hidden.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+class Way:
+    """One way to run steps; `session` is None for the plain one."""
+
+    def __init__(self, options: argparse.Namespace, session: terra.Session | None) -> None:
+        self._step, self._session = training(options.width, options.layers, options.batch), session
+        self.losses: list[torch.Tensor] = []
+
+    def run(self, steps: int, count: int) -> float:
+        """Seconds a step."""
+        start = time.perf_counter()
+        with self._session.ahead() if self._session else contextlib.nullcontext():
+            for _ in range(steps):
+                with self._session or contextlib.nullcontext():
+                    self.losses.append(self._step(count))
+        return (time.perf_counter() - start) / steps
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with contextlib.closing(terra.Session()) as threaded, contextlib.closing(terra.Session("lazy")) as lazy:
+        plain, beside, late = ways = Way(options, None), Way(options, threaded), Way(options, lazy)
+        for way in ways:
+            way.run(FIRST, 0)
+        step_s = min(plain.run(options.steps, 0) for _ in range(3))
+        turn_s = min(_timed(spin, 100_000) for _ in range(5)) / 100_000
+        for way in (beside, late):
+            way.run(3 * options.steps, 0)
+        rows = []
+        for share in SHARES:
+            count = int(step_s * share / turn_s)
+            rounds = []
+            for number in range(options.rounds):
+                order = ways[number % 3 :] + ways[: number % 3]
+                took = {way: way.run(options.steps, count) for way in order}
+                rounds.append((took[plain], took[plain] / took[beside], took[plain] / took[late]))
+            times, gains, lazily = zip(*rounds, strict=True)
+            rows.append(
+                {"python": share, "plain_ms": spread([each * 1e3 for each in times]), "beside": spread(gains), "lazy": spread(lazily)}
+            )
+        for way in (beside, late):
+            assert all(torch.equal(one, other) for one, other in zip(plain.losses, way.losses, strict=True)), "losses differ"
+        assert threaded.fallbacks == lazy.fallbacks == 0
+    return rows
+
+
+def _timed(do: Callable[[int], object], count: int) -> float:
+    start = time.perf_counter()
+    do(count)
+    return time.perf_counter() - start
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    ordered = sorted(values)
+    first, median, third = (ordered[round(part * (len(ordered) - 1))] for part in (0.25, 0.5, 0.75))
+    return first, median, third
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=10, help="in each turn")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(options)
+    print(f"{options.layers} layers {options.width} wide, {options.batch} rows; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print("times as fast as plainly, median (quartiles)\nPython's work   plain ms a step     co-executed            lazily")
+    for row in rows:
+        words = (f"{middle:7.2f} ({first:.2f} to {third:.2f})" for first, middle, third in (row["plain_ms"], row["beside"], row["lazy"]))
+        print(f"{row['python']:12.0%}   {'   '.join(words)}")
+    if options.json:
+        facts = {"machine": platform.platform(), "torch": torch.__version__, "options": vars(options), "rows": rows}
+        Path(options.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

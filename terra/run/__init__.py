@@ -1,0 +1,1 @@
+"""Run a program's operations beside the program."""

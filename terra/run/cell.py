@@ -1,0 +1,180 @@
+"""Stand in for tensors that are not computed yet. In: forms of what operations make. Out: `Cell`s, and `Placeholder`s before them.
+
+The program holds placeholders: tensors of the right shape, type and autograd history, without memory. The value, once the runner has made
+it, lies in the cell behind. Whatever needs the bytes and does not pass the dispatcher asks for the value here, and waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+_BASE: Any = torch._C.TensorBase
+
+
+class Form(NamedTuple):
+    """All that a program can see of a strided tensor but its numbers. Sizes, strides and offset in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    return Form(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a form tells all: strided memory, read as it is."""
+    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
+
+
+class Owner(Protocol):
+    """Who knows what is still to be computed."""
+
+    def drain(self) -> None:
+        """Wait until all that was issued is computed."""
+
+    def lend(self) -> None:
+        """The same, and Python may have the memory of any value from now on."""
+
+    def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation of a program that takes placeholders outside of a step."""
+
+
+class Cell:
+    """`value` is None until the runner has made it; `is_shared`: Python has the memory too, as an array has."""
+
+    __slots__ = ("__weakref__", "form", "is_shared", "owner", "value")
+
+    def __init__(self, owner: Owner, form: Form, value: torch.Tensor | None = None, is_shared: bool = False) -> None:
+        self.owner, self.form, self.value, self.is_shared = owner, form, value, is_shared
+
+    def fetch(self) -> torch.Tensor:
+        """The value, waited for. It is what all operations issued so far have made of it."""
+        self.owner.drain()
+        if self.value is None:
+            raise RuntimeError("terra: this value was never computed, for an operation before it failed")
+        return self.value
+
+
+def has_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether Python may write it without torch: memory of an array or lent to one, of a file, of another process."""
+    shared: bool = tensor.device.type == "cpu" and not _BASE.untyped_storage(tensor).resizable()
+    return shared
+
+
+def undispatched() -> Any:
+    """Inside, no mode sees what is done: for what a program does to memory itself."""
+    return torch._C._DisableTorchDispatch()
+
+
+def below_autograd() -> Any:
+    """Inside, nothing is recorded for gradients or counted as written: for operations that passed all this as they were issued."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
+class Placeholder(torch.Tensor):
+    """`cell` has the value."""
+
+    cell: Cell
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, cell: Cell) -> Placeholder:
+        made: Placeholder = _blank(cls, cell.form)
+        made.cell = cell
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _first(args, kwargs).owner.outside(func, args, kwargs or {})
+
+    @property
+    def data(self) -> torch.Tensor:
+        found: torch.Tensor = _BASE.data.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, given: torch.Tensor) -> None:
+        # Pending operations mean the memory that there was.
+        owner = self.cell.owner
+        owner.drain()
+        self.become(given.cell if isinstance(given, Placeholder) else Cell(owner, form_of(given), given, has_shared_memory(given)))
+
+    def become(self, cell: Cell) -> None:
+        """Be another cell's from now on, also in size."""
+        with undispatched():
+            _BASE.data.__set__(self, _blank(Placeholder, cell.form))
+        self.cell = cell
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        value = self.cell.fetch()
+        with undispatched():
+            text = torch._tensor_str._str(value)
+        gradient = self.grad_fn
+        if gradient is not None:
+            return f"{text[:-1]}, grad_fn=<{gradient.name().removeprefix('torch::autograd::')}>)"
+        return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
+
+    def __format__(self, spec: str) -> str:
+        value = self.cell.fetch()
+        if self.dim():
+            return object.__format__(self, spec)
+        with undispatched():
+            return value.item().__format__(spec)
+
+
+def _blank(cls: type, form: Form) -> Any:
+    return torch.Tensor._make_wrapper_subclass(
+        cls, form.shape, strides=form.stride, storage_offset=form.offset, dtype=form.dtype, device=form.device
+    )
+
+
+def _first(*given: Any) -> Cell:
+    """Of the first placeholder in there; there is one."""
+    left = list(given)
+    while left:
+        each = left.pop(0)
+        if isinstance(each, Placeholder):
+            return each.cell
+        if isinstance(each, (list, tuple)):
+            left += each
+        elif isinstance(each, dict):
+            left += each.values()
+    raise AssertionError("no placeholder")
+
+
+# What reaches a tensor's memory, or takes the tensor apart, without an operation.
+READS = (
+    *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_"),
+    *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
+)
+
+
+def _read(name: str) -> Callable[..., Any]:
+    plain = getattr(torch.Tensor, name)
+
+    @functools.wraps(plain)
+    def read(self: Placeholder, *args: Any, **kwargs: Any) -> Any:
+        self.cell.owner.lend()
+        value = self.cell.fetch()
+        with undispatched():
+            value = value.detach()
+            if self.requires_grad and value.is_floating_point():
+                # As eager would: an array of what has a gradient is refused, and what is saved keeps the mark.
+                value.requires_grad_()
+            return plain(value, *args, **kwargs)
+
+    return read
+
+
+for _name in READS:
+    setattr(Placeholder, _name, _read(_name))

@@ -1,0 +1,116 @@
+"""Let Python wait before it looks at what pending operations still change, where no operation tells. In: open sessions. Out: waiting.
+
+Memory of a tensor (`numpy`, `data_ptr`, saving it), its exchange (`tensor.data = other`), the state of random generators, and flags that
+choose kernels. While a session is open these are wrapped where they are looked up; a generator's own methods called on
+`torch.default_generator` itself are C's and cannot be.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from terra.run.cell import READS, Placeholder, undispatched
+from terra.run.state import SETTERS, Generator
+
+_BASE: Any = torch._C.TensorBase
+
+
+class Waits(Protocol):
+    """A session."""
+
+    def is_here(self) -> bool:
+        """Whether this thread issues its operations; what others read is theirs."""
+
+    def drain(self) -> None:
+        """Wait for what is pending."""
+
+    def lend(self) -> None:
+        """Wait for what is pending; from now on Python may have the memory of any tensor, or another in its place."""
+
+
+_sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+_before: list[tuple[Any, str, Any]] = []
+_ABSENT = object()
+
+
+def opened(session: Waits) -> None:
+    _sessions.add(session)
+    weakref.finalize(session, _remove_unless_used)
+    if not _before:
+        _install()
+
+
+def closed(session: Waits) -> None:
+    _sessions.discard(session)
+    _remove_unless_used()
+
+
+def _wait() -> None:
+    for session in _here():
+        session.drain()
+
+
+def _lend() -> None:
+    for session in _here():
+        session.lend()
+
+
+def _here() -> list[Any]:
+    return [session for session in tuple(_sessions) if session.is_here()]
+
+
+def _install() -> None:
+    for name in READS:
+        _put(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
+    _put(torch.Tensor, "data", property(_BASE.data.__get__, _exchange))
+    for owner, name in SETTERS:
+        _put(owner, name, _waiting(getattr(owner, name)))
+    _put(torch.random, "default_generator", Generator(torch.default_generator, _wait))
+    if torch.cuda.is_initialized():
+        _put(torch.cuda, "default_generators", tuple(Generator(each, _wait) for each in torch.cuda.default_generators))
+
+
+def _put(owner: Any, name: str, by: Any) -> None:
+    _before.append((owner, name, vars(owner).get(name, _ABSENT)))
+    setattr(owner, name, by)
+
+
+def _remove_unless_used() -> None:
+    while _before and not _sessions:
+        owner, name, was = _before.pop()
+        if was is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, was)
+
+
+def _reading(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def waiting(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _lend()
+        if type(self) not in (torch.Tensor, torch.nn.Parameter):
+            return read(self, *args, **kwargs)
+        # A mode would take what is read for an operation, and what it gives has no memory.
+        with undispatched():
+            return read(self, *args, **kwargs)
+
+    return waiting
+
+
+def _waiting(setter: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(setter)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        _wait()
+        return setter(*args, **kwargs)
+
+    return waiting
+
+
+def _exchange(self: torch.Tensor, given: torch.Tensor) -> None:
+    _lend()
+    _BASE.data.__set__(self, given.cell.fetch() if isinstance(given, Placeholder) else given)

@@ -1,0 +1,333 @@
+"""Run a program's steps beside the program. In: `with session:`, a step each. Out: what the program would compute, to the bit.
+
+The first step runs as it is, for libraries and optimizers make what they need there. Then steps are traced: their operations run at once,
+and their trace is merged into the graph, until one is covered. From then on Python only issues: an operation finds its node in the graph,
+what it makes is known of the forms it takes, and Python goes on with placeholders. When a block's operations are all issued it goes to the
+runner; nothing runs on a guess, so nothing is ever taken back. What is not in the graph falls back: the step so far is handed over and
+waited for, and the rest of it runs at once, on the same placeholders, and is merged. Design: validated commit, in place of the paper's
+speculation.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from terra.backend.operations import Made, compile_block
+from terra.run import guards
+from terra.run.blocks import Compiler, Gathering, Variants
+from terra.run.cell import Cell, Form, Placeholder, below_autograd, form_of, has_shared_memory, is_plain
+from terra.run.issue import Call, Function, Leaf, Outer, Outers, rebuilt
+from terra.run.runner import Runner
+from terra.run.state import State
+from terra.trace.graph import END, Key, Node, TraceGraph
+from terra.trace.place import Sites
+
+# Operations after which a block is handed over, whatever comes: how far the runner may be behind where it has nothing else to do.
+BLOCK = 32
+# Steps that may be pending when the next one begins: all of them keep their batches.
+STEPS_AHEAD = 2
+# Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever more.
+_MOST_KNOWN = 20_000
+
+
+class Phase(enum.Enum):
+    WARM_UP = enum.auto()
+    TRACE = enum.auto()
+    CO_EXECUTE = enum.auto()
+
+
+class Session:
+    """`with session:` runs one step of one program, in one thread.
+
+    `runner="lazy"` runs operations only when somebody waits, at a step's end at the latest: serial, for comparison. `traces`, `fallbacks`
+    and `co_executed` count steps. Within `ahead()` a step's end does not wait.
+    """
+
+    def __init__(self, runner: Literal["threaded", "lazy"] = "threaded", warm_up: int = 1, compiler: Compiler = compile_block) -> None:
+        if runner not in ("threaded", "lazy") or warm_up < 0:
+            raise ValueError(f"runner={runner!r}, warm_up={warm_up}: the runner is 'threaded' or 'lazy', after 0 steps of warm-up or more")
+        self.graph = TraceGraph()
+        self.traces = self.fallbacks = self.co_executed = 0
+        self._left_to_warm_up = warm_up
+        self._phase = Phase.WARM_UP if warm_up else Phase.TRACE
+        self._stepping = self._phase
+        self._in_step = self._is_ahead = False
+        self._is_lazy = runner == "lazy"
+        self._runner = Runner(held_back=self._is_lazy)
+        self._sites = Sites()
+        self._mode = _Issued(self)
+        self._functions: dict[Any, Function] = {}
+        self._made: dict[Any, Made] = {}
+        self._outers = Outers(self)
+        self._variants = Variants(compiler, lambda node: str(self._sites.places[_site(node)]))
+        self._trace: list[Key] = []
+        self._node = self.graph.start
+        self._gathered: Gathering | None = None
+        self._thread = threading.get_ident()
+        self._ends: deque[threading.Event] = deque()
+        guards.opened(self)
+
+    def close(self) -> None:
+        """Wait, and end the runner's thread. Placeholders keep their values."""
+        try:
+            self.drain()
+        finally:
+            self._runner.end()
+            guards.closed(self)
+
+    # -- steps -----------------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        if self._in_step:
+            raise RuntimeError("terra: a step is under way, and holds no other: leave it first")
+        self._in_step, self._thread = True, threading.get_ident()
+        if len(self._ends) >= STEPS_AHEAD:
+            self._ends.popleft().wait()
+        if self._phase is not Phase.WARM_UP:
+            self._outers.forget()
+            if max(len(self._variants), len(self._made)) > _MOST_KNOWN:
+                self._variants.clear()
+                self._made.clear()
+            self._trace.clear()
+            self._node = self.graph.start
+            self._stepping = self._phase
+            self._sites.begin(sys._getframe(1))
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._in_step = False
+        if self._phase is Phase.WARM_UP:
+            self._left_to_warm_up -= error is None
+            if self._left_to_warm_up <= 0:
+                self._phase = Phase.TRACE
+            return
+        self._mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._sites.end()
+        self._outers.forget()
+        if error is None:
+            self._ended()
+        # Beside an error too: what was issued before it has run where there is no session.
+        self._commit()
+        if self._is_ahead and not self._is_lazy and error is None:
+            self._ends.append(self._runner.mark())
+        else:
+            self.drain()
+
+    def _ended(self) -> None:
+        if self._stepping is Phase.CO_EXECUTE:
+            if END in self._node.following:
+                self.co_executed += 1
+                return
+            # It ended where no step did: nothing is left to run.
+            self._fall_back()
+        elif self._phase is Phase.TRACE:
+            self.traces += 1
+        grown = self.graph.merge(self._trace)
+        # A step that fell back is followed by traced ones, until one of these brings nothing new.
+        fell_back = self._phase is Phase.CO_EXECUTE
+        self._phase = Phase.TRACE if grown or fell_back else Phase.CO_EXECUTE
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Steps inside do not wait at their end; operations between them, in this thread, do, and so does the end of all."""
+        if self._is_ahead or self._in_step:
+            raise RuntimeError("terra: ahead() holds steps, and stands in no step and in no other")
+        self._is_ahead = True
+        try:
+            with _Between(self):
+                yield
+        finally:
+            self._is_ahead = False
+            self._ends.clear()
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait until all that was issued has run. Raises the first error of an operation, with the place that issued it."""
+        self._commit()
+        self._runner.wait()
+
+    def lend(self) -> None:
+        """The same; from now on Python may have the memory of any tensor, or have put another in its place."""
+        self.drain()
+        self._outers.forget()
+        self._outers.lent = True
+
+    def is_here(self) -> bool:
+        """Whether this thread issues the operations: the one that entered, or autograd's for it."""
+        return threading.get_ident() == self._thread or (self._in_step and torch._C._current_autograd_node() is not None)
+
+    # -- operations ------------------------------------------------------------------------------------------------------------------
+
+    def issue(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        function = self._functions.get(operation)
+        if function is None:
+            function = self._functions[operation] = Function(operation)
+        if function.is_beside:
+            return operation(*args, **kwargs)
+        if function.is_lift and type(args[0]) is not Placeholder:
+            return args[0]
+        call = Call(function, self._outers, args, kwargs)
+        key: Key = (operation, call.template, self._sites.here())
+        self._trace.append(key)
+        node = self._found(key)
+        if call.is_host and not function.is_random:
+            return _run(operation, args, kwargs)
+        if node is not None and not call.is_awaited and not call.reaches_shared:
+            made = self._made.get(call.result_key)
+            if made is not None:
+                return self._gather(call, node, made)
+        return self._now(call, args, kwargs)
+
+    def _found(self, key: Key) -> Node | None:
+        """The node in the graph, or None where the step is traced, if it was not till now."""
+        if self._stepping is not Phase.CO_EXECUTE:
+            return None
+        node = self._node.following.get(key)
+        if node is None:
+            self._fall_back()
+        else:
+            self._node = node
+        return node
+
+    def _fall_back(self) -> None:
+        """The rest of the step runs at once."""
+        self.fallbacks += 1
+        self._stepping = Phase.TRACE
+
+    def _gather(self, call: Call, node: Node, made: Made) -> Any:
+        state = State(torch.is_grad_enabled(), torch.get_num_threads())
+        gathered = self._gathered
+        if gathered is not None and gathered.state != state:
+            self._commit()
+            gathered = None
+        if gathered is None:
+            gathered = self._gathered = Gathering(state)
+        cells = iter(gathered.add(call, node, made, self._outers, self))
+        if node.is_fork or len(gathered) >= BLOCK:
+            self._commit()
+        tensors = [leaf.tensor for leaf in call.leaves if type(leaf) is Leaf]
+        outputs = [None if form is None else tensors[form] if type(form) is int else Placeholder(next(cells)) for form in made.outputs]
+        return outputs[0] if made.is_one else (outputs or None)
+
+    def _commit(self) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            self._runner.put(self._variants.block(gathered))
+
+    def _now(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run it in this thread, when all that was issued before has run."""
+        self.drain()
+        found = _run(call.function.operation, *_values(args, kwargs))
+        return self._handed_out(call, found)
+
+    def _handed_out(self, call: Call, found: Any) -> Any:
+        """Placeholders with their values, and what of the result depends on forms alone."""
+        tensors = [leaf for leaf in call.leaves if type(leaf) is Leaf]
+        for leaf in tensors:
+            # As where the runner gets them.
+            if isinstance(leaf.source, Outer) and not leaf.source.is_shared and (leaf.is_written or not leaf.source.is_host):
+                self._outers.own(leaf.source)
+        given = {id(_value(leaf)): place for place, leaf in reversed(list(enumerate(tensors)))}
+        is_one = isinstance(found, torch.Tensor)
+        outputs = [found] if is_one else list(found) if isinstance(found, (tuple, list)) else None
+        if outputs is None or not all(each is None or isinstance(each, torch.Tensor) for each in outputs):
+            if found is None:
+                self._remember(call, tensors, Made((), False))
+            return found
+        handed: list[Any] = []
+        forms: list[Form | int | None] = []
+        for each in outputs:
+            place = None if each is None else given.get(id(each))
+            if each is None or not is_plain(each):
+                handed.append(each)
+                forms.append(None)
+            elif place is not None:
+                leaf = tensors[place]
+                if isinstance(leaf.tensor, Placeholder) and leaf.tensor.cell.form != form_of(each):
+                    leaf.tensor.become(Cell(self, form_of(each), each, leaf.tensor.cell.is_shared))
+                handed.append(leaf.tensor)
+                forms.append(place)
+            else:
+                form = form_of(each)
+                handed.append(Placeholder(Cell(self, form, each, has_shared_memory(each))))
+                forms.append(form)
+        if all(each is None or is_plain(each) for each in outputs):
+            self._remember(call, tensors, Made(tuple(forms), is_one))
+        return handed[0] if is_one else handed
+
+    def _remember(self, call: Call, tensors: Sequence[Leaf], made: Made) -> None:
+        still = all(form_of(_value(leaf)) == form for leaf, form in zip(tensors, call.forms, strict=True) if isinstance(form, Form))
+        if not call.is_awaited and not call.function.moves and still:
+            self._made.setdefault(call.result_key, made)
+
+    def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on placeholders where no step is: it runs as it is. What it makes stays a placeholder only if it looks at one."""
+        self.drain()
+        function = self._functions.setdefault(operation, Function(operation))
+        if function.makes_views or function.writes:
+            return self._handed_out(Call(function, self._outers, args, kwargs), _run(operation, *_values(args, kwargs)))
+        return _run(operation, *_values(args, kwargs))
+
+
+def _site(node: Node) -> int:
+    site = node.key[2]
+    assert isinstance(site, int)
+    return site
+
+
+def _value(leaf: Leaf) -> torch.Tensor:
+    source = leaf.source
+    return source.tensor if isinstance(source, Outer) else source.fetch()
+
+
+def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def value(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cell.fetch() if isinstance(tensor, Placeholder) else tensor
+
+    return rebuilt(args, value), {name: rebuilt(each, value) for name, each in kwargs.items()}
+
+
+def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Below autograd, which has seen it."""
+    with below_autograd():
+        return operation(*args, **kwargs)
+
+
+class _Issued(TorchDispatchMode):
+    """All operations of a step, below autograd."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._session = weakref.proxy(session)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            # A tensor that takes itself apart does so first, and comes back as operations on others.
+            if kind is not Placeholder and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                return NotImplemented
+        return self._session.issue(func, args, kwargs or {})
+
+
+class _Between(TorchDispatchMode):
+    """Operations between steps that do not wait."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._session = session
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._session._in_step:
+            self._session.drain()
+        return func(*args, **(kwargs or {}))

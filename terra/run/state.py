@@ -1,0 +1,65 @@
+"""What kernels read besides their arguments. In: the issuing thread's settings. Out: the same ones where the operation runs.
+
+Settings of a thread travel with each block. What is one for the whole process (the random generator, flags that choose kernels) cannot:
+who reads or sets it in Python waits until all that was issued before has run (`terra.run.guards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class State(NamedTuple):
+    """Settings that torch keeps for each thread."""
+
+    with_gradients: bool
+    num_threads: int
+
+
+def current() -> State:
+    return State(torch.is_grad_enabled(), torch.get_num_threads())
+
+
+def apply(state: State) -> None:
+    """In the thread that runs operations."""
+    if torch.is_grad_enabled() is not state.with_gradients:
+        torch._C._set_grad_enabled(state.with_gradients)
+    if torch.get_num_threads() != state.num_threads:
+        torch.set_num_threads(state.num_threads)
+
+
+# Where programs and torch itself look up what sets a flag for kernels.
+_FLAGS = (
+    *("_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory", "_set_default_dtype"),
+    *("_set_mkldnn_enabled", "_set_mkldnn_deterministic", "_set_float32_matmul_precision", "_set_fp32_precision_setter"),
+    *("_set_cudnn_enabled", "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_allow_tf32", "_set_cublas_allow_tf32"),
+    *("_set_sdp_use_flash", "_set_sdp_use_math", "_set_sdp_use_mem_efficient", "_set_sdp_use_cudnn", "_set_nnpack_enabled"),
+    *("set_num_threads", "set_flush_denormal"),
+)
+SETTERS: tuple[tuple[Any, str], ...] = (
+    *((torch._C, name) for name in _FLAGS if hasattr(torch._C, name)),
+    (torch, "set_num_threads"),
+    (torch, "set_flush_denormal"),
+)
+_OF_GENERATORS = ("get_state", "set_state", "manual_seed", "seed", "initial_seed", "graphsafe_get_state", "graphsafe_set_state")
+
+
+class Generator:
+    """Stands where `torch.random` and `torch.cuda` look up a default generator; `before` is called before its state is read or set."""
+
+    def __init__(self, generator: torch.Generator, before: Callable[[], None]) -> None:
+        self.generator, self._before = generator, before
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.generator, name)
+        if name not in _OF_GENERATORS:
+            return found
+
+        def waiting(*args: Any) -> Any:
+            self._before()
+            return found(*(each.cell.fetch() if hasattr(each, "cell") else each for each in args))
+
+        return waiting
