@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from terra.audit.record import Recorder
 from terra.audit.report import text
 from terra.audit.run import unseen
 
+# Without a GPU its functions stand in for torch's. By its name: whoever imports it says that there is no GPU.
+_STAND_IN = str(Path(__file__).with_name("cpu_runtime.py"))
 # Optimizers make their state in the first iteration, and modules their buffers.
 _WARM_UP_ITERATIONS = 1
 
@@ -32,7 +35,7 @@ class StageAudit:
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        self._recorder = Recorder()
+        self._recorder = Recorder(through=(_STAND_IN,))
         self._num_iterations = 0
         # By chunk: how many forwards were looked at, and how many backwards.
         self._begun: dict[int, int] = {}

@@ -236,7 +236,8 @@ def _replace_moves() -> None:
     def type_name(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
         # Megatron's optimizer sorts parameters by this name and asserts on any other.
         if dtype is None:
-            return plain_type(self).replace("torch.", "torch.cuda.", 1)
+            # A torch function mode finds this function by the name of the plain one, and comes through here a second time.
+            return plain_type(self).replace("torch.cuda.", "torch.", 1).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return plain_type(self, dtype, **kwargs)

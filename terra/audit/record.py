@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,12 +87,13 @@ class Recorder:
         with recorder.step(0):
             ...
     ```
-    Operations outside of a step run and are not recorded. One thread at a time, and what autograd runs for it.
+    Operations outside of a step run and are not recorded. One thread at a time, and what autograd runs for it. `through`: files whose
+    functions stand in for torch's: what they issue stands at the line that called them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, through: Iterable[str] = ()) -> None:
         self.steps: dict[object, Step] = {}
-        self._places = Places()
+        self._places = Places(through)
         self._now: Step | None = None
         # Memory from outside is kept while recording: else another tensor could come to lie there and pass for the same.
         self._given: dict[int, tuple[torch.UntypedStorage, Given]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -55,9 +55,13 @@ UNKNOWN = Place("<unknown>", 0, "?")
 
 
 class Places:
-    """The places of one program; remembers of every forward operation where it was, for its backward."""
+    """The places of one program; remembers of every forward operation where it was, for its backward.
 
-    def __init__(self) -> None:
+    `through`: files whose functions stand in for torch's, and hand calls on. What they call is called by whoever called them.
+    """
+
+    def __init__(self, through: Iterable[str] = ()) -> None:
+        self._through = frozenset(through)
         self._lines: dict[tuple[CodeType, int, CodeType | None, int], Place] = {}
         self._forwards: dict[int, Place] = {}
 
@@ -86,6 +90,8 @@ class Places:
         inner, outer = None, None
         for frame in _frames(sys._getframe(1)):
             file = frame.f_code.co_filename
+            if file in self._through:
+                continue
             if in_node and _ENGINE in frame.f_code.co_names:
                 return None
             if not file.startswith(_TORCH):

@@ -34,9 +34,41 @@ def test_stages_are_looked_at_and_train_as_they_would(tmp_path: Path) -> None:
         assert said[0].startswith("3 micro-batches of "), log[-3000:]
         # Samples are made of numbers that Python holds, and the stage in the middle has none.
         assert any("gpt_dataset.py" in line for line in said) == (rank != 1)
+        # What stands in for a GPU here is no line of the stage.
+        assert not any("cpu_runtime.py" in line for line in said)
+        # The check of losses, which Megatron wants off with a graph of a whole iteration (its issue 2056).
+        assert any("rerun_state_machine.py" in line for line in said) == (rank == 2)
         # Around dropout in attention Megatron's tracker compares states of random numbers on the host.
         assert any("tensor_parallel/random.py" in line for line in said)
     assert "terra: rank 0, chunk 0" not in plain[0]
+
+
+def findings(log: str, rank: int) -> set[tuple[str, str]]:
+    """Of chunk 0: where something was found, by the last two parts of its file's path, and what kind."""
+    said = [line.partition(f"terra: rank {rank}, chunk 0: ")[2] for line in log.splitlines()]
+    found, file = set(), ""
+    for line in said:
+        if line.startswith("  "):
+            found.add((file, line.strip().partition(":")[0]))
+        else:
+            file = "/".join(line.rpartition(":")[0].split("/")[-2:])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_a_stage_is_told_what_upstreams_issues_report(tmp_path: Path) -> None:
+    """docs/terra.md has the threads."""
+    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall")
+    recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    stage = (*TINY, "--num-layers", "2", "--global-batch-size", "10", *ITERATIONS, "--terra-audit", "3")
+    outcome = finish(start(1, [*LAUNCH, *stage, *experts, *recompute], tmp_path, _free_ports(1)[0]), tmp_path, 240)
+    assert outcome.codes == [0], outcome.logs[0][-3000:]
+    found = findings(outcome.logs[0], 0)
+    # Losses are checked; tokens of an expert are counted on the host, and there are as many as the router says; recomputing sets states.
+    assert {("core/rerun_state_machine.py", "host reads"), ("moe/moe_utils.py", "host reads")} <= found
+    assert {("moe/moe_utils.py", "scalar changes"), ("moe/moe_utils.py", "shape varies")} <= found
+    assert ("tensor_parallel/random.py", "random state set") in found
 
 
 @pytest.mark.timeout(90)

@@ -21,8 +21,9 @@ startup.prepare()
 import torch
 from torch.autograd import Variable
 
-from megatron.scheduling import audit
+from megatron.scheduling import audit, cpu_runtime
 from megatron.scheduling.audit import StageAudit
+from terra import Recorder
 
 
 class Stage:
@@ -105,7 +106,17 @@ def a_training_too_short_says_so() -> None:
     assert said == "bpipe: --terra-audit looks at micro-batches of the second iteration, and there was none\n"
 
 
+def what_stands_in_for_a_gpu_is_looked_at_unchanged() -> None:
+    """A mode of torch's finds a replaced method by the plain one's name: a type was called torch.cuda.cuda, which the optimizer refuses."""
+    with Recorder().running():
+        assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+    # Known by its path: where there is a GPU, importing it would say that there is none.
+    assert cpu_runtime.__file__ == audit._STAND_IN
+    assert "cpu_runtime" not in vars(audit)
+
+
 if __name__ == "__main__":
+    what_stands_in_for_a_gpu_is_looked_at_unchanged()
     what_comes_from_neighbours_is_no_finding()
     a_number_of_the_forward_is_found_there_and_in_its_backward()
     a_training_too_short_says_so()
