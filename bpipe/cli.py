@@ -18,8 +18,9 @@ from pathlib import Path
 
 from bpipe import __version__
 from bpipe.check.deadlock import Waits, blocked_ranks
-from bpipe.commands.parser import AUTO, Parser, costs, counted, group_size, hop, numbers, positive, share
+from bpipe.commands.parser import Parser
 from bpipe.commands.times import times_of, unit_costs
+from bpipe.flag_types import AUTO, costs, counted, group_size, hop, numbers, positive, share
 from bpipe.generate.families import (
     FAMILIES,
     exchange_of,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.commands.flags import print_json
-from bpipe.commands.parser import positive
+from bpipe.flag_types import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

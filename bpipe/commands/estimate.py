@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bpipe.commands.flags import print_json
-from bpipe.commands.parser import positive, seconds
+from bpipe.flag_types import positive, seconds
 from bpipe.plan.estimate import estimate, iteration_seconds, verdict
 
 

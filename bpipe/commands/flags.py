@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.commands.parser import positive
+from bpipe.flag_types import positive
 from bpipe.models.cluster import DEVICES, Cluster, parse_cluster
 from bpipe.models.cluster_file import SUFFIXES, read_cluster
 from bpipe.models.flops import FORMULAS

@@ -11,8 +11,8 @@ from typing import Any
 
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
-from bpipe.commands.parser import positive
 from bpipe.commands.simulate import setup_of
+from bpipe.flag_types import positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile

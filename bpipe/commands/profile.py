@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from bpipe.commands.flags import add_model_arguments, model_of
-from bpipe.commands.parser import positive
+from bpipe.flag_types import positive
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import ATTENTION, PRECISIONS, RECOMPUTE, Setup
 from bpipe.plan.megatron_flags import megatron_flags

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
-from bpipe.commands.parser import numbers, positive
+from bpipe.flag_types import numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, default, that_take_delays, that_take_groups
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup, split_layers

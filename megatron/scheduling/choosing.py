@@ -57,9 +57,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     balance = balance_of(args.bpipe, args.bpipe_bound)
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(f"--bpipe-bound {_listed(args.bpipe_bound)} says how to balance: give --bpipe, too, or leave it out")
-    # Fewer layers for the last stage are a layout, which Megatron has by now.
-    whole = args.bpipe_vocabulary in (None, REDISTRIBUTE)
-    vocabulary = Vocabulary.WHOLE if whole else Vocabulary(args.bpipe_vocabulary)
+    vocabulary = vocabulary_of(args)
     if name not in FAMILIES:
         if vocabulary is not Vocabulary.WHOLE:
             raise ValueError(f"--bpipe-vocabulary {vocabulary.value}: --bpipe-schedule {name} is a file; choose from {that_take_shards()}")
@@ -99,6 +97,13 @@ def balance_of(balance: bool, bounds: tuple[int, ...] | None) -> BalanceConfig |
 
 def _listed(bounds: tuple[int, ...]) -> str:
     return ",".join(map(str, bounds))
+
+
+def vocabulary_of(args: Any) -> Vocabulary:
+    """How the output layer is split."""
+    # Fewer layers for the last stage are a layout, which Megatron has by now.
+    whole = args.bpipe_vocabulary in (None, REDISTRIBUTE)
+    return Vocabulary.WHOLE if whole else Vocabulary(args.bpipe_vocabulary)
 
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:

@@ -49,7 +49,7 @@ def _or_end() -> Iterator[None]:
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse_args)
     def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron.scheduling.arguments import add_arguments
+        from megatron.scheduling.flags import add_arguments
 
         def provider(parser: Any) -> Any:
             starting.refuse_once(parser)

@@ -34,9 +34,9 @@ _INNER, _LAST, _NUM_STAGES = 1, 2, 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's parser with our flags and those of this program."""
-    from megatron.scheduling import arguments
+    from megatron.scheduling import flags
 
-    group = arguments.add_arguments(parser).add_argument_group("profile")
+    group = flags.add_arguments(parser).add_argument_group("profile")
     group.add_argument("--profile-micro-batches", type=_positive, nargs="+", default=[1, 2, 4], metavar="N", help="sizes to time")
     group.add_argument("--profile-layers", type=_positive, default=1, metavar="N", help="layers to time; readers scale to a stage's own")
     group.add_argument("--profile-repeats", type=_positive, default=5, metavar="N", help="the median of N runs counts")

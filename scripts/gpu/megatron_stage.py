@@ -141,9 +141,10 @@ def _half(until: float) -> float:
 
 @contextmanager
 def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
-    from megatron.scheduling import arguments, one_stage
+    from megatron.scheduling import flags as ours
+    from megatron.scheduling import one_stage
 
-    args = one_stage.parse(flags, arguments.add_arguments)
+    args = one_stage.parse(flags, ours.add_arguments)
     # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them with.
     with one_stage.stage(args, 1) as model:
         # Megatron's wrapper for data parallelism: its wheel has no types.

@@ -16,7 +16,7 @@ import pytest
 
 import bpipe
 from bpipe.cli import COMMANDS, _parsers, main
-from bpipe.commands.parser import positive
+from bpipe.flag_types import positive
 from bpipe.ir.document import read_json
 from bpipe.ir.grid import read_grid
 from bpipe.ir.text import read_csv

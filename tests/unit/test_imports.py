@@ -24,6 +24,7 @@ MAY: dict[str, set[str]] = {
     "placement": set(),
     "vocabulary": set(),
     "ir": {"values"},
+    "flag_types": {"ir"},
     "generate": {"ir"},
     "passes": {"ir", "generate.place"},
     "check": {"ir", "passes.lower"},
@@ -40,10 +41,21 @@ MAY: dict[str, set[str]] = {
     "compare": {"values", "record.format", "record.keys"},
     "draw": {"ir", "simulate.report"},
     "commands": {
-        *("names", "ir", "generate.families", "generate.family", "generate.timing", "program", "simulate", "models", "plan"),
+        *("names", "ir", "flag_types", "generate.families", "generate.family", "generate.timing", "program", "simulate", "models", "plan"),
         *("record", "report", "report.out", "compare", "draw"),
     },
-    "cli": {"ir", "generate.families", "passes.align", "passes.answered", "check.deadlock", "program", "read", "draw", "commands"},
+    "cli": {
+        "ir",
+        "flag_types",
+        "generate.families",
+        "passes.align",
+        "passes.answered",
+        "check.deadlock",
+        "program",
+        "read",
+        "draw",
+        "commands",
+    },
     "__main__": {"cli"},
 }
 

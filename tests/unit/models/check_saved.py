@@ -34,7 +34,7 @@ from megatron.scheduling import one_stage, startup
 with contextlib.redirect_stdout(io.StringIO()):
     startup.prepare()
 
-from megatron.scheduling.arguments import add_arguments
+from megatron.scheduling.flags import add_arguments
 
 GPT = gpt("gpt", 4, 64, 4, 256, 32)
 LLAMA = replace(

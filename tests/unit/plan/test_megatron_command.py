@@ -207,7 +207,7 @@ import argparse, contextlib, io, json
 with contextlib.redirect_stdout(io.StringIO()):
     from megatron.scheduling import launch
     launch.prepare()
-    from megatron.scheduling.arguments import add_arguments
+    from megatron.scheduling.flags import add_arguments
     from megatron.training.arguments import add_megatron_arguments
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 def plain(value):

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from bpipe.generate.families import FAMILIES
-from megatron.scheduling.arguments import SchedulingConfig, add_arguments
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.flags import add_arguments
 from megatron.scheduling.patches import PATCHES
 from megatron.scheduling.refusals import PLACED, REFUSALS, SHARDED, Refusal
 from megatron.scheduling.upstream import TRIED_VERSIONS

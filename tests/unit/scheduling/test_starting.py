@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.scheduling import starting
-from megatron.scheduling.arguments import add_arguments
+from megatron.scheduling.flags import add_arguments
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megatron.scheduling import placement, upstream
-from megatron.scheduling.arguments import add_arguments, config_from_args
+from megatron.scheduling.arguments import config_from_args
+from megatron.scheduling.flags import add_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [*sorted((ROOT / "megatron/scheduling").glob("*.py")), ROOT / "pretrain_gpt.py"]
