@@ -18,6 +18,7 @@ from bpipe.models.cluster_file import SUFFIXES, read_cluster
 from bpipe.models.flops import FORMULAS
 from bpipe.models.layout import ATTENTION, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS, Model, find_model
+from bpipe.models.switches import HELP, SWITCHES, Switches, flag_of
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
 _SWITCHES = {
@@ -56,7 +57,8 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=PRECISIONS, help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
     add("--kernels", choices=KERNELS, default="gpu", help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)")
     add("--no-distributed-optimizer", action="store_true", help="every replica holds the whole optimizer state (default: ZeRO-1)")
-    add("--overlap-grad-reduce", action="store_true", help="gradients are reduced beside computations, as Megatron's flag has it")
+    for name, text in HELP.items():
+        add(flag_of(name), action="store_true", help=f"{text}, as Megatron's flag has it")
     add("--flops-formula", choices=FORMULAS, default="megatron", help="whose FLOPs MFU counts (default megatron)")
 
 
@@ -79,6 +81,10 @@ def model_of(options: argparse.Namespace) -> Model:
         )
     sizes = {"name": "custom", "num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden, **changes}
     return Model(**{field.name: sizes[field.name] for field in fields(Model) if field.name in sizes})
+
+
+def switches_of(options: argparse.Namespace) -> Switches:
+    return Switches(**{name: getattr(options, name) for name in SWITCHES})
 
 
 def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Cluster:

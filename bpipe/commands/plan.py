@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
+from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json, switches_of
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
 from bpipe.commands.simulate import setup_of
 from bpipe.flag_types import positive
@@ -85,7 +85,7 @@ def run(asked: argparse.Namespace) -> int:
         kernels=options.kernels,
         profile=None if options.profile is None else read_profile(options.profile),
         formula=options.flops_formula,
-        overlap_grad_reduce=options.overlap_grad_reduce,
+        switches=switches_of(options),
     )
     bar = _Bar()
     outcome = search(space, max(options.rows, row or 0), bar.show)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json
+from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json, switches_of
 from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
 from bpipe.flag_types import numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, default, that_take_delays, that_take_groups
@@ -121,7 +121,7 @@ def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None
         # A launch as it stands splits nothing.
         vocabulary_parallel=getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
         input_shards=getattr(options, "input_shards", False),
-        overlap_grad_reduce=options.overlap_grad_reduce,
+        switches=switches_of(options),
         bounds=bounds,
     )
 

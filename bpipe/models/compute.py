@@ -15,7 +15,7 @@ from bpipe.ir.hosts import halved, mirrored
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
-from bpipe.models.memory import shard_parameters, stage_parameters
+from bpipe.models.memory import parameter_bytes, shard_parameters, stage_parameters
 from bpipe.models.saved import (
     STATISTICS,
     STATISTICS_BYTES,
@@ -128,7 +128,7 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
 
 def _accumulated(setup: Setup) -> float:
     """Bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
-    return 2 * (2 if setup.precision == "fp16" else 4) * setup.model.sharded_layer_parameters / setup.tensor
+    return 2 * parameter_bytes(setup)[1] * setup.model.sharded_layer_parameters / setup.tensor
 
 
 def _gather_s(setup: Setup, rates: _Rates) -> float:
@@ -197,8 +197,7 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
     rates, element = _Rates.of(setup), element_bytes(setup)
     tokens = 3 * element * num_tokens(setup) * setup.model.hidden_size / rates.memory
     rows = setup.vocabulary / (setup.vocabulary_shards if setup.input_shards else setup.tensor)
-    kept = 2 if setup.precision == "fp16" else 4
-    return tokens, tokens + 2 * (element + kept) * rows * setup.model.hidden_size / rates.memory
+    return tokens, tokens + 2 * (element + parameter_bytes(setup)[1]) * rows * setup.model.hidden_size / rates.memory
 
 
 def links(setup: Setup) -> Links:
@@ -218,19 +217,21 @@ def one_sided(links: Links, partners: Sequence[int]) -> frozenset[int]:
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     """For every stage, reducing its gradients over replicas with gathering its weights again, and updating them.
 
-    Where reductions are overlapped, weights are still gathered behind the update. A rank's shards count with its first stage.
+    Where only reductions are overlapped, weights are still gathered behind the update. Where gathering is, too, it hides: the first rank
+    waits for the weights of its first layers, the others wait longer for their first input. A rank's shards count with its first stage.
     """
     device, d = setup.cluster.device, setup.replicas
-    weight, gradient = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}[setup.precision]
+    weight, gradient, *_ = parameter_bytes(setup)
+    gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     bandwidth = (device.inside_bytes_per_s if setup.replicas_share_nodes() else device.between_bytes_per_s) * LINK_EFFICIENCY
     rows = []
     for stage, own in enumerate(stage_parameters(setup)):
         count = own + (shard_parameters(setup) if stage < setup.pipeline else 0)
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * count * (d - 1) / d / bandwidth
-        gathered = weight * count * (d - 1) / d / bandwidth if setup.distributed_optimizer else 0.0
+        gathered = weight * count * (d - 1) / d / bandwidth if gathers else 0.0
         mine = count / (d if setup.distributed_optimizer else 1)
         updated = UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
-        rows.append((reduced, gathered + updated) if setup.overlap_grad_reduce else (reduced + gathered, updated))
+        rows.append((reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated))
     return tuple(rows)
 
 
@@ -272,7 +273,7 @@ def predict_costs(setup: Setup) -> Costs:
         exchange_of(setup.schedule).predicted,
         # With two pipes mirror images have nothing for each other.
         one_sided(joined, (halved if setup.num_pipes > 1 else mirrored)(setup.pipeline)),
-        eager=setup.overlap_grad_reduce,
+        eager=setup.switches.overlap_grad_reduce,
         replicas_apart=not setup.replicas_share_nodes(),
     )
     if not setup.is_sharded:

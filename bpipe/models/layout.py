@@ -6,7 +6,7 @@ Knows bytes and seconds of nothing. Legend of the messages: t tensor parallel, p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from bpipe.generate.families import FAMILIES, default
@@ -14,6 +14,7 @@ from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
+from bpipe.models.switches import Switches
 from bpipe.placement import Topology, pair_adjacent
 from bpipe.program import BALANCES, ScheduleConfig, balancing
 
@@ -47,7 +48,7 @@ class Setup:
     what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `group` and `delay` are what some
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
-    it. The last stage may have no layer besides the output layer. `overlap_grad_reduce`: gradients are reduced beside computations.
+    it. The last stage may have no layer besides the output layer.
     `bounds`: where it is balanced, the most micro-batches of a chunk that ranks hold, one number for all or one for each; by default the
     fewest that all pairs can keep.
 
@@ -76,7 +77,7 @@ class Setup:
     keep_weights_halves: str = KEPT_HALVES[0]
     vocabulary_parallel: str = Vocabulary.WHOLE.value
     input_shards: bool = False
-    overlap_grad_reduce: bool = False
+    switches: Switches = field(default_factory=Switches)
     bounds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +98,10 @@ class Setup:
             raise ValueError(f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers in all")
         if self.is_sharded and self.model.tied_embedding and not self.input_shards:
             raise ValueError(f"{self.model.name} ties the embedding to the output layer: split it, too, with input shards")
+        if self.switches.overlap_param_gather and not self.distributed_optimizer:
+            raise ValueError("--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two out")
+        if self.switches.grad_reduce_in_bf16 and self.precision != "bf16":
+            raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {self.precision}: leave it out")
 
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices

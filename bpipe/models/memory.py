@@ -86,6 +86,11 @@ class RankMemory:
         return self.peak_bytes <= self.limit_bytes
 
 
+def parameter_bytes(setup: Setup) -> tuple[int, int, int, int]:
+    """A row of `PARAMETER_BYTES`: with gradients in 16 bit bf16 has what fp16 has."""
+    return PARAMETER_BYTES["fp16" if setup.switches.grad_reduce_in_bf16 else setup.precision]
+
+
 def stage_parameters(setup: Setup) -> tuple[int, ...]:
     """Parameters of every stage on one device."""
     model, t = setup.model, setup.tensor
@@ -258,7 +263,7 @@ def state_bytes(setup: Setup) -> int:
 
 
 def _state_bytes(setup: Setup, num_parameters: int) -> int:
-    weight, gradient, state, _ = PARAMETER_BYTES[setup.precision]
+    weight, gradient, state, _ = parameter_bytes(setup)
     replicas = setup.replicas if setup.distributed_optimizer else 1
     return (weight + gradient) * num_parameters + shared(state * num_parameters, replicas) + overhead_bytes(setup)
 
@@ -281,7 +286,7 @@ def least_bytes(setup: Setup) -> int:
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
     """One a rank. What a transfer moves is taken to be all that a micro-batch saves."""
     held_by_rank = activations(setup)
-    weight, gradient, state, update = PARAMETER_BYTES[setup.precision]
+    weight, gradient, state, update = parameter_bytes(setup)
     replicas = setup.replicas if setup.distributed_optimizer else 1
     working, overhead = working_bytes(setup), overhead_bytes(setup)
     rows = []

@@ -36,7 +36,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,
-        "overlap_grad_reduce": setup.overlap_grad_reduce,
+        **asdict(setup.switches),
         **({"group": setup.group_size} if setup.group is not None or (family.takes_groups and family.splits) else {}),
         **({"delay": setup.delay} if family.takes_delay else {}),
         **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.text import TextError, read_numbers
 from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, padded_vocabulary, redistribute_layers
+from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -52,7 +53,8 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
     **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
     **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
-    **dict.fromkeys(("--use-distributed-optimizer", "--overlap-grad-reduce", "--bpipe", "--use-flash-attn"), True),
+    **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
+    **dict.fromkeys(map(flag_of, SWITCHES), True),
 }
 
 _EXPERTS, _OFFLOAD, _FSDP, _LOW = "mixtures of experts", "offloading", "sharding by FSDP", "8-bit and 4-bit training"
@@ -336,7 +338,7 @@ def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "attention": _attention(found, notes),
         "precision": "fp16" if found.fp16 else "bf16" if found.bf16 else "fp32",
         "no_distributed_optimizer": not found.use_distributed_optimizer,
-        "overlap_grad_reduce": found.overlap_grad_reduce,
+        **{name: getattr(found, name) for name in SWITCHES},
     }
 
 

@@ -81,6 +81,4 @@ def _memory(setup: Setup) -> list[str]:
         flags.append(f"--{setup.precision}")
     if setup.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
-    if setup.overlap_grad_reduce:
-        flags.append("--overlap-grad-reduce")
-    return flags
+    return [*flags, *setup.switches.said]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bpipe.generate.families import DEFAULTS, FAMILIES
@@ -17,6 +17,7 @@ from bpipe.models.cluster import Cluster
 from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
 from bpipe.models.model import Model
 from bpipe.models.profile import Profile
+from bpipe.models.switches import Switches
 from bpipe.program import BALANCES
 
 
@@ -41,7 +42,7 @@ class Space:
     kernels: str = "gpu"
     profile: Profile | None = None
     formula: str = "megatron"
-    overlap_grad_reduce: bool = False
+    switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
         for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
@@ -111,7 +112,7 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                             precision=space.precision,
                             distributed_optimizer=space.distributed_optimizer,
                             kernels=space.kernels,
-                            overlap_grad_reduce=space.overlap_grad_reduce,
+                            switches=space.switches,
                         )
 
 

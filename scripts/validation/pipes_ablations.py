@@ -25,6 +25,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.compute import update_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
+from bpipe.models.switches import Switches
 from bpipe.plan.predict import costs_of
 from bpipe.program import build
 from bpipe.simulate.cost import Costs
@@ -46,7 +47,7 @@ def setup_of(num_microbatches: int, eager: bool = True) -> Setup:
         layers=(6,) * RANKS * CHUNKS,
         schedule="bitpipe",
         chunks=CHUNKS,
-        overlap_grad_reduce=eager,
+        switches=Switches(overlap_grad_reduce=eager),
     )
 
 

@@ -12,6 +12,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
+from bpipe.models.switches import Switches
 from bpipe.plan.predict import simulation_of
 from scripts.validation import pipes_ablations
 
@@ -55,7 +56,7 @@ def test_the_table_of_when_to_take_it(vocabulary: int) -> None:
             schedule=schedule,
             chunks=v,
             group=group,
-            overlap_grad_reduce=True,
+            switches=Switches(overlap_grad_reduce=True),
         )
         fullest = max(rank.peak_bytes for rank in predict_memory(setup)) / 2**30
         cells.append(f"{float(simulation_of(setup).makespan_s):.2f} s, {fullest:.1f}")

@@ -15,6 +15,7 @@ from bpipe.models.compute import predict_costs, update_seconds
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import predict_memory, rank_parameters, stage_parameters, working_bytes
 from bpipe.models.model import PRESETS
+from bpipe.models.switches import Switches
 from bpipe.plan.predict import costs_of, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import lower_bound_s
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -79,13 +80,13 @@ def test_what_two_pipes_cannot_take_is_refused() -> None:
 def test_pairs_reduce_what_one_pipeline_alone_would_not() -> None:
     """32-bit gradients are scattered, half of them to each, and 16-bit weights gathered: lazily together, eagerly with the update."""
     assert all(reduction == 0 for reduction, _ in update_seconds(setup("1f1b")))
-    lazy, eager = update_seconds(setup()), update_seconds(setup(overlap_grad_reduce=True))
+    lazy, eager = update_seconds(setup()), update_seconds(setup(switches=Switches(overlap_grad_reduce=True)))
     assert all(one > 0 for one, _ in lazy)
     for (reduced, updated), (scattered, gathered) in zip(lazy, eager, strict=True):
         assert scattered == pytest.approx(2 / 3 * reduced)
         assert scattered + gathered == pytest.approx(reduced + updated)
     for name, v in TWO_PIPES[1:]:
-        times = [simulation_of(setup(name, v, overlap_grad_reduce=overlap)) for overlap in (False, True)]
+        times = [simulation_of(setup(name, v, switches=Switches(overlap_grad_reduce=overlap))) for overlap in (False, True)]
         assert times[1].exposed_reduction_s < times[0].exposed_reduction_s
         assert times[1].makespan_s < times[0].makespan_s
         assert times[1].pipeline_s == times[0].pipeline_s
@@ -111,7 +112,9 @@ def test_hosts_are_in_the_same_half_wherever_anything_moves() -> None:
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_steady_phase_of_two_pipes_is_continued(name: str, v: int, balance: str, overlap: bool) -> None:
-    mine = setup(name, v, global_batch=48, pipeline=4, cluster="a100-80g:1x4", balance=balance, overlap_grad_reduce=overlap)
+    mine = setup(
+        name, v, global_batch=48, pipeline=4, cluster="a100-80g:1x4", balance=balance, switches=Switches(overlap_grad_reduce=overlap)
+    )
     whole, steady = whole_timing(simulation_of(mine)), steady_timing(mine, costs_of(mine))
     assert steady.simulated < 48
     assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-6)

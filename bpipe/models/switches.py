@@ -1,0 +1,38 @@
+"""Hold the switches of a training that decide how long it takes and what it holds, each named as Megatron's flag. In: yes or no.
+
+A switch stands here once: commands offer it, launches are read and written with it, predictions ask it. Knows no sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+
+def _switch(text: str) -> bool:
+    """One that is off unless it is said; `text` is the help of the commands."""
+    switch: bool = field(default=False, metadata={"help": text})
+    return switch
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    overlap_grad_reduce: bool = _switch("gradients are reduced beside computations")
+    overlap_param_gather: bool = _switch("updated weights are gathered beside the next forwards")
+    grad_reduce_in_bf16: bool = _switch("with bf16: gradients are summed and reduced in 16 bit, not in 32")
+
+    def __post_init__(self) -> None:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("--overlap-param-gather needs --overlap-grad-reduce: give both")
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Those that are on, as Megatron's flags."""
+        return tuple(flag_of(name) for name in SWITCHES if getattr(self, name))
+
+
+SWITCHES = tuple(one.name for one in fields(Switches))
+HELP: dict[str, str] = {one.name: one.metadata["help"] for one in fields(Switches)}
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

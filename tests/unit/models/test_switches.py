@@ -1,0 +1,76 @@
+"""What Megatron's switches change of times and bytes, that contradictions are refused, and that each stands in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.compute import predict_costs, update_seconds
+from bpipe.models.layout import Setup
+from bpipe.models.memory import predict_memory
+from bpipe.models.model import PRESETS
+from bpipe.models.switches import SWITCHES, Switches
+from bpipe.plan.document import configuration
+from bpipe.plan.megatron_command import read_command
+from bpipe.plan.megatron_flags import megatron_flags
+
+
+def setup(*on: str, **changes: Any) -> Setup:
+    sizes = {"tensor": 2, "pipeline": 4, "micro_batch": 1, "global_batch": 32, "sequence": 2048, "layers": (10,) * 4}
+    switches = Switches(**dict.fromkeys(on, True))
+    return Setup(PRESETS["gpt3-13b"], parse_cluster("a100-80g:4x8"), **{**sizes, "switches": switches, **changes})
+
+
+def test_gradients_in_16_bit_take_half_of_the_bytes_and_a_copy_at_the_update() -> None:
+    usual, halved = predict_memory(setup())[1], predict_memory(setup("grad_reduce_in_bf16"))[1]
+    assert 2 * halved.gradients_bytes == usual.gradients_bytes
+    # A 32-bit copy of this replica's quarter, beside 12 bytes a parameter of state.
+    assert (usual.update_bytes, 3 * halved.update_bytes) == (0, halved.optimizer_bytes)
+    assert halved.optimizer_bytes == usual.optimizer_bytes
+    assert halved == predict_memory(setup(precision="fp16"))[1]
+
+
+def test_gradients_in_16_bit_are_accumulated_and_reduced_in_half_the_time() -> None:
+    """Of 4-byte gradients and 2-byte weights two thirds of the reduction are gradients'."""
+    (usual, updated), *_ = update_seconds(setup())
+    (halved, again), *_ = update_seconds(setup("grad_reduce_in_bf16"))
+    assert halved == pytest.approx(usual * (2 + 2) / (4 + 2))
+    assert again == updated
+    assert predict_costs(setup("grad_reduce_in_bf16")).stages[1].backward_s < predict_costs(setup()).stages[1].backward_s
+
+
+def test_what_is_gathered_beside_forwards_takes_no_time_of_its_own() -> None:
+    (reduced, behind), *_ = update_seconds(setup("overlap_grad_reduce"))
+    (also_reduced, update), *_ = update_seconds(setup("overlap_grad_reduce", "overlap_param_gather"))
+    (serial, _), *_ = update_seconds(setup())
+    assert also_reduced == reduced
+    # What is left is the update alone; gathering was the serial sum's other part.
+    assert behind - update == pytest.approx(serial - reduced)
+
+
+@pytest.mark.parametrize(
+    ("on", "changes", "message"),
+    [
+        (("overlap_param_gather",), {}, "--overlap-param-gather needs --overlap-grad-reduce"),
+        (("overlap_grad_reduce", "overlap_param_gather"), {"distributed_optimizer": False}, "is for the distributed optimizer"),
+        (("grad_reduce_in_bf16",), {"precision": "fp16"}, "--grad-reduce-in-bf16 is for bf16, the precision is fp16"),
+    ],
+)
+def test_contradictions_are_refused(on: tuple[str, ...], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        setup(*on, **changes)
+
+
+def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    mine = setup(*SWITCHES)
+    flags = megatron_flags(mine)
+    options = read_command(flags).options
+    assert all(options[name] is True and configuration(mine)[name] is True for name in SWITCHES)
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    offered = capsys.readouterr().out
+    assert all(flag in offered and flag in flags for flag in mine.switches.said)
+    assert len(mine.switches.said) == len(SWITCHES)
