@@ -6,6 +6,7 @@ Knows bytes and seconds of nothing. Legend of the messages: t tensor parallel, p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -48,7 +49,7 @@ class Setup:
     what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `group` and `delay` are what some
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
-    it. The last stage may have no layer besides the output layer.
+    it. Of several stages the first may have the embedding and no layer, the last the output layer and none.
     `bounds`: where it is balanced, the most micro-batches of a chunk that ranks hold, one number for all or one for each; by default the
     fewest that all pairs can keep.
 
@@ -93,8 +94,8 @@ class Setup:
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
-        least = (*self.layers[:-1], self.layers[-1] + (self.pipeline > 1))
-        if len(self.layers) != self.pipeline * self.chunks or sum(self.layers) != self.model.num_layers or min(least) < 1:
+        whole = len(self.layers) == self.pipeline * self.chunks and sum(self.layers) == self.model.num_layers
+        if not whole or without_layers(self.layers) is not None:
             raise ValueError(f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers in all")
         if self.is_sharded and self.model.tied_embedding and not self.input_shards:
             raise ValueError(f"{self.model.name} ties the embedding to the output layer: split it, too, with input shards")
@@ -267,6 +268,12 @@ def _paired_places(tensor: int, pipeline: int, data: int, devices_per_node: int)
             nodes[rank, replica] = place // devices_per_node
     shared = all(len({nodes[one, replica] for replica in range(data) for one in (rank, pipeline - 1 - rank)}) == 1 for rank in range(half))
     return tuple(nodes[rank, 0] for rank in range(pipeline)), shared
+
+
+def without_layers(layers: Sequence[int]) -> int | None:
+    """The first stage without a layer that needs one: of several the first may have the embedding alone, the last the output layer."""
+    ends = (0, len(layers) - 1) if len(layers) > 1 else ()
+    return next((stage for stage, num in enumerate(layers) if num < (stage not in ends)), None)
 
 
 def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from itertools import groupby
 
+from bpipe.models.layout import without_layers
+
 LAYERS_OF_A_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -136,7 +138,6 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
 
 
 def _refuse_empty(layers: list[int]) -> None:
-    """Of several stages the last may have the output layer alone."""
-    least = [*layers[:-1], layers[-1] + (len(layers) > 1)]
-    if min(least) < 1:
-        raise ValueError(f"stage {least.index(min(least))} has no layer: stages without one are not modelled, but for the last")
+    empty = without_layers(layers)
+    if empty is not None:
+        raise ValueError(f"stage {empty} has no layer: stages without one are not modelled, but for the first and the last")

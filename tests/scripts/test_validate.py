@@ -53,6 +53,28 @@ def test_the_rows_of_the_grid_in_time(validate: ModuleType) -> None:
     assert statistics.median(abs(one.error_percent) for one in found) <= 6
 
 
+# Mean and largest error in percent. Korthikanti et al. contradict Narayanan et al., whom the formula fits: docs/validation.md.
+LIMITS = {
+    "Narayanan 2021 table 1": (4.5, 10),
+    "Narayanan 2021 table 2": (4, 10),
+    "Korthikanti 2022 table 5": (7, 15.5),
+    "Qi 2024 table 4": (4, 10),
+    "Qi 2024 table 4, peaks": (3, 3),
+    "NVIDIA DGX Cloud benchmarking recipes 24.09": (4, 10),
+}
+
+
+def test_published_throughputs(validate: ModuleType) -> None:
+    """No time given, nothing fitted: 61 figures of four sources, and the order in which they come."""
+    errors = validate.errors_by_source()
+    assert sum(map(len, errors.values())) == 61
+    assert errors.keys() == LIMITS.keys()
+    for source, (mean, largest) in LIMITS.items():
+        assert statistics.mean(errors[source]) <= mean, source
+        assert max(errors[source]) <= largest, source
+    assert validate.agreement(validate.throughputs()) >= 0.8
+
+
 def test_our_own_runs_are_predicted_to_the_byte(validate: ModuleType) -> None:
     """GPT and LLaMA, both precisions, every recomputation, tensor and sequence parallelism, plain and balanced."""
     found = validate.cpu_runs()

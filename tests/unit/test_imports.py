@@ -81,7 +81,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "passes": ("align evict forwards lower", "answered balance", "levels"),
     "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
-    "models": ("cluster model", "cluster_file flops layout", "profile saved", "memory", "compute"),
+    "models": ("cluster model switches", "cluster_file flops layout", "profile saved", "memory", "compute"),
     "plan": (
         "estimate launch_script layer_split predict space",
         "document megatron_command megatron_flags search",

@@ -14,6 +14,7 @@ import pytest
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import TRAINED_SHARDS, Setup, split_layers
 from bpipe.models.model import PRESETS
+from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
@@ -180,3 +181,12 @@ def expected(setup: Setup) -> dict[str, Any]:
         "position_embedding_type": "learned_absolute" if model.learned_positions else "rope",
         "attention_dropout": 0.1 if model.dropout else 0.0,
     }
+
+
+def test_the_first_of_several_stages_may_have_the_embedding_alone() -> None:
+    """As in the interleaved runs of Qi et al. 2024; a stage between that has no layers stays refused."""
+    ends = (0, 1, 1, 1, 1, 1, 1, 0)
+    mine = Setup(replace(PRESETS["gpt3-13b"], num_layers=6), parse_cluster("a100-80g:8"), 1, 8, 1, 8, 2048, ends)
+    assert read_command([*megatron_flags(mine), "--vocab-size", "51200"]).options["layers"] == ends
+    with pytest.raises(ValueError, match="must give 8 stages 6 layers"):
+        replace(mine, layers=(1, 0, 1, 1, 1, 1, 1, 0))

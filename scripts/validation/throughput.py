@@ -1,0 +1,153 @@
+"""Lay what the roofline predicts beside published throughputs and peaks. In: tests/data/published_throughput.csv. Out: rows with both.
+
+Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import Setup, split_layers
+from bpipe.models.memory import predict_memory
+from bpipe.models.model import gpt
+from bpipe.models.switches import Switches
+from bpipe.plan.predict import predict
+from validation.measurements import rows
+
+DEVICES = {"A100-80GB": "a100-80g", "H100-80GB": "h100-80g"}
+DEVICES_PER_NODE = 8
+PEAK = "peak_memory_gb"
+# Of Qi et al. the vocabulary is not published; this is the size their tokenizer has.
+USUAL_VOCABULARY = 32000
+NVIDIA = Switches(overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_bf16=True)
+# What is looked at where the source says neither, as its authors took what was best.
+MICRO_BATCHES, CHUNKS = (1, 2, 4, 8), tuple(range(1, 9))
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """`measured` and `predicted` in the unit of `quantity`."""
+
+    source: str
+    model: str
+    gpus: int
+    quantity: str
+    setup: Setup
+    measured: float
+    predicted: float
+
+    @property
+    def error_percent(self) -> float:
+        return 100 * (self.predicted / self.measured - 1)
+
+
+@cache
+def throughputs() -> tuple[Throughput, ...]:
+    """Every row of the file."""
+    return tuple(_prediction(row) for row in rows("published_throughput.csv"))
+
+
+def errors_by_source() -> dict[str, list[float]]:
+    """Percent, without signs; peaks apart from times."""
+    errors: dict[str, list[float]] = {}
+    for one in throughputs():
+        name = one.source.split(" (")[0] + (", peaks" if one.quantity == PEAK else "")
+        errors.setdefault(name, []).append(abs(one.error_percent))
+    return errors
+
+
+def agreement(found: Sequence[Throughput]) -> float:
+    """Kendall's coefficient of measured and predicted, over pairs of one source and quantity that were measured over 5 % apart."""
+    agreeing = [
+        (one.measured < other.measured) == (one.predicted < other.predicted)
+        for one, other in combinations(found, 2)
+        if (one.source, one.quantity) == (other.source, other.quantity) and abs(one.measured / other.measured - 1) > 0.05
+    ]
+    return 2 * sum(agreeing) / len(agreeing) - 1
+
+
+def _prediction(row: dict[str, str]) -> Throughput:
+    if row["quantity"] == PEAK:
+        # As many micro-batches as fill the pipeline, three times.
+        setup = next(_setups(row, 3 * int(row["pipeline"]) * int(row["micro_batch"])))
+        predicted = max(rank.state_bytes + rank.activations_bytes + rank.working_bytes for rank in predict_memory(setup)) / 1e9
+    else:
+        found = [setup for setup in _setups(row, int(row["global_batch"])) if row["micro_batch"] or _fits(setup)]
+        seconds, setup = min(((predict(setup).timing.iteration_s, setup) for setup in found), key=lambda one: one[0])
+        predicted = _quantity(row["quantity"], setup, seconds)
+    return Throughput(row["source"], row["model"], int(row["gpus"]), row["quantity"], setup, float(row["measured"]), predicted)
+
+
+def _fits(setup: Setup) -> bool:
+    return all(rank.fits for rank in predict_memory(setup))
+
+
+def _quantity(quantity: str, setup: Setup, seconds: float) -> float:
+    devices = setup.cluster.num_devices
+    if quantity == "samples_per_gpu_s":
+        return setup.global_batch / seconds / devices
+    if quantity == "tflops_per_gpu":
+        return recomputed_flops(setup) / seconds / devices / 1e12
+    return seconds
+
+
+def recomputed_flops(setup: Setup) -> float:
+    """Of an iteration with whole layers recomputed. Source: Narayanan et al. 2021, equation 3."""
+    model, s = setup.model, setup.sequence
+    h, layers = model.hidden_size, model.num_layers
+    return 96 * setup.global_batch * s * layers * h**2 * (1 + s / (6 * h) + setup.vocabulary / (16 * layers * h))
+
+
+def _setups(row: dict[str, str], global_batch: int) -> Iterator[Setup]:
+    """What the row says; where it leaves the micro-batch or the chunks open, all that can be."""
+    chunks = (int(row["chunks"]),) if row["chunks"] else CHUNKS if int(row["pipeline"]) > 1 else (1,)
+    sizes = (int(row["micro_batch"]),) if row["micro_batch"] else MICRO_BATCHES
+    for num_chunks in chunks:
+        for micro_batch in sizes:
+            try:
+                yield _setup(row, num_chunks, micro_batch, global_batch)
+            except ValueError:
+                # The batch or the layers do not divide: its authors did not run it either.
+                if row["micro_batch"] and row["chunks"]:
+                    raise
+
+
+def _setup(row: dict[str, str], chunks: int, micro_batch: int, global_batch: int) -> Setup:
+    sequence, gpus, pipeline = int(row["sequence"]), int(row["gpus"]), int(row["pipeline"])
+    vocabulary = int(row["vocabulary"] or USUAL_VOCABULARY)
+    model = gpt(row["model"], int(row["layers"]), int(row["hidden"]), int(row["heads"]), vocabulary, sequence)
+    of_nvidia, of_qi = row["source"].startswith("NVIDIA"), row["source"].startswith("Qi")
+    each = min(DEVICES_PER_NODE, gpus)
+    stages = pipeline * chunks
+    layers = _ends_spared(model.num_layers, stages) if of_qi else split_layers(model.num_layers, stages)
+    if layers is None:
+        raise ValueError(f"{row['source']} {row['model']}: {model.num_layers} layers do not divide into {stages} stages")
+    return Setup(
+        # Qi et al. leave the output layer untied.
+        replace(model, tied_embedding=not of_qi),
+        parse_cluster(f"{DEVICES[row['gpu']]}:{gpus // each}x{each}"),
+        int(row["tensor"]),
+        pipeline,
+        micro_batch,
+        global_batch,
+        sequence,
+        layers,
+        row["recompute"],
+        row["attention"],
+        "interleaved-1f1b" if chunks > 1 else "1f1b",
+        chunks,
+        precision="bf16" if of_nvidia else "fp16",
+        distributed_optimizer=row["distributed_optimizer"] == "yes",
+        sequence_parallel=row["sequence_parallel"] == "yes",
+        switches=NVIDIA if of_nvidia else Switches(),
+    )
+
+
+def _ends_spared(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """One layer fewer at both ends than elsewhere."""
+    each = (num_layers + 2) // num_stages
+    return (each - 1, *(each,) * (num_stages - 2), each - 1)
