@@ -55,6 +55,7 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
     **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
     **dict.fromkeys(map(flag_of, SWITCHES), True),
+    "--bpipe-vocabulary-input": True,
 }
 
 _EXPERTS, _OFFLOAD, _FSDP, _LOW = "mixtures of experts", "offloading", "sharding by FSDP", "8-bit and 4-bit training"
@@ -286,6 +287,7 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         "group": _group(found.bpipe_group),
         "delay": found.bpipe_delay,
         "vocabulary_parallel": None if redistributed else found.bpipe_vocabulary,
+        "input_shards": found.bpipe_vocabulary_input or None,
         "keep_weights_halves": found.bpipe_keep_weights_halves,
     }
     return {name: value for name, value in options.items() if value is not None}

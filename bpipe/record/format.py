@@ -176,6 +176,7 @@ class _ProgramKeys:
     after_input: ShareText | None = None
     costs: CostsText | None = None
     vocabulary: Text | None = None
+    input_shards: Flag | None = None
     written: Text | None = None
 
 
@@ -195,6 +196,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
         exchange=keys.exchange,
         costs=ALIKE if keys.costs is None else keys.costs,
         vocabulary=Vocabulary.WHOLE if keys.vocabulary is None else Vocabulary(keys.vocabulary),
+        input_shards=bool(keys.input_shards),
         written=keys.written,
     )
 
@@ -217,6 +219,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         after_input=None if config.after_input == 1 else config.after_input,
         costs=None if config.costs == ALIKE else config.costs,
         vocabulary=None if config.vocabulary is Vocabulary.WHOLE else config.vocabulary.value,
+        input_shards=config.input_shards or None,
         written=config.written,
     )
     return {name: value for name, value in written(keys).items() if value is not None}

@@ -1,8 +1,8 @@
 """Run one rank's program: compute, pass on what other ranks need, hand over what stays here.
 
-In: a schedule and a rank of it; a Stage that computes, Shards of the vocabulary where the schedule has them, Messages that carry, and
-around every computation an engine, or none. Out: all computations of an iteration, each with what it needs. Knows no model and no process
-group.
+In: a schedule and a rank of it; a Stage that computes, Shards of the output layer and of the embedding where it has them, Messages that
+carry, and around every computation an engine, or none. Out: all computations of an iteration, each with what it needs. Knows no model and
+no process group.
 
 A computation runs once its own input is there, and what it made is sent at once: no other wait stands between two computations. What
 stays on the rank, as between two stages that are both here, is no message. Transfers are the engine's, which starts them around the
@@ -56,7 +56,9 @@ def neighbours(schedule: Schedule) -> list[tuple[int, int]]:
 class Executor:
     """One rank's program over real tensors, iteration after iteration."""
 
-    def __init__(self, schedule: Schedule, rank: int, stage: Stage, messages: Messages, shards: Shards | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, stage: Stage, messages: Messages, shards: Shards | None = None, inputs: Shards | None = None
+    ) -> None:
         self.schedule, self.rank = schedule, rank
         self._needs = Needs(schedule.layout, schedule.num_microbatches)
         self._stage, self._messages = stage, messages
@@ -74,6 +76,8 @@ class Executor:
         }
         if shards is not None:
             self._compute |= {Kind.SHARD_FORWARD: shards.forward, Kind.SHARD_BACKWARD: shards.backward}
+        if inputs is not None:
+            self._compute |= {Kind.INPUT_FORWARD: inputs.forward, Kind.INPUT_BACKWARD: inputs.backward}
         for each in self._instructions:
             if isinstance(each.what, Action) and each.what.kind not in self._compute:
                 raise ValueError(f"rank {rank}: {each.what} is no computation of a stage: nothing here computes it")

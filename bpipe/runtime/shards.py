@@ -1,4 +1,4 @@
-"""Compute a rank's shard of the output layer, as our executor asks for S and T of algorithm 1 or 2.
+"""Compute a rank's shard of the output layer, as our executor asks for S and T of algorithm 1 or 2, and of the embedding, IF and IB.
 
 In: a layer that makes logits, what the last stage made for all shards, and what all shards have gathered. Out: a shard's statistics, then
 its part of the gradient of the last stage's output; the losses of a micro-batch's tokens, for whoever wants them. Knows no group, no model.
@@ -11,7 +11,7 @@ statistics of all are. Once they are, `late` puts it right, and what is left for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -150,6 +150,35 @@ class EarlyShard:
         if logits is not None:
             gradient = logits_gradient(_rows(logits), labels, self._first_row, found, token_gradients, overwrite=True)
             self._layer.backward_weight(x, gradient.view_as(logits))
+        return ()
+
+
+class Table(Protocol):
+    """Rows of an embedding."""
+
+    def part(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[..., h] of tokens [...]: their rows where they are these, else zeros."""
+
+    def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to the rows' gradient what that of their embeddings [..., h] brings."""
+
+
+class InputShard:
+    """A rank's rows of the embedding, as our executor asks for IF and IB. `begin` says of which tokens [...], by micro-batch."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._tokens: Sequence[torch.Tensor] = ()
+
+    def begin(self, tokens: Sequence[torch.Tensor]) -> None:
+        self._tokens = tokens
+
+    def forward(self, action: Action, received: Tensors) -> Tensors:
+        return (self._table.part(self._tokens[action.microbatch]),)
+
+    def backward(self, action: Action, received: Tensors) -> Tensors:
+        (gradient,) = received
+        self._table.add_gradient(self._tokens[action.microbatch], gradient)
         return ()
 
 

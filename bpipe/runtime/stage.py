@@ -41,17 +41,19 @@ class Stage(Protocol):
 
 
 class Shards(Protocol):
-    """The computations of one rank's shard of the vocabulary's output layer: an action names the rank and the micro-batch.
+    """The computations of one rank's shard of the vocabulary's output layer, or of its embedding: an action names rank and micro-batch.
 
-    The last stage's forward makes what all shards need; its backward, or the inputs' half, receives what they have made together: of each
-    tensor the sum over all shards (algorithm 1).
+    The last stage's forward makes what all shards of the output layer need; its backward, or the inputs' half, receives what they have made
+    together: of each tensor the sum over all shards (algorithm 1). The first stage's forward receives the sum over all shards of the
+    embedding, and its backward makes what these need.
     """
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
-        """S: from what the last stage made to this shard's part of the statistics."""
+        """S: from what the last stage made to this shard's part of the statistics. IF: from nothing to its part of the embeddings."""
 
     def backward(self, action: Action, received: Tensors) -> Tensors:
-        """T: from the statistics of all shards, each tensor with a dimension more in front, to this shard's part of the gradient."""
+        """T: from the statistics of all shards, each tensor with a dimension more in front, to this shard's part of the gradient. IB:
+        from the first stage's gradient to nothing."""
 
 
 class TorchStages:

@@ -37,8 +37,9 @@ from bpipe.transport.lanes import CopyLane
 
 Tensors = tuple[torch.Tensor, ...]
 
-# What makes what a sort of collectives carries.
+# What makes what a sort of collectives carries: of the output layer's shards, and of the embedding's.
 SORTS = (Kind.FORWARD, Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD)
+INPUT_SORTS = (Kind.INPUT_FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,12 @@ class SharedGroups:
 
 
 def connect_shared(
-    pipelines: Sequence[tuple[int, ...]], sharing: Sequence[tuple[int, ...]], backend: str, timeout_s: float, device: torch.device
+    pipelines: Sequence[tuple[int, ...]],
+    sharing: Sequence[tuple[int, ...]],
+    backend: str,
+    timeout_s: float,
+    device: torch.device,
+    sorts: Sequence[Kind] = SORTS,
 ) -> SharedGroups:
     """Collective over the world: every rank names the same groups in the same order.
 
@@ -59,7 +65,7 @@ def connect_shared(
     statistics are gathered from all of these, and everything else is a pipeline's own.
     """
     rank, found = dist.get_rank(), {}
-    for kind in SORTS:
+    for kind in sorts:
         for ranks in sharing if kind is Kind.SHARD_FORWARD else pipelines:
             group = new_group(ranks, backend, timeout_s, f"SHARDS_{kind.value}_{ranks[0]}_{ranks[-1]}", few_units=False)
             if rank in ranks:
@@ -103,7 +109,8 @@ class Collectives:
         # What broke on the lane, of which only the rank that needs the sum would hear.
         self._broken: list[Exception] = []
         self._shapes: dict[Kind, Shapes] = {}
-        self._announcement: tuple[torch.Tensor, Works] | None = None
+        # By sort, until its first message has told what the others are.
+        self._announced: dict[Kind, tuple[torch.Tensor, Works]] = {}
         # By message: what carries it, and what will have come of it here.
         self._passing: dict[int, _UnderWay] = {}
 
@@ -111,9 +118,9 @@ class Collectives:
         """Be ready for a broadcast."""
         if _sort(message) in self._shapes:
             self._receive(message)
-        elif self._announcement is None:
+        elif _sort(message) not in self._announced:
             numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
-            self._announcement = numbers, self._broadcast(message, [numbers])
+            self._announced[_sort(message)] = numbers, self._broadcast(message, [numbers])
 
     def send(self, message: Message, tensors: Tensors) -> None:
         """Let this rank's part go: it is not to be used again, and a reduction may write over it."""
@@ -165,12 +172,12 @@ class Collectives:
 
     def _learn(self, message: Message) -> None:
         """The shapes of a sort, before its first message."""
-        if self._announcement is None:
+        if _sort(message) not in self._announced:
             raise ValueError(f"rank {self._rank}: waits for {message}, which it never posted")
-        numbers, works = self._announcement
+        numbers, works = self._announced.pop(_sort(message))
         with within(self._groups.timeout_s):
             works.wait()
-        self._shapes[_sort(message)], self._announcement = read(numbers), None
+        self._shapes[_sort(message)] = read(numbers)
 
     def _receive(self, message: Message) -> None:
         tensors = empty(self._shapes[_sort(message)], self._device)

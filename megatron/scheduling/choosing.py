@@ -66,6 +66,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     sizes = Sizes.of(args, family.num_pipes)
     ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE
     _check_asked(args, family)
+    _check_inputs(args, family, sizes)
     first = sizes.num_microbatches
     try:
         config = ScheduleConfig(
@@ -76,6 +77,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
             balance=balance,
             group_size=args.bpipe_group,
             vocabulary=vocabulary,
+            input_shards=args.bpipe_vocabulary_input,
             delay=args.bpipe_delay or 0,
             after_input=Fraction(1) if args.bpipe_kept is None else args.bpipe_kept,
             costs=_costs_of(args),
@@ -149,6 +151,17 @@ def _check_asked(args: Any, family: Family) -> None:
         raise ValueError(
             f"--bpipe-kept {plain(args.bpipe_kept)}: {family.name} computes whole backwards, which have no halves: leave it out"
         )
+
+
+def _check_inputs(args: Any, family: Family, sizes: Sizes) -> None:
+    if not args.bpipe_vocabulary_input:
+        return
+    wanted = "--bpipe-vocabulary-input"
+    if args.bpipe_vocabulary in (None, REDISTRIBUTE):
+        raise ValueError(f"{wanted} splits the embedding beside the output layer: give --bpipe-vocabulary 1, 2 or interlaced, too")
+    if sizes.num_chunks > 1:
+        single = ", ".join(one.name for one in FAMILIES.values() if one.sharded is not None and one.min_chunks == 1 and one.max_chunks == 1)
+        raise ValueError(f"{wanted}: shards of the embedding are trained with one stage a rank: choose from {single}, or leave it out")
 
 
 # -- from a file ------------------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from megatron.scheduling.links import connect_neighbours, connect_shards
 from megatron.scheduling.placed import require_built_here
 from megatron.scheduling.shards import ShardedStages
 from megatron.scheduling.syncing import Marks, Syncing
-from megatron.scheduling.vocabulary import output_shard
+from megatron.scheduling.vocabulary import input_shard, output_shard
 
 # The process groups that finalising gradients, and the embedding's deferred ones, are told of.
 _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
@@ -79,7 +79,9 @@ class Loop:
         """What to put in place of what; Megatron's steps stay as they are, and are called."""
         loops = (patches.ONE_F_ONE_B, patches.INTERLEAVED, patches.NO_PIPELINING)
         halves = self._halves.wraps() if self._own.splits else {}
-        shards = {} if self._own.vocabulary is Vocabulary.WHOLE else vocabulary.Splitting(self._config.positions).wraps()
+        shards = (
+            {} if self._own.vocabulary is Vocabulary.WHOLE else vocabulary.Splitting(self._config.positions, self._own.input_shards).wraps()
+        )
         return {**dict.fromkeys(loops, self._wrap), **dict.fromkeys(patches.LEAVES, _as_it_is), **halves, **shards}
 
     def close(self) -> None:
@@ -204,9 +206,10 @@ class Loop:
                 executor = Executor(schedule, rank, stages, edges)
             else:
                 early = self._own.vocabulary is Vocabulary.TWO
-                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]), early)
+                embedding = input_shard(models[0]) if self._own.input_shards else None
+                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]), early, embedding)
                 carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
-                executor = Executor(schedule, rank, stages, carried, sharded.shard)
+                executor = Executor(schedule, rank, stages, carried, sharded.shard, sharded.inputs)
             prepared = self._prepared[key] = _Prepared(executor, stages, Marks.of(order, stages.chunks, self._num_pipes))
         return prepared
 
@@ -214,7 +217,7 @@ class Loop:
         """Collective over the world the first time."""
         timeout_s, device = self._config.message_timeout_s, self._driver.device
         if self._shared is None:
-            self._shared = connect_shards(self._config.positions, timeout_s, device)
+            self._shared = connect_shards(self._config.positions, timeout_s, device, self._own.input_shards)
         second = None
         if isinstance(shard, EarlyShard):
             self._lane = self._lane or beside(device, timeout_s)

@@ -94,6 +94,13 @@ def _schedule(group: Any) -> None:
         "By default the last stage computes it, and layers are where they are.",
     )
     group.add_argument(
+        "--bpipe-vocabulary-input",
+        action="store_true",
+        help="With --bpipe-vocabulary 1, 2 or interlaced, of schedules with one stage a rank: split the word embedding, too, over all "
+        "ranks, which look tokens up two micro-batches ahead of the first stage. A weight that it shares with the output layer is one "
+        "shard on every rank.",
+    )
+    group.add_argument(
         "--bpipe-executor",
         action="store_true",
         help="Run also what Megatron's own loop could by our loop. Changes no result.",

@@ -16,7 +16,7 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
-from bpipe.transport.collectives import SharedGroups, connect_shared
+from bpipe.transport.collectives import INPUT_SORTS, SORTS, SharedGroups, connect_shared
 from bpipe.transport.connect import Connection, MeasuredLink, connect
 from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import connect_edges
@@ -35,14 +35,15 @@ def connect_neighbours(edges: Sequence[Pair], positions: Positions, timeout_s: f
     return {mine.index(neighbour): both for neighbour, both in groups.items()}
 
 
-def connect_shards(positions: Positions, timeout_s: float, device: torch.device) -> SharedGroups:
+def connect_shards(positions: Positions, timeout_s: float, device: torch.device, input_shards: bool) -> SharedGroups:
     """This rank's groups for collectives of all ranks that share a vocabulary. Collective over the world."""
     ways = pipelines(positions)
     # With tensor parallelism the ranks of several pipelines.
     mine = tuple(sorted(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())))
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    return connect_shared(ways, sorted(set(found)), _backend(device), timeout_s, device)
+    sorts = (*SORTS, *INPUT_SORTS) if input_shards else SORTS
+    return connect_shared(ways, sorted(set(found)), _backend(device), timeout_s, device, sorts)
 
 
 def _backend(device: torch.device) -> str:

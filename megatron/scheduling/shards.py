@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import unwrap_model
 
 from bpipe.ir.action import Action
-from bpipe.runtime.shards import EarlyShard, OutputShard
+from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Key, Tensors
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.halves import Halves
+from megatron.scheduling.input_shards import EmbeddingShard, NotedStep, noted_steps, told
 from megatron.scheduling.vocabulary import OutputLayerShard
 
 # A script's loss function of one micro-batch.
@@ -36,9 +38,20 @@ class ShardedStages(ChunkStages):
     """The stages of one rank whose pipeline shares the output layer; `shard` computes this rank's rows of it, by algorithm 2 if `early`."""
 
     def __init__(
-        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, layer: OutputLayerShard, early: bool = False
+        self,
+        chunks: Mapping[int, int],
+        last_stage: int,
+        split: Set[Key],
+        halves: Halves,
+        layer: OutputLayerShard,
+        early: bool = False,
+        embedding: EmbeddingShard | None = None,
     ) -> None:
         super().__init__(chunks, last_stage, split, halves)
+        self._embedding = embedding
+        self.inputs = None if embedding is None else InputShard(embedding)
+        # Of the rank that has the first stage: what its script's step did with each micro-batch of the call.
+        self._noted_steps: list[NotedStep] = []
         self._layer = layer
         told = self._tell if self.has_last else None
         self.shard: OutputShard | EarlyShard
@@ -56,8 +69,14 @@ class ShardedStages(ChunkStages):
         self.shard.begin()
         self._losses.clear()
         self._differs = None
+        if self.inputs is not None:
+            self._noted_steps = noted_steps(call, self.chunks[0]) if call is not None and 0 in self.chunks else []
+            pipeline = None if call is None else unwrap_model(call.models[0]).pg_collection.pp
+            self.inputs.begin([] if call is None else told(self._noted_steps or None, pipeline))
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
+        if action.stage == 0 and self._embedding is not None:
+            return self._embed(action, received)
         if action.stage != self.last_stage:
             return super().forward(action, received)
         call, _ = self._of(action)
@@ -70,11 +89,22 @@ class ShardedStages(ChunkStages):
 
         # What it would return of zeros is nobody's loss.
         given, loss = self.step(action, received, keeping, [], not call.forward_only)
-        noted = self._layer.noted()
-        self.hold(action, given, noted.hidden)
-        counts = noted.losses if call.forward_only else self._gradient(noted.losses, loss)
-        self._losses[action.microbatch], self._shape = (kept[0], counts), noted.labels.shape
-        return noted.hidden, _in_order(noted.labels), _in_order(counts)
+        made = self._layer.noted()
+        self.hold(action, given, made.hidden)
+        counts = made.losses if call.forward_only else self._gradient(made.losses, loss)
+        self._losses[action.microbatch], self._shape = (kept[0], counts), made.labels.shape
+        return made.hidden, _in_order(made.labels), _in_order(counts)
+
+    def _embed(self, action: Action, received: Tensors) -> Tensors:
+        """The first stage's forward, of what all shards have looked up: that is what autograd goes back to."""
+        call, _ = self._of(action)
+        assert self._embedding is not None
+        (embeddings,) = received
+        self._embedding.give(embeddings.requires_grad_(not call.forward_only))
+        # It is no stage's output: of one Megatron's rotary embedding would take the length of the sequence.
+        _, made = self.step(action, (), self._noted_steps[action.microbatch].step, call.losses, False)
+        self.hold(action, embeddings, made)
+        return (made,)
 
     def let_go(self, made: Tensors) -> None:
         # Labels are the batch's own.

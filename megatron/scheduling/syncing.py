@@ -18,14 +18,14 @@ import torch
 from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, SHARDS, Action, Kind
 
 # What of a chunk's computations makes gradients of weights: each of these has a last micro-batch of its own.
-_HALVES = (OF_THE_INPUT, OF_THE_WEIGHTS, frozenset({Kind.SHARD_BACKWARD}))
+_HALVES = (OF_THE_INPUT, OF_THE_WEIGHTS, frozenset({Kind.SHARD_BACKWARD}), frozenset({Kind.INPUT_BACKWARD}))
 
 
 @dataclass(frozen=True)
 class Marks:
     """What matters of a program, by computation: `first` a chunk's first forward, `last` the last of a half, `final` the very last.
 
-    `ending` is the chunk of the first stage, if its backward is what a pipeline ends with and the rank has it.
+    `ending` is the chunk in which a pipeline ends, if the rank has it: the first stage's, or every rank's shard of the embedding.
     """
 
     first: Mapping[Action, int]
@@ -60,6 +60,8 @@ class Marks:
                 if action.kind in half:
                     end[chunk] = action
         ending = chunks.get(0) if num_pipes == 1 else None
+        if any(action.kind is Kind.INPUT_BACKWARD for action in final.values()):
+            ending = of_shards
         return cls(_by_action(first), {action: chunk for end in ends for chunk, action in end.items()}, _by_action(final), ending)
 
 

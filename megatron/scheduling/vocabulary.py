@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 
 from bpipe.vocabulary.rows import Rows
-from megatron.scheduling import patches, tied_shards
+from megatron.scheduling import input_shards, patches, tied_shards
 from megatron.scheduling.halves import backward_of_weight
 from megatron.scheduling.placed import BY_LAYER, ONCE
 from megatron.scheduling.positions import Positions
@@ -65,6 +65,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         )
         self.config = config
         self.tied = model.share_embeddings_and_output_weights
+        # Whether the weight is the embedding's shard's.
+        self.shared = False
         self._scaled = model._scale_logits
         self._computes = False
         self._hidden: torch.Tensor | None = None
@@ -125,6 +127,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         assert metadata is not None, "Megatron says which ranks have replicas"
         assert not sharded_offsets, "an output layer is in no layer of a stage"
         key, replica = f"{prefix}weight", metadata["dp_cp_group"].rank()
+        if self.shared:
+            return {}
         if self.tied:
             return {key: tied_shards.entry(self.weight, self.number, self.rows, prefix, replica)}
         offsets = (0, self.number, self.rows.num_shards)
@@ -132,10 +136,13 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class Splitting:
-    """The wrappers, for models whose chunks are where `positions` has them. A rank's rows are dealt out to its last chunk."""
+    """The wrappers, for models whose chunks are where `positions` has them. A rank's rows are dealt out to its last chunk.
 
-    def __init__(self, positions: Positions) -> None:
-        self._positions = positions
+    `inputs`: the embedding's, too, of models with one chunk a rank.
+    """
+
+    def __init__(self, positions: Positions, inputs: bool = False) -> None:
+        self._positions, self._inputs = positions, inputs
         # Of the model that is being built, this rank's first chunk.
         self._first: Any = None
 
@@ -152,7 +159,7 @@ class Splitting:
             if chunk == 0:
                 self._first = model
             if chunk == len(self._positions.mirrored) - 1:
-                split(self._first, model)
+                split(self._first, model, self._inputs)
                 self._first = None
 
         return constructed
@@ -164,6 +171,9 @@ class Splitting:
         @functools.wraps(all_reduce)
         def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
             layer = output_shard(model[-1])
+            if layer.shared:
+                # One weight has both gradients already.
+                return
             if not layer.tied:
                 all_reduce(model, *args, **kwargs)
                 return
@@ -184,28 +194,58 @@ def output_shard(model: Any) -> OutputLayerShard:
     return layer
 
 
-def split(first: Any, model: Any) -> None:
-    """Deal the output layer's rows out to the last chunks, `model`, of all ranks; `first` is this rank's first.
+def input_shard(model: Any) -> input_shards.EmbeddingShard:
+    """The same of the embedding, of a model that has an output layer's."""
+    output_shard(model)
+    shard = unwrap_model(model).embedding.word_embeddings
+    assert isinstance(shard, input_shards.EmbeddingShard), "both are split together"
+    return shard
+
+
+def split(first: Any, model: Any, inputs: bool = False) -> None:
+    """Deal the output layer's rows out to the last chunks, `model`, of all ranks; `first` is this rank's first. `inputs`: the embedding's,
+    too, and a weight that both have is one on every rank.
 
     Collective over the model's pipeline. Raises ValueError for what cannot be split.
     """
     end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model)])
+    if inputs and first is not model:
+        raise ValueError("--bpipe-vocabulary-input: a rank's shard of the embedding is in its only stage, and here it has several: drop it")
     shard = OutputLayerShard(model)
     whole = model.output_layer.weight if model.post_process else None
     if whole is not None and shard.tied and first.pre_process:
         # A copy on the embedding's own rank is nothing yet: between two ranks Megatron's constructor has filled it.
         whole = first.embedding.word_embeddings.weight
     with torch.no_grad():
-        _deal(None if whole is None else whole.data, shard.weight.data, model.pg_collection.pp)
+        _deal(None if whole is None else whole.data, shard.weight.data, model.pg_collection.pp, -1)
     # As Megatron marks the whole layer's.
     shard.weight.is_embedding_or_output_parameter = True
     if model.config.use_mup:
         shard.weight.is_embedding_parameter = True
-    if shard.tied:
+    if inputs:
+        _split_embedding(model, shard)
+    elif shard.tied:
         tied_shards.tie(first, model, shard.weight, shard.rows)
+    if inputs and model.post_process:
+        # Behind the embedding on every rank: a weight that both share has one name.
+        del model.output_layer
     model.output_layer = shard
     if model.post_process:
         model.compute_language_model_loss = shard.note
+
+
+def _split_embedding(model: Any, output: OutputLayerShard) -> None:
+    """A rank's shard of the embedding beside that of its output layer."""
+    shard = input_shards.EmbeddingShard(model, output.rows, output.number)
+    whole = model.embedding.word_embeddings.weight.data if model.pre_process else None
+    with torch.no_grad():
+        _deal(whole, shard.weight.data, model.pg_collection.pp, 0)
+    input_shards.place(model, shard)
+    if output.tied:
+        output.weight, output.shared = shard.weight, True
+        # Megatron would look for a copy, and keep two of one rank equal.
+        model.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
+        model.shared_embedding_or_output_weight = lambda: None
 
 
 def _of_model(model: Any) -> Iterator[str]:
@@ -214,11 +254,11 @@ def _of_model(model: Any) -> Iterator[str]:
         yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
 
 
-def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any) -> None:
-    """`whole` is the last rank's, of all its rows; into `rows` come this rank's."""
-    last = dist.get_process_group_ranks(pipeline)[-1]
+def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any, place: int) -> None:
+    """`whole` is of all rows, of the rank at this place of the pipeline; into `rows` come this rank's."""
+    source = dist.get_process_group_ranks(pipeline)[place]
     # Models may be built on the CPU where the group cannot send from.
     parts = None if whole is None else [part.contiguous().cuda() for part in whole.chunk(pipeline.size())]
     mine = rows.cuda()
-    dist.scatter(mine, parts, src=last, group=pipeline)
+    dist.scatter(mine, parts, src=source, group=pipeline)
     rows.copy_(mine)

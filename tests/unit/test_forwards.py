@@ -58,6 +58,13 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
     return [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
 
 
-def test_shards_of_the_embedding_are_refused() -> None:
-    with pytest.raises(ValueError, match="leave the embedding whole"):
-        forwards_only(Layout((tuple(range(4)),), Vocabulary.ONE, input_shards=True), 1)
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_shards_of_the_embedding_come_before_the_first_stage(num_microbatches: int) -> None:
+    schedule = forwards_only(Layout((tuple(range(4)),), Vocabulary.ONE, input_shards=True), num_microbatches)
+    for rank in range(4):
+        looked_up = [one for one in computed(schedule, rank) if one.kind is Kind.INPUT_FORWARD]
+        assert looked_up == [Action(rank, Kind.INPUT_FORWARD, microbatch) for microbatch in range(num_microbatches)]
+    first = computed(schedule, 0)
+    for microbatch in range(num_microbatches):
+        assert first.index(Action(0, Kind.INPUT_FORWARD, microbatch)) < first.index(Action(0, Kind.FORWARD, microbatch))
+    assert not blocked_ranks(schedule, Waits.IN_EVERY_OPERATION, Exchange.POSTED)

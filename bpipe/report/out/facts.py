@@ -25,7 +25,11 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("schedule", f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
         *_pipes(measured),
         ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
-        *([] if program.vocabulary is Vocabulary.WHOLE else [("vocabulary", program.vocabulary.value)]),
+        *(
+            []
+            if program.vocabulary is Vocabulary.WHOLE
+            else [("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards)]
+        ),
         ("device", device),
         *((name.replace("_", "-"), version) for name, version in info.versions),
     ]

@@ -17,7 +17,11 @@ VERSION = 1
 def text(held: Held) -> str:
     found = shortage_of(held)
     program = found.program
-    split = "" if program.vocabulary is Vocabulary.WHOLE else f"; vocabulary {program.vocabulary.value}"
+    split = (
+        ""
+        if program.vocabulary is Vocabulary.WHOLE
+        else f"; vocabulary {program.vocabulary.value}{', and the embedding' * program.input_shards}"
+    )
     lines = wrapped(
         f"{program.schedule}, {counted(program.num_ranks, 'stage')}, {counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
         f"{program.balance_name}{split}; what was held until iteration {found.iteration}",

@@ -91,6 +91,8 @@ def test_the_rows_of_the_presets_come_back() -> None:
 
 def test_shards_of_the_output_layer_are_read() -> None:
     assert read("--bpipe-vocabulary", "interlaced").options["vocabulary_parallel"] == "interlaced"
+    assert "input_shards" not in read("--bpipe-vocabulary", "1").options
+    assert read("--bpipe-vocabulary", "1", "--bpipe-vocabulary-input").options["input_shards"] is True
     assert "vocabulary_parallel" not in read().options
     moved = read("--bpipe-vocabulary", "redistribute", "--vocab-size", "3000", "--pipeline-model-parallel-size", "4").options
     assert "vocabulary_parallel" not in moved

@@ -70,8 +70,12 @@ def test_shards_are_said_as_far_as_the_trainer_has_them() -> None:
     assert tuple(SPLIT) == TRAINED_SHARDS
     sharded = setup("llama3-8b", 2, 4, vocabulary_parallel="interlaced")
     assert "--bpipe-vocabulary interlaced" in " ".join(megatron_flags(sharded))
-    with pytest.raises(ValueError, match="interlaced with input shards has no flag of the trainer's: it splits the output layer alone"):
-        megatron_flags(replace(sharded, input_shards=True))
+    assert "--bpipe-vocabulary interlaced --bpipe-vocabulary-input" in " ".join(megatron_flags(replace(sharded, input_shards=True)))
+    chunks = replace(setup("llama3-8b", 2, 4, 2), schedule="v-half", vocabulary_parallel="1", input_shards=True)
+    with pytest.raises(
+        ValueError, match="input shards with 2 chunks a rank have no flag of the trainer's: it splits the output layer alone"
+    ):
+        megatron_flags(chunks)
 
 
 def test_uneven_layers_are_said_with_two_flags() -> None:

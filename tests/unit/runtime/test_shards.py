@@ -18,8 +18,9 @@ from bpipe.runtime import executor as executor_module
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.messages import Alone
-from bpipe.runtime.shards import OutputShard
+from bpipe.runtime.shards import InputShard, OutputShard
 from bpipe.runtime.stage import TorchStages
+from bpipe.vocabulary.embedding import embedded, rows_gradient
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards
 
@@ -148,3 +149,31 @@ def test_what_a_shard_holds_is_listed_and_gone_behind_t(vocabulary: Vocabulary) 
     assert logits.expired()
     with pytest.raises(KeyError):
         shard.storages(3)
+
+
+class _Rows(torch.nn.Embedding):
+    """Of a table of 12 rows those from 4 on."""
+
+    def part(self, tokens: torch.Tensor) -> torch.Tensor:
+        return embedded(self.weight, tokens.flatten(), 4).view(*tokens.shape, -1)
+
+    def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
+        torch.autograd.backward(self.weight, rows_gradient(gradient.flatten(0, 1), tokens.flatten(), 4, len(self.weight)))
+
+
+def test_a_shard_of_the_embedding_looks_up_its_own_tokens() -> None:
+    tokens = [torch.tensor([[1, 4, 11, 4]]), torch.tensor([[7, 8, 0, 3]])]
+    rows, whole = _Rows(4, 3), torch.nn.Embedding(12, 3)
+    with torch.no_grad():
+        whole.weight[4:8] = rows.weight
+    shard = InputShard(rows)
+    shard.begin(tokens)
+    for microbatch, of_all in enumerate(tokens):
+        (part,) = shard.forward(Action(1, Kind.INPUT_FORWARD, microbatch), ())
+        mine = (of_all >= 4) & (of_all < 8)
+        assert torch.equal(part, whole(of_all).where(mine[..., None], 0))
+        gradient = torch.randn(1, 4, 3)
+        whole(of_all).backward(gradient)
+        assert shard.backward(Action(1, Kind.INPUT_BACKWARD, microbatch), (gradient,)) == ()
+    assert whole.weight.grad is not None
+    assert torch.equal(rows.weight.grad, whole.weight.grad[4:8])  # type: ignore[arg-type]

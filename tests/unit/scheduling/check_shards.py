@@ -33,6 +33,7 @@ from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import tied_shards, twins
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.halves import Halves, Keep
+from megatron.scheduling.input_shards import EmbeddingShard, noted_steps, told
 from megatron.scheduling.shards import ShardedStages
 from megatron.scheduling.vocabulary import OutputLayerShard, output_shard, split
 
@@ -248,6 +249,44 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert twins.without(alone) == alone
 
 
+def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
+    inner, tokens = model(), next(batches())
+    table = inner.embedding.word_embeddings.weight.detach().clone()
+    split(inner, inner, True)
+    shard = inner.embedding.word_embeddings
+    assert isinstance(shard, EmbeddingShard)
+    assert torch.equal(shard.weight, table)
+    found = shard.part(tokens)
+    assert torch.equal(found, table[tokens])
+    with pytest.raises(ValueError, match="embeds what its pipeline's ranks have looked up, and nothing else"):
+        shard(tokens)
+    shard.give(found.requires_grad_())
+    shard(tokens).square().sum().backward()
+    shard.add_gradient(tokens, found.grad)
+    again = table.requires_grad_()
+    again[tokens].square().sum().backward()
+    torch.testing.assert_close(shard.weight.grad, again.grad, rtol=1e-6, atol=0)
+
+
+def steps_are_noted_before_anything_is_computed() -> None:
+    inner = model()
+    steps, expected = noted_steps(called(inner, mean), 0), batches()
+    assert len(steps) == MICROBATCHES
+    found = told(steps, inner.pg_collection.pp)
+    assert all(torch.equal(one, next(expected)) for one in found)
+    assert "forward" not in vars(inner)
+    for what, wrong in {
+        "doubles what the model returns": lambda data, module: (2 * module(next(data), None, None), mean),
+        "never calls it": lambda data, module: (torch.zeros(()), mean),
+    }.items():
+        with pytest.raises(ValueError, match="does not call its model once and hand on what that returns"):
+            noted_steps(called(inner, mean, forward_step_func=wrong), 0)
+        assert "forward" not in vars(inner), what
+    untold = noted_steps(called(inner, mean, forward_step_func=lambda data, module: (module(None, None, None), mean)), 0)
+    with pytest.raises(ValueError, match="calls its model without tokens"):
+        told(untold, inner.pg_collection.pp)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -259,5 +298,7 @@ if __name__ == "__main__":
     evaluation_calls_the_loss_function_once()
     what_shards_cannot_compute_is_refused()
     a_tied_weight_is_filed_in_pieces_of_one_size()
+    an_embedding_in_shards_is_looked_up_before_the_model_asks()
+    steps_are_noted_before_anything_is_computed()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -57,6 +57,7 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_costs": None,
             "bpipe_hop": None,
             "bpipe_vocabulary": None,
+            "bpipe_vocabulary_input": False,
             "padded_vocab_size": 1024,
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 4,
@@ -313,6 +314,16 @@ def test_an_output_layer_in_shards_is_run_by_our_own_loop() -> None:
     assert unplaced(args(bpipe_vocabulary="1"), found) == []
     chunks = args(bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2)
     assert own_schedule(chunks) == replace(found, schedule="interleaved-1f1b", num_chunks=2)
+
+
+def test_an_embedding_in_shards_stands_beside_the_output_layer() -> None:
+    found = own_schedule(args(bpipe_vocabulary="2", bpipe_vocabulary_input=True))
+    assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.TWO, input_shards=True, exchange=Exchange.POSTED)
+    for vocabulary in (None, "redistribute"):
+        with pytest.raises(ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2 or interlaced, too"):
+            own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary=vocabulary))
+    with pytest.raises(ValueError, match=r"one stage a rank: choose from 1f1b, 1f1b-split, zb-h1, or leave it out"):
+        own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2))
 
 
 def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:

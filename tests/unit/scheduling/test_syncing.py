@@ -105,6 +105,13 @@ def test_a_shard_of_the_output_layer_reduces_in_its_last_t() -> None:
     assert aligned == log
 
 
+def test_a_shard_of_the_embedding_ends_the_iteration_on_every_rank() -> None:
+    """Behind the first stage's last backward all ranks add up their rows, so nowhere is anything left to reduce beside."""
+    log, texts = Log(1), ["2IF0", "2IF1", "2F0", "2S0", "2B0", "2IB0", "2F1", "2T0", "2S1", "2T1", "2B1", "2IB1"]
+    walked([read_action(one) for one in texts], {2: 0}, log, log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)))
+    assert log == [*texts[:-3], "2T1 alone", "2B1 alone", "2IB1 alone"]
+
+
 def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
     """Nothing is computed behind its last backward that a reduction could run beside; shards and halves have a last of their own."""
     for behind, text in ((1, "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"), (0, "0F0 0F1 0I0 0I1 0W0 0W1")):
