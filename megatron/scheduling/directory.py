@@ -20,8 +20,7 @@ def gathered(positions: Positions, mine: object) -> tuple[Any, ...]:
     if not positions.pipes:
         return positions.in_order(by_rank)
     replicas = _of(parallel_state.get_data_parallel_group(), by_rank)
-    first = parallel_state.get_data_parallel_rank() // 2 * 2
-    return positions.in_order(replicas[first], replicas[first + 1])
+    return positions.in_order(*(replicas[one] for one in positions.pair_of(parallel_state.get_data_parallel_rank())))
 
 
 def _of(group: Any, mine: object) -> list[Any]:

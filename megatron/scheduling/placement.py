@@ -73,8 +73,8 @@ def place(
     Call it once, in every process, before any process group exists and before anybody has read `RANK`: it reads `RANK` and `WORLD_SIZE`,
     and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`.
     `config` is what `install` is given: pairs are its schedule's. Without it they are those of 1F1B, first and last and so on, which are
-    interleaved 1F1B's, too. Where none moves anything, nothing changes. Raises ValueError for sizes that do not divide the world or are
-    not the configuration's, RuntimeError where it is too late.
+    interleaved 1F1B's, too. Of two pipes `pipeline` is the schedule's number of ranks, twice Megatron's. Where none moves anything, nothing
+    changes. Raises ValueError for sizes that do not divide the world or are not the configuration's, RuntimeError where it is too late.
     """
     # Not at the top: what reads this module for its names needs no torch.
     import torch.distributed as dist
@@ -95,7 +95,16 @@ def place(
     )
     if min(sizes.values()) < 1 or world % (tensor * context * pipeline):
         raise ValueError(f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide a world of {world} processes")
-    topology = Topology(**sizes, data=world // (tensor * context * pipeline), gpus_per_node=_gpus_per_node(world))
+    pipes = 1 if config is None else config.positions.num_pipes
+    if pipes > 1 and pipeline_before_data:
+        raise ValueError("replicas of the two pipes are neighbours in data parallelism, and pipeline_before_data parts these: leave it out")
+    topology = Topology(
+        tensor=tensor,
+        context=pipes * context,
+        pipeline=pipeline // pipes,
+        data=world // (tensor * context * pipeline),
+        gpus_per_node=_gpus_per_node(world),
+    )
     found = _usual_pairs(pipeline) if config is None else _configured_pairs(pipeline, config)
     os.environ[_PLACED] = str(rank)
     return rank if found is None else _take(rank, topology, pipeline_before_data, *found)
@@ -108,7 +117,6 @@ def _usual_pairs(pipeline: int) -> _Pairs | None:
 def _configured_pairs(pipeline: int, config: SchedulingConfig) -> _Pairs | None:
     if pipeline != config.num_ranks:
         raise ValueError(f"pipeline {pipeline} is not the num_ranks {config.num_ranks} of the configuration: give place() the same")
-    config.positions.require_one_pipe()
     return _pairs_in(config.first_schedule())
 
 

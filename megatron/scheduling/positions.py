@@ -70,14 +70,6 @@ class Positions:
     def num_pipes(self) -> int:
         return 2 if self.pipes else 1
 
-    def require_one_pipe(self) -> None:
-        """Raises ValueError for two, in a loop that Megatron's trainer does not run: its data would be those of one pipe for all chunks."""
-        if self.pipes:
-            raise ValueError(
-                "of two pipes each chunk reads the samples of the one that it serves, and only Megatron's own trainer is told which: train "
-                "by its pretrain, with --bpipe-schedule and the launcher, or take a schedule of one pipe"
-            )
-
     @property
     def pipeline_size(self) -> int:
         """Ranks of a pipeline as Megatron has it."""
@@ -118,13 +110,21 @@ class Positions:
 
     def replica_of(self, replica: int, chunk: int) -> int:
         """Whose samples a chunk reads that is of this data-parallel replica, counted as Megatron's: one of its pair."""
-        half = replica % self.num_pipes
-        return replica - half + (half ^ self.pipes[chunk]) if self.pipes else replica
+        return self.pair_of(replica)[self.half_of_replica(replica) ^ self.pipes[chunk]] if self.pipes else replica
+
+    def half_of_replica(self, replica: int) -> int:
+        """Of two pipes, in which half of the positions a data-parallel replica is, counted as Megatron's; with one pipe 0."""
+        return replica % self.num_pipes
+
+    def pair_of(self, replica: int) -> tuple[int, ...]:
+        """Of two pipes, the data-parallel replicas that are the first half of the positions and the second; with one pipe itself."""
+        first = replica - self.half_of_replica(replica)
+        return tuple(range(first, first + self.num_pipes))
 
     def here(self) -> int:
         """This process's position."""
         # Not at the top: whoever only reads the arguments needs no torch.
         from megatron.core import parallel_state
 
-        half = int(parallel_state.get_data_parallel_rank()) % 2 if self.pipes else 0
+        half = self.half_of_replica(int(parallel_state.get_data_parallel_rank())) if self.pipes else 0
         return self.position_of(int(parallel_state.get_pipeline_model_parallel_rank()), half)

@@ -146,6 +146,15 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
     assert "refused: this run cannot start:\n  --bpipe: how much a mixture of experts saves" in outcome.logs[0]
 
 
+@pytest.mark.timeout(120)
+def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """Whose samples a chunk reads is asked; with the rank's own for all chunks the last one's labels were those of other tokens."""
+    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop_of_two_pipes.py")], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+    assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
+    for rank, log in enumerate(outcome.logs):
+        assert f"rank {rank}: stock and two pipes are equal" in log
+
+
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
     """Rank 2 dies in its third iteration; torchrun restarts all ranks, which go on from the checkpoint of the second."""

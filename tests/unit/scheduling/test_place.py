@@ -67,12 +67,20 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
     assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 2)) == usual
 
 
-def test_two_pipes_need_megatrons_trainer() -> None:
-    """Somebody's own loop would give the last of an odd number of chunks labels of other samples than its tokens."""
+def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever feeds all chunks alike would give the last of an odd number of chunks labels of other samples than its tokens."""
     config = SchedulingConfig(True, 8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
-    for start in (lambda: place(pipeline=8, config=config), lambda: install(config)):
-        with pytest.raises(ValueError, match=r"each chunk reads the samples of the one that it serves, .*: train by its pretrain"):
-            start()
+    with pytest.raises(ValueError, match=r"samples of the data-parallel replica samples_of\(config, c\), and install\(config, samples_by"):
+        install(config)
+    # Mirror images are neighbours, as of Megatron's replicas 0 and 1; partners are of a half, and each pair of pairs is on one node.
+    found = ranks(monkeypatch, pipeline=8, config=config)
+    assert sorted(found) == list(range(8))
+    assert [rank // 2 for rank in found[::2]] == [rank // 2 for rank in found[1::2]]
+    assert "bpipe:   node 0: stages 3 4 0 7\nbpipe:   node 1: stages 2 5 1 6" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="pipeline_before_data parts these: leave it out"):
+        place(pipeline=8, config=config, pipeline_before_data=True)
 
 
 def test_what_is_not_the_configurations_is_refused() -> None:

@@ -1,0 +1,139 @@
+"""A training loop of one's own, by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes over all.
+
+In: the launcher's environment, four processes. Out: exit code 0 where both trained the same bits, weight by weight, and a line from each.
+Models are built by the function of Megatron's that knows placements, gradients are summed by the loop itself.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from bpipe.program import ScheduleConfig
+from megatron.scheduling import install, place, samples_of, startup
+
+startup.prepare()
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models import dist_utils
+
+from megatron.scheduling.arguments import SchedulingConfig
+from tests.gloo.own_loop import LAUNCH_RANK, LENGTH, VOCABULARY, forward
+
+# What a pipe takes of an iteration: as many as a replica.
+NUM_MICROBATCHES = (4, 2, 4)
+CONFIG = SchedulingConfig(balance=False, num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), timeout_s=60.0)
+SETTINGS: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "pipeline_model_parallel_size": 2,
+    "pipeline_dtype": torch.float32,
+    "use_cpu_initialization": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def chunk(pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTModel:
+    model = GPTModel(
+        TransformerConfig(**SETTINGS, virtual_pipeline_model_parallel_size=None if vp_stage is None else 2),
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        LENGTH,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=False,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+    # By its name in the whole model: who builds a layer is what differs.
+    with torch.no_grad():
+        for name, weight in named(model):
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
+            drawn = 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+            weight.copy_(drawn if weight.dim() > 1 else weight + drawn)
+    return model
+
+
+def named(model: GPTModel) -> list[tuple[str, torch.nn.Parameter]]:
+    found = []
+    for name, weight in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            _, _, number, rest = name.split(".", 3)
+            name = f"layer {model.decoder.layers[int(number)].layer_number} {rest}"
+        found.append((name, weight))
+    return found
+
+
+def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
+    """Every micro-batch's loss by its replica's number, and a hash of every weight by its name: of all ranks. `feeds[chunk]`: a replica."""
+    torch.manual_seed(7)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = dist_utils.build_virtual_pipeline_stages(chunk, groups, len(feeds) if len(feeds) > 1 else None, ModelType.encoder_or_decoder)
+    parameters = [parameter for part in model for parameter in part.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    tokens = torch.Generator().manual_seed(11)
+    mine: dict[str, str] = {}
+    for iteration, num_microbatches in enumerate(NUM_MICROBATCHES):
+        optimizer.zero_grad()
+        batches = [[torch.randint(VOCABULARY, (2, LENGTH), generator=tokens) for _ in range(num_microbatches)] for _ in range(2)]
+        losses = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(batches[replica]) for replica in feeds] if len(feeds) > 1 else iter(batches[feeds[0]]),
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        optimizer.step()
+        mine |= {f"{iteration} {feeds[-1]} {number}": loss.hex() for number, loss in enumerate(losses)}
+    hashes = {name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest() for part in model for name, weight in named(part)}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (mine, hashes))
+    weights: dict[str, str] = {}
+    for _, of_rank in every:
+        for name, digest in of_rank.items():
+            assert weights.setdefault(name, digest) == digest, f"two replicas of {name} differ"
+    return {key: loss for of_rank, _ in every for key, loss in of_rank.items()}, weights
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    place(pipeline=4, config=CONFIG)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    plain = train([parallel_state.get_data_parallel_rank()])
+    parallel_state.destroy_model_parallel()
+    installed = install(CONFIG, samples_by_chunk=True)
+    # After it, for of two pipes other ranks have embeddings.
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    both = train([samples_of(CONFIG, part) for part in range(2)])
+    installed.remove()
+    assert len(set(plain[0].values())) == len(plain[0]) == 2 * sum(NUM_MICROBATCHES), (
+        "losses that do not change would make any two runs equal"
+    )
+    for what, stock, ours in zip(("losses", "weights"), plain, both, strict=True):
+        apart = sorted(name for name in stock.keys() | ours.keys() if stock.get(name) != ours.get(name))
+        assert not apart, f"other bits than stock's of {len(apart)} of {len(stock)} {what}: {', '.join(apart[:8])}"
+    print(f"rank {LAUNCH_RANK}: stock and two pipes are equal", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
