@@ -188,7 +188,7 @@ def test_our_own_loop_equals_stock(four: Outcome, row: str, ours: str) -> None:
 @pytest.mark.parametrize(("row", "ours"), [("interleaved_quiet", "grouped_chosen")])
 def test_an_order_chosen_for_a_bound_keeps_it_and_is_named(four: Outcome, row: str, ours: str) -> None:
     held = [report["peak_microbatches"] for report in four.reports(f"{row}_{ours}")]
-    # The last rank is full when it hosts nobody any more, and its buffers stay: the order that takes turns is as fast, and would hold 9 there.
+    # The last rank is full when it hosts nobody any more, and its buffers stay: the order that takes turns, as fast, would hold 9 there.
     assert held == [8, 8, 8, 8]
     assert "at most 8 held, bubble 5.9 %" in "".join(four.logs)
     said = "bpipe: grouped-interleaved, chosen for a bound of 8 micro-batches of a chunk: groups: 2 of 4; pairs share one room"
