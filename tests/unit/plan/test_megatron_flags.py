@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
-from megatron.scheduling.arguments import SPLIT
+from megatron.scheduling.flags import add_arguments
 
 
 def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
@@ -67,7 +68,10 @@ def test_flags_of_the_papers_case() -> None:
 
 
 def test_shards_are_said_as_far_as_the_trainer_has_them() -> None:
-    assert tuple(SPLIT) == TRAINED_SHARDS
+    trainer = add_arguments(argparse.ArgumentParser())
+    for split in TRAINED_SHARDS:
+        found = trainer.parse_args(["--bpipe-vocabulary", split, "--bpipe-vocabulary-input"])
+        assert (found.bpipe_vocabulary, found.bpipe_vocabulary_input) == (split, True)
     sharded = setup("llama3-8b", 2, 4, vocabulary_parallel="interlaced")
     assert "--bpipe-vocabulary interlaced" in " ".join(megatron_flags(sharded))
     assert "--bpipe-vocabulary interlaced --bpipe-vocabulary-input" in " ".join(megatron_flags(replace(sharded, input_shards=True)))
