@@ -28,6 +28,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import header, read_csv, write_rows
 from bpipe.names import unknown
 from bpipe.passes.balance import balance, keeps, occupied_counts
+from bpipe.passes.room import Rooms, fit
 
 # What commands and files call no `BalanceConfig`, and one.
 BALANCES = ("none", "bpipe")
@@ -43,12 +44,18 @@ class BalanceConfig:
     """How to balance. `bounds` holds one number for every rank, or the same for all; by default the smallest that every pair can keep.
 
     `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on. `buffers_stay`:
-    where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full.
+    where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full. `rooms`, in
+    place of bounds: what each rank has room for in bytes.
     """
 
     bounds: tuple[int, ...] | None = None
     partners: tuple[int, ...] | None = None
     buffers_stay: bool = False
+    rooms: Rooms | None = None
+
+    def __post_init__(self) -> None:
+        if self.rooms is not None and self.bounds is not None:
+            raise ValueError("bounds and rooms both say how to balance: give one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +291,8 @@ def run(schedule: Schedule, changes: Sequence[Pass], exchange: Exchange) -> Sche
 def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
     """The balancing pass with one bound for each rank, one for all, or the smallest for all."""
     p = schedule.num_ranks
+    if how.rooms is not None:
+        return fit(schedule, how.rooms, how.partners)
     if how.bounds is None:
         return balance(schedule, None, how.partners)
     if len(how.bounds) not in (1, p):

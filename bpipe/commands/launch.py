@@ -11,24 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bpipe.generate.families import FAMILIES
-from bpipe.models.layout import KEPT_HALVES
 from bpipe.plan.launch_script import read_launch
 from bpipe.plan.megatron_command import Reading, read_command
-
-# What is predicted where nobody says it.
-DEFAULTS: dict[str, Any] = {
-    "tensor": 1,
-    "micro_batch": 1,
-    "recompute": "none",
-    "chunks": 1,
-    "balance": "none",
-    "group": None,
-    "delay": 0,
-    "keep_weights_halves": KEPT_HALVES[0],
-    "attention": "flash",
-    "precision": "bf16",
-}
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,37 +49,6 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"--set {text} is not NAME=VALUE")
     return name, value
-
-
-def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[str, ...]) -> argparse.Namespace:
-    """The options with what the launch says where they say nothing, then with defaults. Raises ValueError for what nobody says."""
-    given = vars(options)
-    missing = [f"--{name.replace('_', '-')}" for name in needed if given[name] is None] if reading is None else []
-    if missing:
-        raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
-    said = dict(reading.options) if reading else {}
-    chunks = _only_chunks(given.get("schedule") or said.get("schedule"))
-    if chunks is not None and given.get("chunks") is None and said.get("chunks") != chunks:
-        said.pop("layers", None)
-        said["chunks"] = chunks
-    for name in ("pipeline", "chunks"):
-        if given.get(name) is not None and given[name] != said.get(name):
-            # Layers of other stages say nothing of these.
-            said.pop("layers", None)
-            said.pop("chunks", None)
-    for name, what in reading.unmodelled.items() if reading else ():
-        if given.get(name) is None:
-            raise ValueError(f"{what} is not modelled: say what to predict in its place with --{name}")
-    every = {**DEFAULTS, **said, **{name: value for name, value in given.items() if value is not None and value is not False}}
-    if reading and options.model is None and "vocabulary" not in every:
-        raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocabulary N")
-    return argparse.Namespace(**{**given, **every})
-
-
-def _only_chunks(schedule: object) -> int | None:
-    """How many chunks a schedule has that has several and never another number."""
-    family = FAMILIES.get(schedule) if isinstance(schedule, str) else None
-    return family.max_chunks if family is not None and 1 < family.min_chunks == family.max_chunks else None
 
 
 def lines(reading: Reading) -> list[str]:

@@ -6,22 +6,26 @@ import argparse
 import shlex
 import sys
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json, switches_of
-from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
-from bpipe.commands.simulate import setup_of
+from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, print_json
+from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
+from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import positive
 from bpipe.generate.families import FAMILIES, SEARCHED
+from bpipe.models.cluster import Cluster
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
 from bpipe.plan import standings
+from bpipe.plan.budget import MemoryBudget, within_budget
 from bpipe.plan.document import document
 from bpipe.plan.explain import costly_halves, describe, only_balanced, verdict
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
+from bpipe.plan.options import filled, memory, model_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
 from bpipe.plan.space import CUTS, Space, num_grids
@@ -40,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help="scopes to consider (default all)")
     add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
+    add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
     add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
     add(
@@ -63,7 +68,7 @@ def run(asked: argparse.Namespace) -> int:
     # What the search chooses is no one's to say; `yours` below is the launch as it stands.
     every = filled(asked, reading, ("global_batch",))
     options = argparse.Namespace(**{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}})
-    model, cluster = model_of(options), cluster_of(options, reading.devices if reading else None)
+    model, cluster = model_of(options), _budgeted(cluster_of(options, reading.devices if reading else None), options.memory)
     yours = None if reading is None else _yours(asked, reading)
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --global-batch")
@@ -89,6 +94,8 @@ def run(asked: argparse.Namespace) -> int:
     )
     bar = _Bar()
     outcome = search(space, max(options.rows, row or 0), bar.show)
+    if options.memory is not None:
+        outcome = _sending_what_must(outcome, cluster.device.memory_bytes)
     hurts = _burden(outcome) if row is None else None
     bar.clear()
     if row is not None:
@@ -104,6 +111,27 @@ def run(asked: argparse.Namespace) -> int:
     return 0 if outcome.rows else NO_ROWS
 
 
+def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
+    """With devices of as much memory as the budget."""
+    if asked is None or asked.budget_bytes is None:
+        return cluster
+    if len(asked.budget_bytes) > 1:
+        raise ValueError("--memory: the search has pipelines of different lengths, so give one number for all ranks")
+    return replace(cluster, device=replace(cluster.device, memory_bytes=asked.budget_bytes[0]))
+
+
+def _sending_what_must(outcome: Outcome, budget_bytes: int) -> Outcome:
+    """Balanced rows send what the budget demands and no more, and are predicted anew; those that were judged to fit by a hair stay."""
+    rows = []
+    for found in outcome.rows:
+        if found.prediction.setup.balance != BALANCES[0]:
+            with suppress(ValueError):
+                setup, _ = within_budget(found.prediction.setup, (budget_bytes,))
+                found = replace(found, prediction=predict(setup, outcome.space.profile, formula=outcome.space.formula))
+        rows.append(found)
+    return replace(outcome, rows=type(outcome.rows)(sorted(rows, key=lambda found: found.prediction.timing.iteration_s)))
+
+
 def _burden(outcome: Outcome) -> tuple[Burden, int] | None:
     """Of the first row in which the vocabulary hurts, and its number."""
     every = ((burden(found.prediction, outcome.space.profile), number) for number, found in enumerate(outcome.rows, 1))
@@ -116,7 +144,10 @@ def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str
     others = ("micro_batch", "chunks", "layers", "group", "delay", "keep_weights_halves")
     options = argparse.Namespace(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
     try:
-        setup = setup_of(filled(options, reading, ()), reading.devices)
+        every = filled(options, reading, ())
+        if every.balance == BALANCES[0]:
+            every.memory = None
+        setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading.devices)))
     except ValueError as error:
         return str(error)
     return predict(setup, formula=asked.flops_formula)

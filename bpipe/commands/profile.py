@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 
-from bpipe.commands.flags import add_model_arguments, model_of
+from bpipe.commands.flags import add_model_arguments
 from bpipe.flag_types import positive
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import ATTENTION, PRECISIONS, RECOMPUTE, Setup
 from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.options import model_of
 
 PROGRAM = "megatron.scheduling.profile"
 

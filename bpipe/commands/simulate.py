@@ -5,21 +5,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, model_of, print_json, switches_of
-from bpipe.commands.launch import add_launch_arguments, filled, launch_document, lines, reading_of
+from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, print_json
+from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.flag_types import numbers, positive
-from bpipe.generate.families import DEFAULTS, FAMILIES, default, that_take_delays, that_take_groups
+from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
 from bpipe.ir.layout import Vocabulary
-from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup, split_layers
+from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
 from bpipe.models.profile import read_profile
+from bpipe.plan import budget
 from bpipe.plan.document import document
 from bpipe.plan.explain import costly_halves, describe
+from bpipe.plan.options import filled, memory, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.program import BALANCES
 from bpipe.simulate.report import Simulation
 
 # Some seconds. Beyond, the steady phase is continued, unless a trace or picture needs every action.
 MOST_COMPUTATIONS = 100_000
+
+MEMORY = "with --balance bpipe: all that a device may hold, for all ranks or each; only what must leaves. auto: what the device has"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep-weights-halves", choices=KEPT_HALVES, help="none: where backwards are split, compute W with I (default linear)")
     add("--balance", choices=BALANCES, help="default none")
     add("--bound", type=numbers, metavar="N|N,N,...", help="with --balance bpipe: most micro-batches of a chunk, for all ranks or each")
+    add("--memory", type=memory, metavar="GIB|GIB,GIB,...|auto", help=MEMORY)
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
     add(
         "--vocabulary-parallel",
@@ -62,7 +67,9 @@ def _layers(text: str) -> tuple[int, ...]:
 
 def run(options: argparse.Namespace) -> None:
     reading = reading_of(options)
-    setup = setup_of(filled(options, reading, ("pipeline", "global_batch")), reading.devices if reading else None)
+    options = filled(options, reading, ("pipeline", "global_batch"))
+    setup = setup_of(options, cluster_of(options, reading.devices if reading else None))
+    setup, plan = budgeted(options, setup)
     profile = None if options.profile is None else read_profile(options.profile)
     plot = None if options.plot is None else Path(options.plot)
     if plot is not None and plot.suffix not in (".svg", ".png"):
@@ -77,53 +84,28 @@ def run(options: argparse.Namespace) -> None:
     if simulation is not None and plot is not None:
         plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
     if options.format == "json":
-        print_json({**document(prediction), **({"launch": launch_document(reading)} if reading else {})})
+        plans = {} if plan is None else {"plan": budget.document(plan)}
+        print_json({**document(prediction), **plans, **({"launch": launch_document(reading)} if reading else {})})
     else:
         for line in lines(reading) if reading else ():
+            print(line)
+        for line in () if plan is None else budget.lines(plan):
             print(line)
         print(table(prediction), end="")
 
 
-def setup_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Setup:
-    """Of filled options. Without a global batch it is one micro-batch a replica, as Megatron has it."""
-    model, cluster = model_of(options), cluster_of(options, devices)
-    schedule = options.schedule or default(options.chunks)
-    stages = options.pipeline * options.chunks
-    layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
-    if layers is None:
-        of = f"--pipeline {options.pipeline} with {options.chunks} chunks"
-        raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
-    replicas = max(1, cluster.num_devices // (options.tensor * options.pipeline))
-    bounds = getattr(options, "bound", None)
-    if bounds is not None and options.balance == BALANCES[0]:
-        raise ValueError("--bound says how to balance: give --balance bpipe, too, or leave it out")
-    return Setup(
-        model=model,
-        cluster=cluster,
-        tensor=options.tensor,
-        pipeline=options.pipeline,
-        micro_batch=options.micro_batch,
-        global_batch=options.global_batch or options.micro_batch * replicas,
-        sequence=model.sequence,
-        layers=layers,
-        recompute=options.recompute,
-        attention=options.attention,
-        schedule=schedule,
-        chunks=options.chunks,
-        balance=options.balance,
-        precision=options.precision,
-        distributed_optimizer=not options.no_distributed_optimizer,
-        sequence_parallel=not options.no_sequence_parallel,
-        kernels=options.kernels,
-        group=options.group,
-        delay=options.delay,
-        keep_weights_halves=options.keep_weights_halves,
-        # A launch as it stands splits nothing.
-        vocabulary_parallel=getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
-        input_shards=getattr(options, "input_shards", False),
-        switches=switches_of(options),
-        bounds=bounds,
-    )
+def budgeted(options: argparse.Namespace, setup: Setup) -> tuple[Setup, budget.Fit | None]:
+    """Within the budget that is asked for, and the plan. Raises ValueError where no plan keeps it."""
+    if options.memory is None:
+        return setup, None
+    if options.balance == BALANCES[0] or options.bound is not None:
+        wanted = ": give --balance bpipe, too, or leave it out" if options.bound is None else ", and so does --bound: give one of them"
+        raise ValueError(f"--memory says how to balance{wanted}")
+    minimum = options.min_bytes or budget.MINIMUM_BYTES
+    try:
+        return budget.within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, minimum)
+    except ValueError as error:
+        raise ValueError(f"--memory: {error}") from None
 
 
 def _num_computations(setup: Setup) -> int:
@@ -161,7 +143,7 @@ def table(prediction: SetupPrediction) -> str:
         f"{setup.model.name}: tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}, "
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
         f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}"
-        f"{'' if setup.bounds is None else ' to ' + ','.join(map(str, setup.bounds))}",
+        f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",
         f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
         f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_makespan:.1f} % of the iteration, "
         f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",

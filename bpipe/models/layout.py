@@ -17,7 +17,7 @@ from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
 from bpipe.models.switches import Switches
 from bpipe.placement import Topology, pair_adjacent
-from bpipe.program import BALANCES, ScheduleConfig, balancing
+from bpipe.program import BALANCES, BalanceConfig, ScheduleConfig
 
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "flash")
@@ -30,8 +30,11 @@ TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.
 # And what it calls fewer layers for the last stage instead.
 REDISTRIBUTE = "redistribute"
 
+# To the fewest micro-batches that all pairs can keep.
+EVENLY = BalanceConfig()
 
 _CHOICES = {
+    "balance": BALANCES,
     "recompute": RECOMPUTE,
     "attention": ATTENTION,
     "precision": PRECISIONS,
@@ -50,8 +53,7 @@ class Setup:
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
     it. Of several stages the first may have the embedding and no layer, the last the output layer and none.
-    `bounds`: where it is balanced, the most micro-batches of a chunk that ranks hold, one number for all or one for each; by default the
-    fewest that all pairs can keep.
+    `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may hold, by default all that it has.
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies of the weights.
     """
@@ -79,7 +81,8 @@ class Setup:
     vocabulary_parallel: str = Vocabulary.WHOLE.value
     input_shards: bool = False
     switches: Switches = field(default_factory=Switches)
-    bounds: tuple[int, ...] | None = None
+    how: BalanceConfig = EVENLY
+    budget_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -144,6 +147,11 @@ class Setup:
     @property
     def num_microbatches(self) -> int:
         return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def limit_bytes(self) -> tuple[int, ...]:
+        """What a device of each rank may hold."""
+        return self.budget_bytes or (self.cluster.device.memory_bytes,) * self.pipeline
 
     @property
     def vocabulary(self) -> int:
@@ -212,7 +220,7 @@ class Setup:
         """What the one door builds for this setup."""
         count = num_microbatches or self.num_microbatches
         split, shards = Vocabulary(self.vocabulary_parallel), self.input_shards
-        how = balancing(self.balance, self.bounds if self.balance != BALANCES[0] else None)
+        how = self.how if self.balance != BALANCES[0] else None
         sizes = (self.pipeline, count, self.chunks)
         return ScheduleConfig(self.schedule, *sizes, how, self.group, delay=self.delay, vocabulary=split, input_shards=shards)
 
@@ -229,7 +237,7 @@ class Setup:
     @property
     def _places(self) -> tuple[tuple[int, ...], bool]:
         sizes = (self.tensor, self.pipeline, self.data, self.cluster.devices_per_node)
-        return _paired_places(*sizes) if self.num_pipes > 1 else _places(*sizes, self.balance != "none")
+        return _paired_places(*sizes) if self.num_pipes > 1 else _places(*sizes, self.balance != "none", self.how.partners)
 
 
 @lru_cache(maxsize=1024)
@@ -238,13 +246,15 @@ def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
 
 
 @lru_cache(maxsize=1024)
-def _places(tensor: int, pipeline: int, data: int, devices_per_node: int, adjacent: bool) -> tuple[tuple[int, ...], bool]:
+def _places(
+    tensor: int, pipeline: int, data: int, devices_per_node: int, adjacent: bool, partners: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], bool]:
     """Nodes of the first replica's ranks, and whether all replicas of every rank are on one node.
 
     A balanced run lies with its pairs adjacent. Any other has Megatron's own order: tensor parallelism innermost, then data, then pipeline.
     """
     if adjacent:
-        parts = pair_adjacent(Topology(tensor, 1, pipeline, data, devices_per_node))
+        parts = pair_adjacent(Topology(tensor, 1, pipeline, data, devices_per_node), partners)
         place_of = {(part.stage, part.replica): place for place, part in enumerate(parts) if part.tensor == 0}
     else:
         place_of = {(rank, replica): (rank * data + replica) * tensor for rank in range(pipeline) for replica in range(data)}

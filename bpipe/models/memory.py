@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from operator import le, mul, sub
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import live_bytes, memory_of
+from bpipe.ir.memory import Memory, live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.saved import (
     STATISTICS,
     STATISTICS_BYTES,
@@ -23,12 +24,14 @@ from bpipe.models.saved import (
     core_bytes,
     element_bytes,
     layer_bytes,
+    moved_bytes,
     num_tokens,
     sent_bytes,
     shard_bytes,
     shared,
     stage_bytes,
 )
+from bpipe.passes.balance import occupied
 from bpipe.program import ScheduleConfig, built
 
 MIB = 2**20
@@ -41,7 +44,7 @@ COMMUNICATOR_OF_TWO_BYTES = 544 * MIB
 COMMUNICATOR_BYTES = 688 * MIB
 # What the caching allocator has reserved and cannot use, as a share of what comes and goes (activations and working memory): weights are
 # allocated once and do not fragment. Runs that failed report up to 20 % of all memory (Vad-R1 issue 11 on GitHub: 14.15 of 70.85 GiB).
-FRAGMENTATION = 0.15
+FRAGMENTATION = Fraction(3, 20)
 
 # Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while weights are updated: a
 # copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the distributed optimizer), which divides the
@@ -152,7 +155,9 @@ def _shard_working_bytes(setup: Setup) -> int:
 
 
 def overhead_bytes(setup: Setup) -> int:
-    """Context and communicators: tensor, pipeline and data parallel, model parallel (the gradients' norm), and a pair's."""
+    """Context and communicators: tensor, pipeline and data parallel, model parallel (the gradients' norm), and a pair's. A CPU has none."""
+    if setup.kernels == "cpu":
+        return 0
     t, p, d = setup.tensor, setup.pipeline, setup.replicas
     groups = [t, p, d]
     if t > 1 and p > 1:
@@ -172,7 +177,7 @@ class HeldCounts:
     """What one rank of a schedule holds at its fullest, whatever the sizes of its stages.
 
     `moments` are all that no other exceeds: for every one of `stages`, which are its own, how many micro-batches are held as saved and how
-    many between the halves of their backward. Besides there are `num_buffers` host buffers for any of `hosted`, its partner's stages.
+    many between the halves of their backward. DeviceBesides there are `num_buffers` host buffers for any of `hosted`, its partner's stages.
     """
 
     stages: tuple[int, ...]
@@ -229,6 +234,32 @@ def _held(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
     return held_by(built(config))
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceBesides:
+    """What one device of every rank holds besides the activations of micro-batches, predicted or measured, in bytes.
+
+    `fixed_bytes` all the time; `working_bytes` beside micro-batches; `update_bytes` while weights are updated, when there are none.
+    Of what comes and goes the share `fragmentation` is lost on top.
+    """
+
+    fixed_bytes: tuple[int, ...]
+    working_bytes: tuple[int, ...]
+    update_bytes: tuple[int, ...]
+    fragmentation: Fraction = Fraction(0)
+
+    def room_bytes(self, rank: int, budget_bytes: int) -> int:
+        """For micro-batches and host buffers; 0 where there is none."""
+        rest = budget_bytes - self.fixed_bytes[rank]
+        if rest < self.update_bytes[rank]:
+            return 0
+        return max(0, int(rest / (1 + self.fragmentation)) - self.working_bytes[rank])
+
+    def need_bytes(self, rank: int, held_bytes: int) -> int:
+        """Of the device, where micro-batches and host buffers take so much."""
+        going = held_bytes + self.working_bytes[rank]
+        return self.fixed_bytes[rank] + max(self.update_bytes[rank], going + int(self.fragmentation * going))
+
+
 def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     """For every rank the bytes of its own micro-batches at their most, and of its host buffers.
 
@@ -236,6 +267,9 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     micro-batches, one host buffer fewer.
     """
     saved, after_input, m = stage_bytes(setup), after_input_bytes(setup), setup.num_microbatches
+    if setup.balance != "none" and setup.how.rooms is not None:
+        schedule = built(setup.program())
+        return tuple(occupied(schedule, rank, setup.how.rooms.memory) for rank in range(setup.pipeline))
     if FAMILIES[setup.schedule].fill is None:
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
     return tuple(one.num_bytes(saved, after_input) for one in _held_of(setup))
@@ -278,13 +312,35 @@ def least_bytes(setup: Setup) -> int:
     held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance == "none":
-        return max(least, _state_bytes(setup, counts[0]) + held + working[0] + int(FRAGMENTATION * (held + working[0])))
+        return max(least, _state_bytes(setup, counts[0]) + held + working[0] + int(_fragmentation(setup) * (held + working[0])))
     # Whoever has the rest of it, one of the two holds half.
-    return max(least, _state_bytes(setup, min(counts)) + held // 2 + min(working) + int(FRAGMENTATION * (held // 2 + min(working))))
+    return max(least, _state_bytes(setup, min(counts)) + held // 2 + min(working) + int(_fragmentation(setup) * (held // 2 + min(working))))
+
+
+def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
+    """What one micro-batch of each stage holds; storages below `minimum_bytes` stay where they are."""
+    stages = range(setup.num_stages)
+    return memory_of(stage_bytes(setup), [moved_bytes(setup, stage, minimum_bytes) for stage in stages], after_input_bytes(setup))
+
+
+def besides_of(setup: Setup) -> DeviceBesides:
+    """Predicted."""
+    rows = predict_memory(replace(setup, how=EVENLY, budget_bytes=None))
+    return DeviceBesides(
+        tuple(row.state_bytes + row.overhead_bytes for row in rows),
+        tuple(row.working_bytes for row in rows),
+        tuple(row.update_bytes for row in rows),
+        _fragmentation(setup),
+    )
+
+
+def _fragmentation(setup: Setup) -> Fraction:
+    """Of a CPU's memory nobody says what is lost."""
+    return FRAGMENTATION if setup.kernels == "gpu" else Fraction(0)
 
 
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
-    """One a rank. What a transfer moves is taken to be all that a micro-batch saves."""
+    """One a rank. What a transfer moves is taken to be all that a micro-batch saves, where nobody has said another size."""
     held_by_rank = activations(setup)
     weight, gradient, state, update = parameter_bytes(setup)
     replicas = setup.replicas if setup.distributed_optimizer else 1
@@ -302,9 +358,9 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
                 activations_bytes=own,
                 hosted_bytes=hosted,
                 working_bytes=working[rank],
-                fragmentation_bytes=int(FRAGMENTATION * (own + hosted + working[rank])),
+                fragmentation_bytes=int(_fragmentation(setup) * (own + hosted + working[rank])),
                 overhead_bytes=overhead,
-                limit_bytes=setup.cluster.device.memory_bytes,
+                limit_bytes=setup.limit_bytes[rank],
             )
         )
     return tuple(rows)

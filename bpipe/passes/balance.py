@@ -1,6 +1,6 @@
 """Share a pair's memory: add transfers until every rank keeps its bound. In: a compute-only Schedule, bounds. Out: one with transfers.
 
-Bounds are counts of chunk micro-batches, or bytes with sizes a stage. A rank whose own activations exceed its bound evicts to its partner
+Bounds are counts of chunk micro-batches; `room` has bytes. A rank whose own activations exceed its bound evicts to its partner
 (`evict` plans how); the partner's halves stand in the same slots of its own row, and what it hosts counts against its bound. On 1F1B with
 `mu_opt` this is Algorithm 1 of the BPipe paper (Kim et al. 2023), with its steady-phase eviction read as "the latest finished forward".
 A bound that cannot be kept is refused with the smallest that can. Knows no tensors, no clock.
@@ -14,7 +14,7 @@ from math import ceil
 from operator import add
 
 from bpipe.ir.action import OTHER_END, Action
-from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
 from bpipe.ir.hosts import default_partners, in_pairs, pairing
 from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
@@ -29,7 +29,7 @@ def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: S
     """
     if bounds is None:
         return _balance_evenly(schedule, partners)
-    return replace(_balance(schedule, bounds, counts_of(schedule), partners), bounds=tuple(bounds))
+    return replace(_balance(schedule, bounds, partners), bounds=tuple(bounds))
 
 
 def keeps(schedule: Schedule, bound: int, buffers_stay: bool = False) -> bool:
@@ -50,28 +50,21 @@ def keeps(schedule: Schedule, bound: int, buffers_stay: bool = False) -> bool:
 def occupied_counts(schedule: Schedule) -> tuple[Count, ...]:
     """The most chunk micro-batches that each rank has room for at once: what its own hold, and its host buffers, which a run keeps."""
     memory = counts_of(schedule)
-    found = []
-    for rank in range(schedule.num_ranks):
-        own = set(schedule.layout.stages_of(rank))
-        sizes = tuple(size if stage in own else StageMemory(0, 0, 0) for stage, size in enumerate(memory.stages))
-        held = max(live_bytes(schedule, rank, Memory(sizes, memory.unit, memory.parts)), default=0)
-        found.append(memory.amount(held + num_host_buffers(schedule, rank) * memory.parts))
-    return tuple(found)
+    return tuple(memory.amount(sum(occupied(schedule, rank, memory))) for rank in range(schedule.num_ranks))
 
 
-def balance_bytes(schedule: Schedule, bound_bytes: Sequence[int], memory: Memory, partners: Sequence[int] | None = None) -> Schedule:
-    """The schedule with evictions that keep every rank's activations within its bound in bytes.
+def occupied(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
+    """What a run allocates on a rank: for its own micro-batches at their most, and for host buffers, which stay."""
+    own = set(schedule.layout.stages_of(rank))
+    sizes = tuple(size if stage in own else StageMemory(0, 0, 0) for stage, size in enumerate(memory.stages))
+    held = max(live_bytes(schedule, rank, replace(memory, stages=sizes)), default=0)
+    buffers = stages_in_buffers(host_buffers(schedule, rank))
+    return held, sum(max(memory.stages[stage].moved_bytes for stage in stages) for stages in buffers)
 
-    A stage of which only some layers move has moved less than saved. The bounds of the result are the counts it reaches. Raises ValueError
-    where a bound cannot be kept, naming the smallest that can.
-    """
-    balanced = _balance(schedule, bound_bytes, memory, partners)
-    return replace(balanced, bounds=tuple(map(ceil, peak_counts(balanced))))
 
-
-def _balance(schedule: Schedule, bounds: Sequence[int], memory: Memory, partners: Sequence[int] | None) -> Schedule:
-    chosen = choose_partners(schedule, partners)
-    _check_input(schedule, bounds, memory)
+def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:
+    memory, chosen = counts_of(schedule), choose_partners(schedule, partners)
+    check_input(schedule, bounds, memory)
     outcomes: dict[Pair, Shared] = {}
     for pair in pairs_of(chosen):
         outcome = share(schedule, pair, [bounds[rank] * memory.parts for rank in pair], memory)
@@ -85,7 +78,7 @@ def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Sched
     """To the smallest bound that every pair can keep. It starts where no pair could keep less, and rises with the first that has to."""
     given = None if partners is None else pairing(schedule.num_ranks, partners)
     memory = counts_of(schedule)
-    _check_input(schedule, (1,) * schedule.num_ranks, memory)
+    check_input(schedule, (1,) * schedule.num_ranks, memory)
     curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
     peaks = [max(curve) for curve in curves]
     chosen = given or default_partners(peaks)
@@ -150,10 +143,10 @@ def share(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory,
             refusal=f"rank {pair[0]} has no partner and holds up to {memory.words(peaks[0])}, its bound is {memory.text(bounds[0])}"
         )
     for index in over:
-        plan = _plan(schedule, pair[index], bounds[index], memory)
+        plan = planned(schedule, pair[index], bounds[index], memory)
         if isinstance(plan, str):
             return Shared(refusal=plan)
-        rows = [_with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
+        rows = [with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
     peaks = tuple(_peak(schedule, rank, row, memory) for rank, row in zip(pair, rows, strict=True))
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
@@ -162,7 +155,7 @@ def share(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory,
     return Shared(tuple(rows), peaks)
 
 
-def _plan(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | str:
+def planned(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | str:
     """What the rank evicts, or why no plan keeps the bound."""
     try:
         return plan_evictions(schedule, rank, bound, memory)
@@ -220,7 +213,7 @@ def _way_out(schedule: Schedule, pair: Pair, memory: Memory) -> str:
     return f". The smallest bound that ranks {pair[0]} and {pair[1]} can both keep is {smallest} {memory.unit}"
 
 
-def _with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, ...]:
+def with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, ...]:
     """The row with a plan's transfers, or with their other ends. Slots the plan leaves alone stay the same values."""
     slots = list(row)
     for slot, actions in plan.items():
@@ -234,7 +227,7 @@ def _peak(schedule: Schedule, rank: int, row: tuple[Slot, ...], memory: Memory) 
     return max(live_bytes(replace(schedule, ranks=rows), rank, memory))
 
 
-def _check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> None:
+def check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> None:
     if len(bounds) != schedule.num_ranks:
         raise ValueError(f"{len(bounds)} bounds for {schedule.num_ranks} ranks: give one for all or one for each")
     for rank, bound in enumerate(bounds):

@@ -31,7 +31,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "schedule": setup.schedule,
         "chunks": setup.chunks,
         "balance": setup.balance,
-        **({"bound": list(setup.bounds)} if setup.bounds is not None else {}),
+        **({"bound": list(setup.how.bounds)} if setup.how.bounds is not None else {}),
         "precision": setup.precision,
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,

@@ -18,6 +18,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.text import TextError, read_numbers
 from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.models.switches import SWITCHES, flag_of
+from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_asked
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -47,7 +48,8 @@ READ: dict[str, Any] = {
     "--bpipe-schedule": (str, None, None),
     "--bpipe-group": (str, None, None),
     "--bpipe-delay": (int, None, None),
-    "--bpipe-bound": (str, None, None),
+    **dict.fromkeys(("--bpipe-bound", "--bpipe-memory"), (str, None, None)),
+    "--bpipe-min-bytes": (int, MINIMUM_BYTES, None),
     "--bpipe-vocabulary": (str, None, (*TRAINED_SHARDS, REDISTRIBUTE)),
     "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),
     **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
@@ -281,6 +283,8 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         "no_sequence_parallel": not found.sequence_parallel,
         "balance": "bpipe" if found.bpipe else "none",
         "bound": _bounds(found.bpipe_bound),
+        "memory": _memory(found.bpipe_memory),
+        "min_bytes": found.bpipe_min_bytes,
         "micro_batch": found.micro_batch_size,
         "global_batch": found.global_batch_size,
         "schedule": found.bpipe_schedule,
@@ -331,6 +335,13 @@ def _bounds(text: str | None) -> tuple[int, ...] | None:
         return None if text is None else read_numbers(text)
     except TextError as error:
         raise ValueError(f"--bpipe-bound {error}") from None
+
+
+def _memory(text: str | None) -> MemoryBudget | None:
+    try:
+        return None if text is None else read_asked(text)
+    except ValueError as error:
+        raise ValueError(f"--bpipe-memory {error}") from None
 
 
 def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:

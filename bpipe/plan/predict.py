@@ -171,9 +171,12 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
     """Evictions a rank makes per iteration; grown from the steady phase as times are."""
-    if setup.balance == "none" or FAMILIES[setup.schedule].fill is None:
+    if setup.balance == "none" or (FAMILIES[setup.schedule].fill is None and setup.how.rooms is None):
         return (0,) * setup.pipeline
     m = setup.num_microbatches
+    if setup.how.rooms is not None:
+        whole = built(setup.program())
+        return tuple(num_transfers(whole, rank).evictions for rank in range(setup.pipeline))
     short, step = _steady(setup)
 
     def count(microbatches: int) -> list[int]:

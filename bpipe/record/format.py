@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.text import read_action, read_costs, read_share
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing
 from bpipe.record.keys import Rule, by_name, each, keys_of, line, number, values_of, whole, written
+from bpipe.record.rooms import RoomsKeys
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_number, a_text, a_whole, an_object
 
 VERSION = 1
@@ -170,6 +171,7 @@ class _ProgramKeys:
     bounds: Counts | None = None
     partners: Counts | None = None
     buffers_stay: Flag | None = None
+    rooms: RoomsKeys | None = None
     group_size: Count | None = None
     exchange: ExchangeName | None = None
     delay: Count | None = None
@@ -184,6 +186,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
     """What was to be built."""
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
     how = balancing(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay))
+    how = how and replace(how, rooms=keys.rooms)
     return ScheduleConfig(
         keys.schedule,
         keys.num_stages,
@@ -213,6 +216,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         bounds=how.bounds,
         partners=how.partners,
         buffers_stay=how.buffers_stay or None,
+        rooms=how.rooms,
         group_size=config.group_size,
         exchange=config.exchange,
         delay=config.delay or None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import num_transfers
 from bpipe.report.compare import Comparison, StageRow
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
 
@@ -9,10 +11,13 @@ from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
 NOTHING = 0.0005
 # The share of what a forward keeps from which on it is as good as all; `runtime.kept` says the same of a run.
 ENOUGH = 0.9
+# So many stages that send are told of one by one.
+MOST_TOLD = 4
 
 
 def answers(comparison: Comparison) -> tuple[str, ...]:
-    return tuple(answer for answer in (_balancing(comparison), _bottleneck(comparison), _staying(comparison)) if answer)
+    found = (_balancing(comparison), _bottleneck(comparison), _hosting(comparison), _staying(comparison))
+    return tuple(answer for answer in found if answer)
 
 
 def bottleneck(comparison: Comparison) -> StageRow | None:
@@ -58,6 +63,35 @@ def _balancing(comparison: Comparison) -> str:
         return f"With {sizes} there was nothing to balance."
     said = "; ".join(part for part in (_bought(comparison), _cost(comparison)) if part) + "."
     return said[0].upper() + said[1:]
+
+
+def _hosting(comparison: Comparison) -> str:
+    """Who hosts for whom, how much, and why. Empty where nobody does."""
+    schedule = comparison.measured.schedule
+    senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
+    told = [_hosted(comparison, rank) for rank in senders[:MOST_TOLD]]
+    if len(senders) > MOST_TOLD:
+        told.append(f"and so for {counted(len(senders) - MOST_TOLD, 'stage')} more")
+    return f"{'; '.join(told)}." if told else ""
+
+
+def _hosted(comparison: Comparison, rank: int) -> str:
+    """Of one stage that sends."""
+    schedule, row = comparison.measured.schedule, comparison.stages[rank]
+    how = comparison.measured.program.balance
+    host = (schedule.hosts or ())[rank][0]
+    sizes, count = comparison.prediction.sizes[host], num_transfers(schedule, rank).evictions
+    own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
+    where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
+    if sizes is not None and sizes.host_bytes:
+        where += f" in {counted(num_host_buffers(schedule, host), 'host buffer')} of {bytes_text(sizes.host_bytes)} in all"
+    elif sizes is not None:
+        where = f"Stage {rank} keeps {count} of its {own} micro-batches in its host's memory"
+    alone = "" if row.unbalanced_bytes is None else f", which would hold {bytes_text(row.unbalanced_bytes)} alone"
+    if how is not None and how.rooms is not None:
+        return f"{where}{alone} and has room for {bytes_text(how.rooms.room_bytes[rank])}"
+    bound = None if schedule.bounds is None else counted(schedule.bounds[rank], "micro-batch", "es")
+    return f"{where}{alone}" + ("" if bound is None else f" and is to hold {bound} at most")
 
 
 def _staying(comparison: Comparison) -> str:

@@ -242,6 +242,10 @@ class Engine:
             self.shares = self._kept.shares(self.moved_bytes)
         self._position = 0
 
+    def stop_measuring(self) -> None:
+        """Between two iterations: what the meter showed is enough."""
+        self._meter = None
+
     def release(self) -> None:
         """Give the host buffers back: another program takes over. Both ranks of a pair call this; the next `begin` measures anew."""
         for role in (self._evictor, self._acceptor, self._transport):

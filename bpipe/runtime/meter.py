@@ -62,9 +62,10 @@ def _nbytes(reference: StorageWeakRef) -> int:
 
 
 class Meter:
-    """Peaks of one rank. `saved_bytes[stage]` is what one micro-batch saves, counted once its forward has finished, and
-    `after_input_bytes[stage]` what it holds between the halves of its backward, counted once the first has run. `shard_bytes` is what a
-    shard of the vocabulary holds of one micro-batch, its logits above all; that is bytes, and no micro-batch.
+    """Peaks of one rank. `saved_bytes[stage]` is the most that one micro-batch saves, counted once its forward has finished, and
+    `latest_bytes[stage]` what the last one does: of the first what all share may be taken for its own. `after_input_bytes[stage]` is what
+    one holds between the halves of its backward, counted once the first has run. `shard_bytes` is what a shard of the vocabulary holds of
+    one micro-batch, its logits above all; that is bytes, and no micro-batch.
 
     `received_bytes` is the part of it that the stage received, where the pipeline loop may hold that longer than the backward needs it:
     one that `keeps_inputs`. Of any other it is 0.
@@ -82,13 +83,14 @@ class Meter:
         self.peak_microbatches = 0
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
+        self.latest_bytes: dict[int, int] = {}
         self.after_input_bytes: dict[int, int] = {}
         self.received_bytes = 0
 
     def begin(self) -> None:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
         self.peak_microbatches = self.peak_bytes = 0
-        self.saved_bytes, self.after_input_bytes = {}, {}
+        self.saved_bytes, self.latest_bytes, self.after_input_bytes = {}, {}, {}
         self.shard_bytes = 0
         self._shards.clear()
         # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's activation.
@@ -104,6 +106,7 @@ class Meter:
         held = self._held[owner] = _Held()
         held.saved_bytes = sum(item.nbytes for item in found if item.alone and self._belongs(item.storage, item.nbytes, owner))
         held.bytes_now = held.saved_bytes
+        self.latest_bytes[forward.stage] = held.saved_bytes
         self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), held.saved_bytes)
 
     def waiting(self, backward: Action, storages: Sequence[torch.UntypedStorage]) -> None:

@@ -16,10 +16,11 @@ from bpipe.generate.families import (
 )
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.schedule import Schedule
+from bpipe.plan.budget import MemoryBudget
 from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.transport import AUTO
 from megatron.scheduling import upstream
-from megatron.scheduling.choosing import balance_of, own_schedule, unplaced, vocabulary_of
+from megatron.scheduling.choosing import balance_asked, own_schedule, unplaced, vocabulary_of
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import end_where, reasons, refuse
 from megatron.scheduling.sizes import Sizes
@@ -32,8 +33,8 @@ TIMERS_LEVEL = 2
 class SchedulingConfig:
     """What driver and hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
-    `bounds`: the most micro-batches of a chunk that a balanced rank holds, one number for all or one for each, by default the fewest that
-    all pairs can keep.
+    `how`: how Megatron's own schedule is balanced, by default to the fewest micro-batches that all pairs can keep; `plan`: lines that say
+    why. `memory`: the budget that was asked for, where there is one.
     `own` is what our own loop runs, each iteration with its own number of micro-batches; None where Megatron's loops run. Where it splits
     backwards, `keep_weights_halves` says of what W is put off.
     `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
@@ -46,7 +47,9 @@ class SchedulingConfig:
     balance: bool
     num_ranks: int
     num_chunks: int
-    bounds: tuple[int, ...] | None = None
+    how: BalanceConfig | None = None
+    plan: tuple[str, ...] = ()
+    memory: MemoryBudget | None = None
     own: ScheduleConfig | None = None
     keep_weights_halves: str = "linear"
     transport: str = AUTO
@@ -81,8 +84,10 @@ class SchedulingConfig:
 
     @property
     def balancing(self) -> BalanceConfig | None:
-        """How to balance, if at all."""
-        return balance_of(self.balance, self.bounds)
+        """How to balance, if at all: a schedule of our own says so itself."""
+        if self.own is not None:
+            return self.own.balance
+        return (self.how or BalanceConfig()) if self.balance else None
 
     @property
     def active(self) -> bool:
@@ -114,9 +119,10 @@ def config_from_args(args: Any) -> SchedulingConfig:
         refuse(args, balance=True)
     upstream.require(args, "arguments")
     problems = list(_out_of_range(args))
-    own = None
+    own, how, plan = None, None, ()  # type: ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]
     try:
         own = own_schedule(args)
+        how, plan = balance_asked(args)
         problems += [] if own is None else unplaced(args, own)
     except ValueError as error:
         problems.append(str(error))
@@ -129,7 +135,9 @@ def config_from_args(args: Any) -> SchedulingConfig:
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
-        bounds=args.bpipe_bound,
+        how=how,
+        plan=plan,
+        memory=args.bpipe_memory,
         transport=args.bpipe_transport,
         timeout_s=SchedulingConfig.timeout_s if args.bpipe_timeout is None else args.bpipe_timeout,
         message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,

@@ -21,7 +21,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
 from bpipe.vocabulary.rows import Rows
-from megatron.scheduling import upstream
+from megatron.scheduling import budgets, upstream
 from megatron.scheduling.following import of_file
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
@@ -50,8 +50,23 @@ def first_schedule(args: Any) -> Schedule:
     return built(config)
 
 
+def balance_asked(args: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
+    """How to balance whatever runs, and lines that say why it is balanced so. Raises ValueError as `own_schedule` does."""
+    config, _ = _asked_for(args)
+    return config.balance, () if args.bpipe_memory is None else budgets.said(args, config)
+
+
 def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
-    """The schedule, and whether our own loop runs it."""
+    """The schedule, within its budget, and whether our own loop runs it."""
+    config, ours = _as_named(args)
+    if args.bpipe_memory is None:
+        return config, ours
+    if config.balance is None:
+        raise ValueError("--bpipe-memory says how to balance: give --bpipe, too, or leave it out")
+    return budgets.budgeted(args, config), ours
+
+
+def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
     upstream.require(args, "choosing")
     name = args.bpipe_schedule or default(args.virtual_pipeline_model_parallel_size or 1)
     balance = balance_of(args.bpipe, args.bpipe_bound)
@@ -202,6 +217,8 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
             yield f"--bpipe-{flag} is for schedules that are generated: leave it out"
     if schedule.hosts is not None and args.bpipe_bound is not None:
         yield "it moves activations itself, within its own bounds: leave --bpipe-bound out"
+    if schedule.hosts is not None and args.bpipe_memory is not None:
+        yield "it moves activations itself, within its own bounds: leave --bpipe-memory out"
     if schedule.hosts is not None and not args.bpipe:
         yield "it moves activations: give --bpipe, too"
     if schedule.layout.shard_kinds:

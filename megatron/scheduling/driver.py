@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, built
+from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.record.format import RankSummary
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
@@ -44,13 +45,32 @@ from megatron.scheduling.weighing import Waiting, Weighing
 _GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
 
 
+@dataclass(frozen=True)
+class FirstMeasured:
+    """What one rank held in its first iteration: of one micro-batch by stage, what it receives for one, and the most at once.
+
+    `moved_bytes` only of what left. `allocated_bytes` and `reserved_bytes`: the most by the device's allocator until the loop's end, before
+    weights were updated; 0 where nobody counts.
+    """
+
+    saved_bytes: Mapping[int, int]
+    moved_bytes: Mapping[int, int]
+    after_input_bytes: Mapping[int, int]
+    shard_bytes: int
+    received_bytes: int
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
 class Driver:
     """One rank's iterations, one after the other. What lives on between them: an engine a program, and the pair's groups.
 
     `waiting`: what whoever computes keeps between the halves of a backward, by its first half; whoever splits backwards sets it. `between`:
     the same of a shard of the vocabulary between S and T, by S.
     `running` is true inside of `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last
-    iteration's note. `changed_over`: this iteration is the first of its program since another one's, and every rank's is.
+    iteration's note. `changed_over`: this iteration is the first of its program since another one's, and every rank's is. `how`: how what
+    runs is balanced, if at all.
     """
 
     def __init__(self, config: SchedulingConfig) -> None:
@@ -61,8 +81,11 @@ class Driver:
         self._at: Action | None = None
         self._connection: Connection | None = None
         self._connected = False
-        self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None else None
+        self.how = config.balancing
+        self._learns = config.memory is not None and config.memory.learns
+        self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None or self._learns else None
         self._peaks: list[tuple[int, int]] = []
+        self._most = 0, 0
         self._first_iterations = FirstIterations(config.minimum_bytes)
         self._own_time = OwnTime()
         self._num_iterations = 0
@@ -86,7 +109,7 @@ class Driver:
             num_ranks=self._config.num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=self._config.num_chunks,
-            balance=self._config.balancing,
+            balance=self.how,
             group_size=group_size,
             exchange=exchange,
         )
@@ -117,6 +140,9 @@ class Driver:
             raise
         finally:
             self._active = None
+        if self._learns:
+            # The CPU's stand-in has no counters and says 0.
+            self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if self._meter is not None:
             self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes))
         self._first_iterations.ended(engine, self.rank, self._connection.link if self._connection is not None else None)
@@ -187,6 +213,8 @@ class Driver:
             for line in grouped(program, schedule):
                 say(line)
             if self._config.balance:
+                for line in () if self._engines else self._config.plan:
+                    say(line)
                 say(describe(schedule))
             transport = self._transport(schedule, self.device, config)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
@@ -253,6 +281,32 @@ class Driver:
             peak_bytes=self._meter.peak_bytes,
             shares=engine.shares,
         )
+
+    @property
+    def program_now(self) -> ScheduleConfig:
+        """What ran last."""
+        assert self._program is not None, "no iteration was run"
+        return self._program
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of what ran last."""
+        return self._engines[self.program_now].schedule
+
+    def measured(self) -> FirstMeasured:
+        """What the iteration that ran last showed."""
+        assert self._meter is not None, "nobody measures"
+        meter, moved = self._meter, self._engines[self.program_now].moved_bytes
+        sizes = (meter.latest_bytes, moved, meter.after_input_bytes, meter.shard_bytes)
+        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most)
+
+    def learned(self, how: BalanceConfig | None) -> None:
+        """What was measured is enough. From the next iteration on `how`, on every rank, or None: as before."""
+        self.how, self._learns = how or self.how, False
+        if self._config.report is None:
+            self._meter = None
+            for engine in self._engines.values():
+                engine.stop_measuring()
 
     def failed(self, error: Exception) -> None:
         """A training step ended with this error: write down what was held."""

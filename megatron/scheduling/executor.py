@@ -177,7 +177,7 @@ class Loop:
 
     def _program(self, num_microbatches: int, config: Any) -> ScheduleConfig:
         """Megatron's own schedule has Megatron's groups, by us too. It counts the micro-batches of one pipe."""
-        own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes)
+        own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes, balance=self._driver.how)
         family = None if own.written is not None else FAMILIES[own.schedule]
         if family is None or family.exchange is Exchange.POSTED:
             return own

@@ -13,6 +13,7 @@ from bpipe.generate.families import DEFAULTS, FAMILIES, that_are_made_for_bounds
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import REDISTRIBUTE
+from bpipe.plan.options import memory
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.placement import PLACEMENTS
@@ -40,6 +41,15 @@ def _balancing(group: Any) -> None:
         action="store_true",
         help="Balance activation memory over the pipeline stages: early stages send activations of some micro-batches "
         "to their partner stage and take them back before their backward pass. Changes no result.",
+    )
+    group.add_argument(
+        "--bpipe-memory",
+        type=memory,
+        default=None,
+        metavar="GIB|GIB,GIB,...|auto[:GIB]",
+        help="With --bpipe: all that a device may hold, state, activations and what comes and goes, for all ranks or each; only what must "
+        "leaves. By prediction; auto: the first iteration sends as much as helps, then bytes are measured and it is planned anew. auto "
+        "alone: what the device has.",
     )
     group.add_argument(
         "--bpipe-transport",

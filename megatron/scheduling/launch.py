@@ -127,6 +127,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     from megatron.scheduling.embedding_ranks import refuse_ranks
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
+    from megatron.scheduling.learning import Learner
     from megatron.scheduling.patches import LINEAR, install
     from megatron.scheduling.placed import wraps_of
     from megatron.scheduling.reporting import Reporter
@@ -142,6 +143,8 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
             wraps |= ask(args)
     if reporter is not None:
         wraps |= reporter.wraps()
+    if config.memory is not None and config.memory.learns:
+        wraps |= Learner(config, driver).wraps(wraps)
     installed = install(wraps)
     watch = Watch()
     watch.begin()

@@ -1,4 +1,4 @@
-"""Balancing any schedule: the fewest evictions, any pairing, counts or bytes, refusals, and levels."""
+"""Balancing any schedule: the fewest evictions, any pairing, counts, and refusals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
 from bpipe.ir.hosts import default_partners, mirrored, pairing
 from bpipe.ir.layout import one_pipe
-from bpipe.ir.memory import live_bytes, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
+from bpipe.ir.memory import live_counts, memory_of, num_transfers, peak_bytes, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance, balance_bytes
+from bpipe.passes.balance import balance
 from bpipe.passes.evict import OverBound, plan_evictions
-from bpipe.passes.levels import level_bytes
+from bpipe.passes.room import Rooms, fit
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
@@ -230,100 +230,11 @@ def test_gpipe_has_no_room_to_share() -> None:
     assert build(ScheduleConfig("gpipe", 4, 8, balance=BalanceConfig())).ranks == plain.ranks
 
 
-def test_equal_sizes_in_bytes_are_counts() -> None:
-    plain = generate("1f1b", 8, 24)
-    counted = balance(plain, [5] * 8)
-    assert balance_bytes(plain, [5 * 70 + 69] * 8, memory_of([70] * 8)).ranks == counted.ranks
-
-
-def test_sizes_that_differ_keep_the_bound_with_no_eviction_too_many() -> None:
-    plain = generate("interleaved-1f1b", 4, 12, 2)
-    rng = random.Random(5)
-    for _ in range(40):
-        sizes = [rng.randint(50, 150) for _ in range(8)]
-        memory = memory_of(sizes)
-        peaks = peak_bytes(plain, memory)
-        bounds = [peaks[0] - rng.randint(1, 3 * min(sizes)), *([10**6] * 3)]
-        balanced = balance_bytes(plain, bounds, memory)
-        check(balanced)
-        assert peak_bytes(balanced, memory)[0] <= bounds[0]
-        curve = live_bytes(balanced, 0, memory)
-        away: dict[tuple[int, int], int] = {}
-        for slot, cell in enumerate(balanced.ranks[0]):
-            for action in cell.transfers:
-                if action.kind is Kind.EVICT:
-                    away[action.stage, action.microbatch] = slot
-                else:
-                    absent = curve[away[action.stage, action.microbatch] + 1 : slot]
-                    assert max(absent) + sizes[action.stage] > bounds[0], f"{action} need not have left"
-
-
-def test_part_of_a_microbatch() -> None:
-    """Half of each micro-batch moves: the evictor keeps the other half, the acceptor hosts only what moved."""
-    plain = generate("1f1b", 4, 8)
-    memory = memory_of([100] * 4, [50] * 4)
-    balanced = balance_bytes(plain, [350, 400, 400, 400], memory)
-    check(balanced)
-    assert max(live_bytes(balanced, 0, memory)) == 350
-    assert max(live_bytes(balanced, 3, memory)) <= 200
-
-
-def test_levels_put_the_heavy_end_where_there_is_room() -> None:
-    """The last stage holds an output layer and logits; then it is the one that sends."""
-    plain = generate("1f1b", 4, 8)
-    levels = level_bytes(plain, [100, 100, 100, 100], memory_of([10, 10, 10, 500]))
-    balanced = balance_bytes(plain, levels.bound_bytes, levels.memory)
-    assert levels.level_bytes == (140, 130, 120, 600), "one micro-batch at work cannot be shared out"
-    assert not num_transfers(balanced, 0).evictions
-    uneven = level_bytes(plain, [400, 100, 100, 100], memory_of([100] * 4))
-    assert uneven.level_bytes[0] < 800
-    assert max(uneven.level_bytes) == uneven.level_bytes[0]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_levels_are_within_a_microbatch_of_the_best(seed: int) -> None:
-    """No transfer lowers what a pair holds together, and one that leaves while another returns is held twice: half of both is the best."""
-    rng = random.Random(seed)
-    p = rng.choice([4, 6, 8])
-    chunks = rng.choice([1, 2])
-    plain = generate("1f1b" if chunks == 1 else "interleaved-1f1b", p, 3 * p, chunks)
-    layers = [rng.randint(2, 4) for _ in range(p * chunks)]
-    saved = [12 * rng.randint(90, 110)] * (p * chunks)
-    fixed = [rng.randint(2000, 6000) for _ in range(p)]
-    whole, part = (level_bytes(plain, fixed, memory_of(saved), given) for given in (None, layers))
-    for rank in range(p):
-        other = p - 1 - rank
-        together = [sum(pair) for pair in zip(*(live_bytes(plain, one, memory_of(saved)) for one in (rank, other)), strict=True)]
-        best = max((max(together) + saved[0] + fixed[rank] + fixed[other]) / 2, *(fixed[one] + 2 * saved[0] for one in (rank, other)))
-        reached = max(whole.level_bytes[rank], whole.level_bytes[other])
-        assert reached <= best + saved[0]
-        assert max(part.level_bytes[rank], part.level_bytes[other]) <= reached
-    for levels in (whole, part):
-        balanced = balance_bytes(plain, levels.bound_bytes, levels.memory)
-        check(balanced)
-        reached_bytes = peak_bytes(balanced, levels.memory)
-        assert tuple(fixed[rank] + reached_bytes[rank] for rank in range(p)) == levels.level_bytes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (([1] * 3, [1] * 4), "fixed_bytes has 3 entries"),
-        (([1] * 4, [1] * 3), "sizes of 3 stages, the schedule has 4"),
-        (([1] * 4, [1] * 4, [1, 0, 1, 1]), "at least one layer"),
-    ],
-)
-def test_levels_refuse_what_does_not_fit(arguments: tuple[list[int], ...], reason: str) -> None:
-    fixed, saved, *layers = arguments
-    with pytest.raises(ValueError, match=reason):
-        level_bytes(generate("1f1b", 4, 8), fixed, memory_of(saved), *layers)
-
-
 def test_moved_bytes_cannot_exceed_saved_bytes() -> None:
     with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and saved_bytes 10"):
         peak_bytes(generate("1f1b", 2, 2), memory_of([10, 10], [10, 11]))
     with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and saved_bytes 10"):
-        balance_bytes(generate("1f1b", 2, 2), [99, 99], memory_of([10, 10], [10, 11]))
+        fit(generate("1f1b", 2, 2), Rooms((99, 99), memory_of([10, 10], [10, 11])))
 
 
 def test_host_buffers_are_reused_only_in_the_next_slot() -> None:

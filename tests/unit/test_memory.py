@@ -26,9 +26,9 @@ from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import Memory, StageMemory, counts_of, live_bytes, live_counts, memory_of, num_transfers, peak_counts, with_after_input
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
-from bpipe.passes.balance import balance, balance_bytes, smallest_bound
+from bpipe.passes.balance import balance, smallest_bound
 from bpipe.passes.evict import OverBound, plan_evictions
-from bpipe.passes.levels import level_bytes
+from bpipe.passes.room import Rooms, fit
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -156,7 +156,7 @@ def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, m
     least = [0, 0]
     for _ in range(200):  # bounds in bytes, up from the smallest: the first that can be kept
         try:
-            schedule = balance_bytes(plain, [max(1, bound + above) for bound in least], memory)
+            schedule = fit(plain, Rooms(tuple(max(1, bound + above) for bound in least), memory))
             break
         except ValueError:
             least = [bound + 1 for bound in least]
@@ -233,14 +233,6 @@ def test_counts_are_bytes_with_ones_and_bounds_are_whole(seed: int, share: Fract
         assert (read_json if text.startswith("{") else read_grid if "slot" in text else read_csv)(text) == balanced
 
 
-def test_levels_know_what_w_keeps() -> None:
-    """Two whole micro-batches and a rest of 3 beside them, or of 15: the level of the fuller rank falls where W needs little."""
-    order = [read_csv("0F0,0F1,0I0,0F2,0I1,0W0,0I2,0W1,0W2\n").ranks[0]]
-    schedule = Schedule("rests", 3, one_pipe((0,)), tuple(order))
-    found = [level_bytes(schedule, [100], memory_of([10], None, [after])).level_bytes for after in (0, 3, 10, 15)]
-    assert found == [(120,), (123,), (130,), (140,)]
-
-
 def test_whoever_takes_more_for_w_takes_it_when_i_starts() -> None:
     schedule = read_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
     assert live_bytes(schedule, 0, memory_of([10], None, [4])) == (10, 10, 14, 14, 8, 4)
@@ -261,7 +253,7 @@ def test_whoever_takes_more_for_w_takes_it_when_i_starts() -> None:
 )
 def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        balance_bytes(random_schedule(0), [99, 99], memory)
+        fit(random_schedule(0), Rooms((99, 99), memory))
 
 
 # -- V-Half of 4 ranks, by hand -----------------------------------------------------------------------------------------------------------

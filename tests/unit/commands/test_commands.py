@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,49 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(cap
     grouped = ["--schedule", "grouped-interleaved", "--chunks", "2", "--bound", "8"]
     assert main([*sizes, *grouped, "--", *launch]) == 2
     assert "has its order chosen for a bound, which is not modelled: give the group" in capsys.readouterr().err
+
+
+def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = json.loads(output(capsys, *SIMULATE, "--precision", "fp16", "--format", "json"))
+    tightest = json.loads(output(capsys, *BALANCED, "--format", "json"))
+    most = max(stage["peak_bytes"] for stage in plain["stages"]) / 2**30
+    evictions = []
+    for budget in (most + 1, most - 0.1, max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1):
+        found = json.loads(output(capsys, *BALANCED, "--memory", f"{budget:.2f}", "--format", "json"))
+        assert found["fits"]
+        assert [stage["peak_bytes"] for stage in found["stages"]] == found["plan"]["need_bytes"], "the table and the plan differ"
+        assert {stage["limit_bytes"] for stage in found["stages"]} == set(found["plan"]["budget_bytes"])
+        sent = {host["rank"]: host["evictions"] for host in found["plan"]["hosts"]}
+        assert [stage["evictions"] for stage in found["stages"]] == [sent.get(rank, 0) for rank in range(8)]
+        evictions.append(sum(sent.values()))
+    assert 0 == evictions[0] < evictions[1] < evictions[2]
+    text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
+    assert re.search(r"^by prediction within [\d.]+ GiB a device: [\d.]+ GiB leave in an iteration$", text, re.MULTILINE)
+    assert re.search(r"^rank 0 would need [\d.]+ GiB; rank 7 hosts \d+ of its 64 micro-batches, in \d+ host buffers of", text, re.MULTILINE)
+    assert "nothing has to leave, rank 0 is the fullest with" in output(capsys, *BALANCED, "--memory", "auto:200")
+
+
+def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BALANCED, "--memory", "30"]) == 2
+    said = capsys.readouterr().err
+    found = re.search(r"The smallest budget that one keeps is ([\d.]+) GiB. What else would help: (.*)", said)
+    assert found, said
+    assert main([*BALANCED, "--memory", found[1], "--format", "json"]) == 0
+    less = float(found[1]) - 0.2
+    assert main([*BALANCED, "--memory", f"{less:.1f}"]) == 2
+    assert {"recompute full", "host memory, --bpipe-transport host", "micro-batch 1"} <= set(
+        re.findall(r"(?:^|, (?!--))([^(]+?) \(", found[2])
+    )
+    capsys.readouterr()
+    for flags, reason in (
+        (["--memory", "0"], "'0' is no number of GiB above 0"),
+        (["--memory", "40,50"], "2 budgets for 8 ranks: give one for all or one for each"),
+        (["--memory", "40", "--bound", "5"], "--memory says how to balance, and so does --bound: give one of them"),
+        (["--memory", "40", "--balance", "none"], "--memory says how to balance: give --balance bpipe, too"),
+    ):
+        with suppress(SystemExit):
+            assert main([*BALANCED, *flags]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

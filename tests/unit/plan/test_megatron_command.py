@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.cli import main
-from bpipe.commands.launch import filled
-from bpipe.commands.simulate import setup_of
+from bpipe.commands.flags import cluster_of
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS, Model
 from bpipe.plan.megatron_command import ANY_VALUE, READ, REFUSED, WITHOUT_INFLUENCE, Reading, parser, read_command
 from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.options import filled, setup_of
 
 SMALL = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--vocab-size", "1000"]
 
@@ -76,7 +76,8 @@ def test_what_we_write_we_read(setup: Setup) -> None:
     words = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *megatron_flags(setup), "--vocab-size", "1000"]
     reading = read_command(words)
     assert (reading.not_considered, reading.devices) == ((), (1, 8))
-    assert setup_of(filled(argparse.Namespace(**{**dict.fromkeys(NOT_GIVEN), **vars(OPTIONS)}), reading, ())) == setup
+    options = filled(argparse.Namespace(**{**dict.fromkeys(NOT_GIVEN), **vars(OPTIONS)}), reading, ())
+    assert setup_of(options, cluster_of(options)) == setup
 
 
 def test_the_rows_of_the_presets_come_back() -> None:

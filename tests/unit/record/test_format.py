@@ -12,7 +12,9 @@ import pytest
 
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import memory_of
 from bpipe.ir.program import Exchange
+from bpipe.passes.room import Rooms
 from bpipe.program import BalanceConfig, ScheduleConfig, build, given
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
@@ -142,6 +144,7 @@ PROGRAMS = (
         BalanceConfig((6,), buffers_stay=True),
         costs=UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20)),
     ),
+    ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig(rooms=Rooms((300, 400, 400, 400), memory_of([100] * 4, [90] * 4)))),
 )
 
 

@@ -25,11 +25,18 @@ def report(folder: Path, **changes: Any) -> Report:
 
 
 def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
-    balancing, bottleneck = report(tmp_path, speed=0.4e9).answers
+    balancing, bottleneck, hosting = report(tmp_path, speed=0.4e9).answers
     assert bottleneck == (
         "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of weights, gradients and "
         "optimizer state."
     )
+    first, *_, last = hosting.split("; ")
+    assert re.fullmatch(
+        r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all, which would hold 84.0 MiB alone and "
+        r"is to hold 5 micro-batches at most",
+        first,
+    )
+    assert last.startswith("Stage 5 hosts ")
     bought, cost = balancing.split("; ")
     assert bought == "With balancing the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less"
     share = re.fullmatch(r"balancing cost (\d+\.\d) % of an iteration's pipeline time: stage 0 stood still for transfers for .*\.", cost)
@@ -59,7 +66,7 @@ def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
     lines = table(found).splitlines()
     assert any(" moved " in line for line in lines)
     assert max(map(len, lines)) <= 120
-    assert len(report(tmp_path / "b", kept_bytes=MOVED * 10 // 9).answers) == 2
+    assert len(report(tmp_path / "b", kept_bytes=MOVED * 10 // 9).answers) == 3
     unknown = report(tmp_path / "c", kept_bytes=0)
     assert unknown.comparison.stages[0].moved_fraction is None
 

@@ -22,6 +22,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import write_csv
+from bpipe.plan.budget import MemoryBudget
 from bpipe.program import BalanceConfig, ScheduleConfig, build, choice_of
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import own_schedule, unplaced
@@ -53,6 +54,7 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_group": None,
             "bpipe_delay": None,
             "bpipe_bound": None,
+            "bpipe_memory": None,
             "bpipe_kept": None,
             "bpipe_costs": None,
             "bpipe_hop": None,
@@ -279,6 +281,11 @@ REFUSED = [
         {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_bound": (3,)},
         "it moves activations itself, within its own bounds: leave --bpipe-bound out",
     ),
+    (
+        {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
+        "it moves activations itself, within its own bounds: leave --bpipe-memory out",
+    ),
+    ({"bpipe_memory": MemoryBudget((2**30,), False)}, "--bpipe-memory says how to balance: give --bpipe, too, or leave it out"),
     (
         {"bpipe_schedule": "BROKEN", "virtual_pipeline_model_parallel_size": 2},
         "rank 0, slot 37, a bubble: stage 0 has no B or I of micro-batch 0 in any slot",

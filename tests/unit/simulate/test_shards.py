@@ -11,7 +11,7 @@ from bpipe.check.rules import check
 from bpipe.ir.action import Kind
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import live_bytes, memory_of, peak_bytes
-from bpipe.passes.balance import balance_bytes
+from bpipe.passes.room import Rooms, fit
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, Number, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
@@ -105,11 +105,11 @@ def test_evictions_make_room_for_logits() -> None:
     schedule = sharded(8, 24, ONE)
     for logits in (0, 90):
         memory = memory_of([100] * 8, shard_bytes=logits)
-        balanced = balance_bytes(schedule, [800] * 8, memory)
+        balanced = fit(schedule, Rooms((800,) * 8, memory))
         check(balanced)
         assert max(peak_bytes(balanced, memory)) <= 800
     tight = memory_of([100] * 8, shard_bytes=90)
-    plain = balance_bytes(schedule, [800] * 8, memory_of([100] * 8))
+    plain = fit(schedule, Rooms((800,) * 8, memory_of([100] * 8)))
     assert max(peak_bytes(plain, tight)) > 800
     with pytest.raises(ValueError, match="shard_bytes is -1"):
         peak_bytes(schedule, memory_of([100] * 8, shard_bytes=-1))

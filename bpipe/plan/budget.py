@@ -1,0 +1,354 @@
+"""Plan what leaves each device so that every one keeps its budget. In: a schedule, what devices hold, budgets in bytes. Out: a `Fit`.
+
+Commands and the training ask here, with predicted bytes or with measured ones, and print the same lines. A budget is all that a device may
+hold: weights, gradients, optimizer state, activations, what comes and goes, overhead. Knows no tensors and no command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.memory import Memory, num_transfers
+from bpipe.ir.schedule import Schedule
+from bpipe.models.layout import RECOMPUTE, Setup, split_layers
+from bpipe.models.memory import DeviceBesides, besides_of, sizes_of
+from bpipe.passes.balance import choose_partners, occupied, pairs_of
+from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fit, smallest
+from bpipe.program import BalanceConfig, build
+
+GIB = 2**30
+AUTO = "auto"
+# Storages below this stay where they are, unless somebody says otherwise: the trainer's --bpipe-min-bytes.
+MINIMUM_BYTES = 65536
+# How many chunks a rank grouped interleaving is tried with.
+_CHUNKS = range(2, 9)
+# What needs hardly less is no help.
+_CLEARLY = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What there is to plan with: an order of computations, a micro-batch of every stage, what devices hold besides, and their budgets.
+
+    `moving`: what they hold besides once anything moves; groups for transfers take memory, too.
+    """
+
+    schedule: Schedule
+    memory: Memory
+    besides: DeviceBesides
+    budget_bytes: tuple[int, ...]
+    moving: DeviceBesides | None = None
+
+    def rooms(self, more_bytes: int = 0, moving: bool = True) -> Rooms:
+        """With budgets that are so much larger."""
+        besides = self.moving or self.besides if moving else self.besides
+        rooms = tuple(besides.room_bytes(rank, budget + more_bytes) for rank, budget in enumerate(self.budget_bytes))
+        return Rooms(rooms, self.memory)
+
+    def need_bytes(self, schedule: Schedule, moving: bool = True) -> tuple[int, ...]:
+        """All that a device of each rank then holds."""
+        besides = self.moving or self.besides if moving else self.besides
+        held = (sum(occupied(schedule, rank, self.memory)) for rank in range(schedule.num_ranks))
+        return tuple(besides.need_bytes(rank, num_bytes) for rank, num_bytes in enumerate(held))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A plan: `how` asks the one door for `schedule`. `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs."""
+
+    how: BalanceConfig
+    schedule: Schedule
+    memory: Memory
+    budget_bytes: tuple[int, ...]
+    alone_bytes: tuple[int, ...]
+    need_bytes: tuple[int, ...]
+
+    @property
+    def moved_bytes(self) -> int:
+        """What leaves in an iteration, of all ranks together."""
+        return sum(self.sent_bytes(rank) for rank in range(self.schedule.num_ranks))
+
+    def sent_bytes(self, rank: int) -> int:
+        """What leaves one rank in an iteration."""
+        every = (action for slot in self.schedule.ranks[rank] for action in slot.transfers)
+        return sum(self.memory.stages[action.stage].moved_bytes for action in every if action.kind is action.kind.EVICT)
+
+
+class OverBudget(ValueError):
+    """No plan keeps the budgets. `smallest_bytes`: by rank, those that one keeps, each by equally much larger; `pair`: who lacks most."""
+
+    def __init__(self, smallest_bytes: tuple[int, ...], pair: tuple[int, int], budget_bytes: tuple[int, ...]) -> None:
+        who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
+        super().__init__(
+            f"no plan keeps {who} within {gib(budget_bytes)} GiB a device. The smallest budget that one keeps is {gib(smallest_bytes)} GiB"
+        )
+        self.smallest_bytes, self.pair = smallest_bytes, pair
+
+
+def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
+    """The plan that sends only what must leave. Raises OverBudget.
+
+    By default between the schedule's usual partners, which lie beside each other, or else, where these have no room enough, between the
+    device that lacks most and the one that has most to spare, and so on.
+    """
+    alone = devices.need_bytes(devices.schedule, moving=False)
+    rooms = devices.rooms(moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
+    for chosen in [tuple(partners)] if partners else _choices(devices, rooms):
+        try:
+            return _fit(devices, rooms, chosen)
+        except NoRoom:
+            continue
+    more, worst = min(_more(devices, chosen) for chosen in ([tuple(partners)] if partners else _choices(devices, rooms)))
+    raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
+
+
+def _choices(devices: Devices, rooms: Rooms) -> list[tuple[int, ...]]:
+    """Who may be partners, to try one after the other."""
+    return list(dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, rooms))))
+
+
+def _more(devices: Devices, partners: tuple[int, ...], elsewhere: bool = False) -> tuple[int, tuple[int, int]]:
+    """By how much larger budgets would have to be for all pairs, and for which most."""
+    levels = _levels(devices, partners, elsewhere)
+    worst = max(levels, key=lambda pair: levels[pair])
+    return levels[worst], worst
+
+
+def tightest(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
+    """The plan with which the fuller device of each pair is as far below its budget as can be, or as little above."""
+    chosen = tuple(partners or min(_choices(devices, devices.rooms()), key=lambda one: _more(devices, one)))
+    rooms = list(devices.rooms().room_bytes)
+    for pair, more in _levels(devices, chosen).items():
+        for rank in pair:
+            rooms[rank] = devices.rooms(more).room_bytes[rank]
+    return _fit(devices, Rooms(tuple(rooms), devices.memory), chosen)
+
+
+def _fit(devices: Devices, rooms: Rooms, partners: tuple[int, ...]) -> Fit:
+    how = BalanceConfig(partners=partners, rooms=rooms)
+    fitted = fit(devices.schedule, rooms, partners)
+    moves = any(num_transfers(fitted, rank).evictions for rank in range(fitted.num_ranks))
+    alone = devices.need_bytes(devices.schedule, moving=False)
+    return Fit(how, fitted, devices.memory, devices.budget_bytes, alone, devices.need_bytes(fitted, moves))
+
+
+def _levels(devices: Devices, partners: tuple[int, ...], elsewhere: bool = False) -> dict[tuple[int, int], int]:
+    """By pair, by how much more its budgets have to be than they are, at least; below 0, by how much less they may be."""
+    highest = max(devices.budget_bytes)
+    alone = devices.need_bytes(devices.schedule)
+    most = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
+    found = {}
+    for pair in pairs_of(partners):
+        level = smallest(devices.schedule, partners, pair, lambda level: devices.rooms(level - highest), most, elsewhere)
+        found[pair] = level - highest
+    return found
+
+
+def smallest_bytes(devices: Devices, elsewhere: bool = False) -> int:
+    """The smallest budget, the same for all, that a plan keeps. `elsewhere`: what leaves goes where no device has to have room for it."""
+    alone = devices.need_bytes(devices.schedule)
+    even = replace(devices, budget_bytes=(max(alone),) * devices.schedule.num_ranks)
+    return max(alone) + min(_more(even, partners, elsewhere)[0] for partners in _choices(even, even.rooms()))
+
+
+def better(devices: Devices, now: Schedule) -> tuple[Fit | None, list[str]]:
+    """A plan to change to from what runs `now`, or None where none helps; and lines that say why."""
+    needs = devices.need_bytes(now)
+    fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
+    holds = f"as measured, devices need {gib(needs)} GiB now"
+    try:
+        found = within(devices, now.partners)
+    except OverBudget as error:
+        return None, [f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"]
+    if any(num_transfers(found.schedule, rank).evictions and not num_transfers(now, rank).evictions for rank in range(now.num_ranks)):
+        return None, [f"{holds}; what would keep the budget sends from ranks that have no link yet: the plan stays"]
+    sent = replace(found, schedule=now).moved_bytes
+    if fits and found.moved_bytes >= sent:
+        return None, [f"{holds}, and {gib([sent])} GiB leave in an iteration: no plan does with less, so it stays"]
+    return found, [f"{holds}, and {gib([sent])} GiB leave in an iteration; changing over:", *lines(found, "as measured")]
+
+
+# -- of a setup -------------------------------------------------------------------------------------------------------------------------
+
+
+def predicted(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
+    """What is predicted of a setup."""
+    budgets = spread(budget_bytes, setup.pipeline)
+    plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
+    return Devices(build(plain.program()), sizes_of(setup, minimum_bytes), besides_of(plain), budgets, besides_of(moving))
+
+
+def spread(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """One budget for each rank."""
+    if len(budget_bytes) not in (1, num_ranks):
+        raise ValueError(f"{len(budget_bytes)} budgets for {num_ranks} ranks: give one for all or one for each")
+    return tuple(budget_bytes) * (num_ranks if len(budget_bytes) == 1 else 1)
+
+
+def within_budget(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> tuple[Setup, Fit]:
+    """The setup balanced within budgets, and its plan. Raises ValueError where no plan keeps them, with what would help."""
+    devices = predicted(setup, budget_bytes, minimum_bytes)
+    found = or_what_helps(setup, devices, minimum_bytes)
+    how, balance = (found.how, "bpipe") if found.moved_bytes else (BalanceConfig(), "none")
+    return replace(setup, balance=balance, how=how, budget_bytes=devices.budget_bytes), found
+
+
+def or_what_helps(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Fit:
+    """The plan within budgets. Raises ValueError where there is none, with what would help."""
+    try:
+        return within(devices)
+    except OverBudget as error:
+        helpful = sorted(ways(setup, devices, minimum_bytes), key=lambda way: way.need_bytes)
+        lower = [way for way in helpful if way.need_bytes < _CLEARLY * max(error.smallest_bytes)]
+        said = ", ".join(f"{way.what} ({gib([way.need_bytes])} GiB)" for way in lower)
+        raise ValueError(
+            f"by prediction {error}. {f'What else would help: {said}' if lower else 'Nothing that was tried needs less'}"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Another way to make it fit: the smallest budget with it."""
+
+    what: str
+    need_bytes: int
+
+
+def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Iterator[Remedy]:
+    """What else would make it fit."""
+    yield Remedy("host memory, --bpipe-transport host", smallest_bytes(devices, elsewhere=True))
+    tried: list[tuple[str, Callable[[], Setup]]] = [
+        (f"recompute {scope}", lambda scope=scope: replace(setup, recompute=scope))  # type: ignore[misc]
+        for scope in RECOMPUTE[RECOMPUTE.index(setup.recompute) + 1 :]
+    ]
+    if setup.micro_batch > 1:
+        half = setup.micro_batch // 2
+        tried.append((f"micro-batch {half}", lambda: replace(setup, micro_batch=half)))
+    moved = _layer_moved(setup, devices)
+    if moved is not None:
+        tried.append((f"layers {','.join(map(str, moved))}", lambda: replace(setup, layers=moved)))
+    for what, change in tried:
+        found = _way(what, change, minimum_bytes)
+        if found is not None:
+            yield found
+    grouped = [found for found in (_way(*_grouped(setup, chunks), minimum_bytes) for chunks in _CHUNKS) if found is not None]
+    yield from sorted(grouped, key=lambda way: way.need_bytes)[:1]
+
+
+def _way(what: str, change: Callable[[], Setup], minimum_bytes: int) -> Remedy | None:
+    """None where this cannot be."""
+    try:
+        changed = change()
+        return Remedy(what, smallest_bytes(predicted(changed, [1], minimum_bytes)))
+    except ValueError:
+        return None
+
+
+def _grouped(setup: Setup, chunks: int) -> tuple[str, Callable[[], Setup]]:
+    name = "grouped-interleaved"
+    layers = split_layers(setup.model.num_layers, setup.pipeline * chunks)
+
+    def change() -> Setup:
+        if (
+            layers is None
+            or setup.schedule == name
+            or FAMILIES[setup.schedule].num_pipes > 1
+            or setup.vocabulary_parallel != Vocabulary.WHOLE.value
+        ):
+            raise ValueError("not another schedule of the same layers")
+        return replace(setup, schedule=name, chunks=chunks, layers=layers, group=None, delay=0)
+
+    return f"{name} with {chunks} chunks", change
+
+
+def _layer_moved(setup: Setup, devices: Devices) -> tuple[int, ...] | None:
+    """A layer less on the rank that needs most alone, one more on the one that needs least. None with chunks, or where it has only one."""
+    needs = devices.need_bytes(devices.schedule)
+    most, least = needs.index(max(needs)), needs.index(min(needs))
+    if setup.num_stages != setup.pipeline or setup.layers[most] < 2 or most == least:
+        return None
+    return tuple(count - (stage == most) + (stage == least) for stage, count in enumerate(setup.layers))
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """A budget as it was asked for, for all ranks or each; None: all that the device has. `learns`: measured bytes replace predicted."""
+
+    budget_bytes: tuple[int, ...] | None
+    learns: bool
+
+
+def read_asked(text: str) -> MemoryBudget:
+    """`70.5`, `70,70,75,79`, `auto` or `auto:70`. Raises ValueError for anything else."""
+    head, colon, rest = text.partition(":")
+    if head != AUTO:
+        return MemoryBudget(read_gib(text), False)
+    return MemoryBudget(read_gib(rest) if colon else None, True)
+
+
+def read_gib(text: str) -> tuple[int, ...]:
+    """`70.5` or `70,70,75,79`, in bytes. Raises ValueError for anything else."""
+    one = r"[0-9]{1,6}(\.[0-9]{1,9})?"
+    found = tuple(int(Fraction(number) * GIB) for number in text.split(",")) if re.fullmatch(f"{one}(,{one})*", text) else ()
+    if not found or min(found) < 1:
+        raise ValueError(f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}")
+    return found
+
+
+def gib(num_bytes: Sequence[int]) -> str:
+    """One number where all are the same. Rounded up: a budget that is read from it is not smaller."""
+    different = num_bytes[:1] if len(set(num_bytes)) == 1 else num_bytes
+    return ",".join(map(_one_gib, different))
+
+
+def _one_gib(num_bytes: int) -> str:
+    digits = 1 if num_bytes >= GIB else 6
+    return f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}"
+
+
+def document(found: Fit) -> dict[str, Any]:
+    """The same for a program."""
+    partners = found.schedule.partners or ()
+    return {
+        "budget_bytes": list(found.budget_bytes),
+        "alone_bytes": list(found.alone_bytes),
+        "need_bytes": list(found.need_bytes),
+        "moved_bytes": found.moved_bytes,
+        "hosts": [
+            {"rank": rank, "host": partners[rank], "evictions": num_transfers(found.schedule, rank).evictions, "moved_bytes": sent}
+            for rank, sent in ((rank, found.sent_bytes(rank)) for rank in range(found.schedule.num_ranks))
+            if sent
+        ],
+    }
+
+
+def lines(found: Fit, known: str = "by prediction") -> list[str]:
+    """Who hosts for whom, how much, and why."""
+    schedule, budgets = found.schedule, found.budget_bytes
+    head = f"{known} within {gib(budgets)} GiB a device"
+    senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
+    if not senders:
+        fullest = max(range(schedule.num_ranks), key=lambda rank: found.alone_bytes[rank] - budgets[rank])
+        return [f"{head}: nothing has to leave, rank {fullest} is the fullest with {gib([found.alone_bytes[fullest]])} GiB"]
+    told = [f"{head}: {gib([found.moved_bytes])} GiB leave in an iteration"]
+    partners = schedule.partners or ()
+    for rank in senders:
+        host, count = partners[rank], num_transfers(schedule, rank).evictions
+        _, hosted = occupied(schedule, host, found.memory)
+        told.append(
+            f"rank {rank} would need {gib([found.alone_bytes[rank]])} GiB; rank {host} hosts {count} of its "
+            f"{schedule.num_microbatches * len(schedule.layout.stages_of(rank))} micro-batches, in {num_host_buffers(schedule, host)} host "
+            f"buffers of {gib([hosted])} GiB in all: they need {gib([found.need_bytes[rank]])} and {gib([found.need_bytes[host]])} GiB"
+        )
+    return told

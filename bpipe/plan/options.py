@@ -1,0 +1,169 @@
+"""Make a `Setup` of options, by the names that `bpipe simulate` has for them, some of which a launch of Megatron says.
+
+In: options, and what the launch says. Out: options, filled in, and the setup they describe. An option that was given itself stands. Knows
+no flag of Megatron's, and no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from bpipe.generate.families import FAMILIES, default
+from bpipe.ir.layout import Vocabulary
+from bpipe.models.cluster import Cluster, parse_cluster
+from bpipe.models.layout import KEPT_HALVES, Setup, split_layers
+from bpipe.models.model import Model, find_model
+from bpipe.models.switches import SWITCHES, Switches
+from bpipe.plan.budget import MemoryBudget, read_asked
+from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.program import BALANCES, BalanceConfig
+
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
+MODEL_SWITCHES = {
+    "swiglu": ("gated", True, "the MLP is a SwiGLU"),
+    "rms_norm": ("rms_norm", True, "norms have a weight and no bias"),
+    "disable_bias_linear": ("linear_bias", False, "linear layers have no bias"),
+    "rotary": ("learned_positions", False, "positions are not learned"),
+    "untie_embeddings_and_output_weights": ("tied_embedding", False, "the output layer has weights of its own"),
+    "no_dropout": ("dropout", False, "no dropout, and so no masks to save"),
+}
+# Of options that a launch may leave out.
+_NAMES = ("model", "sequence", *SIZES, "layers", "schedule", "pipeline", "global_batch", "vocabulary_parallel")
+
+# What is predicted where nobody says it.
+DEFAULTS: dict[str, Any] = {
+    "tensor": 1,
+    "micro_batch": 1,
+    "recompute": "none",
+    "chunks": 1,
+    "balance": "none",
+    "bound": None,
+    "memory": None,
+    "min_bytes": None,
+    "group": None,
+    "delay": 0,
+    "keep_weights_halves": KEPT_HALVES[0],
+    "attention": "flash",
+    "precision": "bf16",
+}
+
+
+def memory(text: str) -> MemoryBudget:
+    """`70.5`, `70,70,75,79`, `auto` or `auto:70`: a type for argparse."""
+    try:
+        return read_asked(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """The model the flags describe. Raises ValueError where they describe none."""
+    changes: dict[str, Any] = {
+        name: getattr(options, name) for name in (*SIZES, "sequence", "vocabulary") if getattr(options, name) is not None
+    }
+    changes |= {field: value for name, (field, value, _) in MODEL_SWITCHES.items() if getattr(options, name)}
+    if options.model is not None:
+        return replace(find_model(options.model), **changes)
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "sequence", "vocabulary")
+    missing = [f"--{name.replace('_', '-')}" for name in needed if name not in changes]
+    if missing:
+        raise ValueError(f"no --model, and {', '.join(missing)} missing: name a model, or give all of its sizes")
+    heads, hidden = changes["num_attention_heads"], changes["hidden_size"]
+    if hidden % heads and "kv_channels" not in changes:
+        raise ValueError(
+            f"--num-attention-heads {heads} do not divide --hidden-size {hidden}: give other numbers, or --kv-channels, the size of a head"
+        )
+    sizes = {"name": "custom", "num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden, **changes}
+    return Model(**{field.name: sizes[field.name] for field in fields(Model) if field.name in sizes})
+
+
+def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[str, ...]) -> argparse.Namespace:
+    """The options with what the launch says where they say nothing, then with defaults. Raises ValueError for what nobody says."""
+    given = vars(options)
+    missing = [f"--{name.replace('_', '-')}" for name in needed if given[name] is None] if reading is None else []
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
+    said = dict(reading.options) if reading else {}
+    chunks = _only_chunks(given.get("schedule") or said.get("schedule"))
+    if chunks is not None and given.get("chunks") is None and said.get("chunks") != chunks:
+        said.pop("layers", None)
+        said["chunks"] = chunks
+    for name in ("pipeline", "chunks"):
+        if given.get(name) is not None and given[name] != said.get(name):
+            # Layers of other stages say nothing of these.
+            said.pop("layers", None)
+            said.pop("chunks", None)
+    for name, what in reading.unmodelled.items() if reading else ():
+        if given.get(name) is None:
+            raise ValueError(f"{what} is not modelled: say what to predict in its place with --{name}")
+    every = {**DEFAULTS, **said, **{name: value for name, value in given.items() if value is not None and value is not False}}
+    if reading and options.model is None and "vocabulary" not in every:
+        raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocabulary N")
+    return argparse.Namespace(**{**given, **every})
+
+
+def _only_chunks(schedule: object) -> int | None:
+    """How many chunks a schedule has that has several and never another number."""
+    family = FAMILIES.get(schedule) if isinstance(schedule, str) else None
+    return family.max_chunks if family is not None and 1 < family.min_chunks == family.max_chunks else None
+
+
+def switches_of(options: argparse.Namespace) -> Switches:
+    return Switches(**{name: getattr(options, name) for name in SWITCHES})
+
+
+def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
+    """Of filled options. Without a global batch it is one micro-batch a replica, as Megatron has it."""
+    model = model_of(options)
+    schedule = options.schedule or default(options.chunks)
+    stages = options.pipeline * options.chunks
+    layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
+    if layers is None:
+        of = f"--pipeline {options.pipeline} with {options.chunks} chunks"
+        raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
+    replicas = max(1, cluster.num_devices // (options.tensor * options.pipeline))
+    bounds = getattr(options, "bound", None)
+    if bounds is not None and options.balance == BALANCES[0]:
+        raise ValueError("--bound says how to balance: give --balance bpipe, too, or leave it out")
+    return Setup(
+        model=model,
+        cluster=cluster,
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        micro_batch=options.micro_batch,
+        global_batch=options.global_batch or options.micro_batch * replicas,
+        sequence=model.sequence,
+        layers=layers,
+        recompute=options.recompute,
+        attention=options.attention,
+        schedule=schedule,
+        chunks=options.chunks,
+        balance=options.balance,
+        precision=options.precision,
+        distributed_optimizer=not options.no_distributed_optimizer,
+        sequence_parallel=not options.no_sequence_parallel,
+        kernels=options.kernels,
+        group=options.group,
+        delay=options.delay,
+        keep_weights_halves=options.keep_weights_halves,
+        # A launch as it stands splits nothing.
+        vocabulary_parallel=getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
+        input_shards=getattr(options, "input_shards", False),
+        switches=switches_of(options),
+        how=BalanceConfig(bounds),
+    )
+
+
+def setup_from(words: Sequence[str], cluster: str, vocabulary: int, kernels: str) -> Setup:
+    """Of a launch's own words, on so many devices: what `bpipe simulate -- WORDS` predicts. Raises ValueError for what it does not."""
+    given = {
+        **dict.fromkeys(_NAMES),
+        **dict.fromkeys((*MODEL_SWITCHES, *SWITCHES, "input_shards"), False),
+        "vocabulary": vocabulary,
+        "kernels": kernels,
+    }
+    options = filled(argparse.Namespace(**given), read_command(words), ())
+    return setup_of(options, parse_cluster(cluster))

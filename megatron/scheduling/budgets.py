@@ -1,0 +1,107 @@
+"""Plan what leaves a run's devices within `--bpipe-memory`, before anything was measured.
+
+In: Megatron's arguments, the command line that they came from, and the schedule that was asked for. Out: how to balance it, and what to say
+of it. The prediction is that of `bpipe simulate -- FLAGS`, by the same function. Imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from bpipe.generate.families import FAMILIES
+from bpipe.models.layout import EVENLY, Setup
+from bpipe.plan.budget import AUTO, Devices, MemoryBudget, lines, or_what_helps, predicted, tightest
+from bpipe.plan.options import setup_from
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+from megatron.scheduling import upstream
+
+# Bytes depend on no kind of device, so any stands for all.
+_ANY_DEVICE = "h100-80g"
+
+
+def budgeted(args: Any, config: ScheduleConfig) -> ScheduleConfig:
+    """The same schedule, balanced within the budget. Raises ValueError where no plan keeps it."""
+    return replace(config, balance=_planned(args, config)[0])
+
+
+def said(args: Any, config: ScheduleConfig) -> tuple[str, ...]:
+    """Who hosts for whom by that plan, how much, and why, for the training log."""
+    return _planned(args, config)[1]
+
+
+def _planned(args: Any, config: ScheduleConfig) -> tuple[BalanceConfig, tuple[str, ...]]:
+    upstream.require(args, "budgets")
+    asked: MemoryBudget = args.bpipe_memory
+    if args.bpipe_bound is not None:
+        raise ValueError("--bpipe-memory says how to balance, and so does --bpipe-bound: give one of them")
+    budgets = budget_of(asked)
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        # The tokenizer says it later, and nothing trains before.
+        return EVENLY, ()
+    words, nodes = tuple(sys.argv[1:]), max(1, args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
+    vocabulary = args.padded_vocab_size or args.vocab_size
+    sizes = (vocabulary, nodes, args.world_size // nodes, args.bpipe_min_bytes)
+    if config.written is None:
+        # More micro-batches than fill the pipeline take no more room.
+        filling = FAMILIES[config.schedule].filling(config.num_ranks)
+        config = replace(config, num_microbatches=max(config.num_microbatches, filling))
+    return _plan(words, sizes, replace(config, balance=None), budgets, asked.learns, _on_cpu())
+
+
+def budget_of(asked: MemoryBudget) -> tuple[int, ...]:
+    """In bytes. Raises ValueError where a device's own memory was meant and nothing says how much that is."""
+    if asked.budget_bytes is not None:
+        return asked.budget_bytes
+    if _on_cpu():
+        raise ValueError(
+            f"--bpipe-memory {AUTO}: a CPU has no memory of a device that could be asked for its size: say how much each rank may hold, "
+            f"--bpipe-memory {AUTO}:GIB"
+        )
+    import torch
+
+    return (int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory),)
+
+
+def _on_cpu() -> bool:
+    # Not at the top: who only reads the flags needs no torch.
+    from megatron.scheduling import startup
+
+    return startup.device_type() == "cpu"
+
+
+@lru_cache(maxsize=4)
+def _plan(
+    words: Sequence[str], sizes: tuple[int, int, int, int], config: ScheduleConfig, budgets: tuple[int, ...], learns: bool, on_cpu: bool
+) -> tuple[BalanceConfig, tuple[str, ...]]:
+    vocabulary, nodes, each, minimum_bytes = sizes
+    try:
+        setup = setup_from(words, f"{_ANY_DEVICE}:{nodes}x{each}", vocabulary, "cpu" if on_cpu else "gpu")
+        devices = _devices(setup, config, budgets, minimum_bytes)
+    except ValueError as error:
+        if not learns:
+            raise ValueError(
+                f"--bpipe-memory: nothing predicts what this training holds ({error}): let it be measured, {AUTO}:GIB"
+            ) from None
+        return EVENLY, (f"nothing predicts what this training holds ({error}): the first iteration keeps the smallest bound",)
+    if learns:
+        found = tightest(devices)
+        return found.how, ("the first iteration sends as much as helps, until bytes are measured:", *lines(found))
+    try:
+        found = or_what_helps(setup, devices, minimum_bytes)
+    except ValueError as error:
+        raise ValueError(f"--bpipe-memory: {error}. With {AUTO}:GIB it is tried, and measured") from None
+    return found.how, tuple(lines(found))
+
+
+def _devices(setup: Setup, config: ScheduleConfig, budgets: tuple[int, ...], minimum_bytes: int) -> Devices:
+    """What is predicted, with the very schedule that this run has."""
+    if (setup.pipeline, setup.num_stages) != (config.num_ranks, config.num_ranks * config.num_chunks):
+        raise ValueError(
+            f"{setup.num_stages} stages on {setup.pipeline} ranks are predicted, and the schedule has {config.num_ranks} ranks"
+        )
+    return replace(predicted(setup, budgets, minimum_bytes), schedule=build(config))

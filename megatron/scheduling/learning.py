@@ -1,0 +1,134 @@
+"""Learn from the first iteration what devices really hold, and plan anew what leaves them.
+
+In: Megatron's training step, and what the driver measured. Out: after the first step one collective over the world, the same plan on every
+rank, from the second step on, and lines in the log. A plan that does not help is not taken. Bytes move differently then, and nothing is
+computed differently.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.ir.memory import memory_of
+from bpipe.ir.schedule import Schedule
+from bpipe.models.memory import DeviceBesides
+from bpipe.plan.budget import Devices, better, spread
+from bpipe.program import build
+from megatron.scheduling import patches
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.budgets import budget_of
+from megatron.scheduling.driver import Driver, FirstMeasured
+from megatron.scheduling.log import say
+from megatron.scheduling.watermark import Besides, held
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process measured. `fixed_bytes` is there all the time, `working_bytes` came and went besides micro-batches, `update_bytes`
+    while weights were updated. Of what came and went the allocator had the share `fragmentation` more than it gave out.
+
+    On a CPU nobody counts what comes and goes.
+    """
+
+    place: int
+    measured: FirstMeasured
+    fixed_bytes: int
+    working_bytes: int
+    update_bytes: int
+    fragmentation: Fraction
+
+
+class Learner:
+    """Plans anew once, after the first training step."""
+
+    def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
+        self._config = config
+        self._driver = driver
+        self._learned = False
+
+    def wraps(self, others: Mapping[patches.Patch, patches.Wrap]) -> dict[patches.Patch, patches.Wrap]:
+        """Megatron's training step, observed, around whoever else observes it."""
+        inner = others.get(patches.TRAIN_STEP)
+        return {patches.TRAIN_STEP: lambda train_step: self._wrap(train_step if inner is None else inner(train_step))}
+
+    def _wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(train_step)
+
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._learned:
+                return train_step(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            before = held(given["model"], given["optimizer"])
+            result = train_step(*args, **kwargs)
+            self._learned = True
+            self._learn(before, held(given["model"], given["optimizer"]))
+            return result
+
+        return step
+
+    def _learn(self, before: Besides, after: Besides) -> None:
+        """Collective over the world."""
+        measured = self._driver.measured()
+        found: list[Any] = [None] * dist.get_world_size()
+        assert self._config.memory is not None
+        here = seen(self._driver.rank, measured, before, after, self._driver.device), budget_of(self._config.memory)
+        dist.all_gather_object(found, here)
+        schedule, plain = self._driver.schedule, build(replace(self._driver.program_now, balance=None))
+        # Where devices differ, each rank's is the least that one of its has: all plan with the same.
+        budgets = tuple(map(min, zip(*(spread(budget, plain.num_ranks) for _, budget in found), strict=True)))
+        devices = devices_of([one for one, _ in found], plain, budgets)
+        plan, told = better(devices, schedule)
+        for line in told:
+            say(line)
+        self._driver.learned(None if plan is None else plan.how)
+
+
+def seen(place: int, measured: FirstMeasured, before: Besides, after: Besides, device: torch.device) -> Seen:
+    """What this process holds besides micro-batches: `before` its first step, when the loop ran, and `after` it.
+
+    The optimizer's state counts even where the first step was skipped.
+    """
+    state = after.now_bytes + (after.optimizer_to_come_bytes or 0)
+    if device.type != "cuda":
+        return Seen(place, measured, state, measured.received_bytes, 0, Fraction(0))
+    free, total = torch.cuda.mem_get_info(device)
+    # Contexts and communicators, and whoever else is on this device.
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    going = max(1, measured.allocated_bytes - before.now_bytes)
+    most = torch.cuda.max_memory_allocated(device)
+    updating = max(0, most - state) if most > measured.allocated_bytes else 0
+    lost = Fraction(max(0, measured.reserved_bytes - measured.allocated_bytes), going)
+    return Seen(place, measured, state + outside, max(0, going - measured.peak_bytes), updating, lost)
+
+
+def devices_of(found: Sequence[Seen], plain: Schedule, budgets: tuple[int, ...]) -> Devices:
+    """What all have measured, the most of every place and stage, as the same plan follows from on every rank."""
+    saved, moved, after = ({} for _ in range(3))  # type: tuple[dict[int, int], dict[int, int], dict[int, int]]
+    for one in found:
+        for sizes, more in ((saved, one.measured.saved_bytes), (moved, one.measured.moved_bytes), (after, one.measured.after_input_bytes)):
+            sizes.update({stage: max(size, sizes.get(stage, 0)) for stage, size in more.items()})
+    stages, places = range(plain.num_stages), range(plain.num_ranks)
+    # What was never sent has no measured part that moves: a plan that sends it is not taken.
+    memory = memory_of(
+        [saved[stage] for stage in stages],
+        [min(saved[stage], moved.get(stage, saved[stage])) for stage in stages],
+        [after.get(stage, saved[stage]) for stage in stages],
+        max(one.measured.shard_bytes for one in found),
+    )
+    there = [[one for one in found if one.place == place] for place in places]
+    besides = DeviceBesides(
+        tuple(max(one.fixed_bytes for one in of_place) for of_place in there),
+        tuple(max(one.working_bytes for one in of_place) for of_place in there),
+        tuple(max(one.update_bytes for one in of_place) for of_place in there),
+        max(one.fragmentation for one in found),
+    )
+    return Devices(plain, memory, besides, budgets)

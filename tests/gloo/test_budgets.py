@@ -1,0 +1,156 @@
+"""A budget in bytes: what is held keeps it, only what must leaves, and no bit changes, not even where the plan changes over.
+
+"One tensor" is what a stage receives for a micro-batch: Megatron's loop may keep the last backward's until the next forward has returned.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bpipe.plan.budget import Devices, gib, predicted, smallest_bytes, within
+from bpipe.plan.options import setup_from
+from megatron.scheduling.cpu_runtime import ARGUMENTS
+from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
+from tests.gloo.test_parallelism import INPUT_BYTES, INTERLEAVED
+from tests.gloo.test_training import same
+
+BATCH = ("--global-batch-size", "16")
+STAGES = ("--num-layers", "4", "--pipeline-model-parallel-size", "4")
+MEASURED = (*BPIPE, "--bpipe-report", "{folder}/{case}")
+SHAPES: dict[str, Sequence[str]] = {"plain": BATCH, "chunks": (*INTERLEAVED, *BATCH)}
+
+
+def devices_of(shape: str) -> Devices:
+    """What the trainer predicts of it, with budgets that nothing exceeds."""
+    words = [*ARGUMENTS, *TINY, *STAGES, *SHAPES[shape], "--bpipe-min-bytes", "1024"]
+    return predicted(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+
+
+def budgets(shape: str, steps: int) -> list[str]:
+    """In GiB, from what nothing has to leave for to the smallest."""
+    devices = devices_of(shape)
+    most, least = max(devices.need_bytes(devices.schedule)), smallest_bytes(devices)
+    return [gib([most - (most - least) * step // (steps - 1)]) for step in range(steps)]
+
+
+def case(name: str, shape: str, memory: str, *more: str) -> Case:
+    return Case(name, [flag.replace("{case}", name) for flag in (*SHAPES[shape], *MEASURED, "--bpipe-memory", memory, *more)])
+
+
+def state_bytes(outcome: Outcome, name: str) -> list[int]:
+    """What each rank measured of weights, gradients and optimizer state."""
+    paths = sorted(Path(outcome.report_folder(name)).glob("record_*.jsonl"))
+    return [json.loads(path.read_text().splitlines()[0])["weights_bytes"] for path in paths]
+
+
+def check_kept(outcome: Outcome, name: str, budget: str) -> None:
+    """Peaks, of all iterations after the first, within the budget and one tensor."""
+    limit = float(budget) * 2**30
+    reports = outcome.reports(name)
+    assert len(reports) == 4
+    for report, state in zip(reports, state_bytes(outcome, name), strict=True):
+        assert report["peak_bytes"] + state <= limit + INPUT_BYTES, f"{name}: rank {report['rank']}"
+
+
+def evictions(outcome: Outcome, name: str) -> list[int]:
+    return [report["evictions"] for report in outcome.reports(name)]
+
+
+def said(outcome: Outcome, name: str) -> str:
+    return outcome.logs[0].split(f"=== {name}\n")[1].split("===")[0]
+
+
+@pytest.fixture(scope="module")
+def four(run_cases: Callable[..., Outcome]) -> Outcome:
+    nothing, middle = budgets("plain", 2)[0], budgets("chunks", 3)[1]
+    tightest = budgets("plain", 2)[1]
+    return run_cases(
+        4,
+        [
+            *(Case(shape, flags) for shape, flags in SHAPES.items()),
+            case("given", "plain", tightest, "--bpipe-transport", "gloo"),
+            case("auto_nothing", "plain", f"auto:{nothing}", "--bpipe-transport", "gloo", "--bpipe-executor"),
+            case("auto_middle", "chunks", f"auto:{middle}", "--bpipe-transport", "peer"),
+        ],
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_budget_that_is_given_is_kept_and_what_must_leaves(four: Outcome) -> None:
+    same(four, "plain", "given", 4)
+    devices = devices_of("plain")
+    found = within(devices_with(devices, budgets("plain", 2)[1]))
+    check_kept(four, "given", budgets("plain", 2)[1])
+    assert evictions(four, "given") == [3, 0, 0, 0]
+    assert [found.sent_bytes(rank) > 0 for rank in range(4)] == [True, False, False, False]
+    log = said(four, "given")
+    assert log.count("bpipe: by prediction within ") == 1
+    assert "bpipe: rank 0 would need " in log
+
+
+def devices_with(devices: Devices, budget: str) -> Devices:
+    return replace(devices, budget_bytes=(int(float(budget) * 2**30),) * 4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("shape", "name"), [("plain", "auto_nothing"), ("chunks", "auto_middle")])
+def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, name: str) -> None:
+    """The first iteration sends as much as helps; from the second on only what must leaves, and the budget is kept.
+
+    By our own loop where nothing has to leave, by Megatron's where something has.
+    """
+    same(four, shape, name, 4)
+    log = said(four, name)
+    assert "bpipe: the first iteration sends as much as helps, until bytes are measured:" in log
+    assert log.count("changing over:") == 1
+    budget = budgets("plain", 2)[0] if shape == "plain" else budgets("chunks", 3)[1]
+    check_kept(four, name, budget)
+    if name == "auto_nothing":
+        assert evictions(four, name) == [0] * 4
+        assert "as measured within " in log
+        assert "nothing has to leave" in log
+    else:
+        first = log.split("until bytes are measured:")[1].split("changing over:")[0]
+        assert 0 < sum(evictions(four, name)) < sum(hosted(first))
+
+
+def hosted(log: str) -> list[int]:
+    """The numbers of micro-batches that the lines of a plan say are hosted."""
+    return [int(count) for count in re.findall(r"hosts (\d+) of its", log)]
+
+
+GRID = 6
+
+
+@pytest.fixture(scope="module")
+def grid(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    """What the tests of this request compare."""
+    wanted = sorted(asked_for(request, "shape", "prefix"))
+    cases = [Case(shape, SHAPES[shape]) for shape in sorted({shape for shape, _ in wanted})]
+    for shape, prefix in wanted:
+        for number, budget in enumerate(budgets(shape, GRID)):
+            cases.append(case(f"{shape}_{prefix}{number}", shape, f"{prefix and 'auto:'}{budget}", "--bpipe-transport", "peer"))
+    return run_cases(4, cases, timeout_s=1500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1560)
+@pytest.mark.parametrize("prefix", ["", "auto"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_budget_is_kept_from_nothing_leaves_to_the_smallest(grid: Outcome, shape: str, prefix: str) -> None:
+    """The smallest by prediction; what is measured leaves out what comes and goes, so with `auto` less may have to leave."""
+    sent = []
+    for number, budget in enumerate(budgets(shape, GRID)):
+        name = f"{shape}_{prefix}{number}"
+        same(grid, shape, name, 4)
+        check_kept(grid, name, budget)
+        sent.append(sum(evictions(grid, name)))
+    assert sent == sorted(sent)
+    assert sent[0] == 0
+    assert sent[-1] > 0 or prefix

@@ -1,0 +1,140 @@
+"""A budget before training: the command's own prediction, the same plan and lines, and what is refused; and when a plan changes over."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bpipe import cli
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.memory import memory_of, num_transfers
+from bpipe.models.memory import DeviceBesides
+from bpipe.plan.budget import Devices, MemoryBudget, better, gib, read_asked, tightest, within
+from bpipe.program import BalanceConfig, build
+from megatron.scheduling.choosing import balance_asked, own_schedule
+from tests.unit.scheduling.test_choosing import args
+
+# What `args` stand for.
+WORDS = [
+    *("--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024", "--transformer-impl", "local"),
+    *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "2", "--global-batch-size", "48"),
+    *("--vocab-size", "1024", "--max-position-embeddings", "1024", "--bpipe"),
+]
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, memory: str, *words: str, **more: Any) -> Any:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *WORDS, *words])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    sizes = {"world_size": 24, "vocab_size": 1024, "bpipe_min_bytes": 65536}
+    return args(**{**sizes, "bpipe": True, "bpipe_memory": read_asked(memory), **more})
+
+
+def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the same function, of the same words: the lines in the log are those that `bpipe simulate --memory` prints."""
+    simulate = ["simulate", "--cluster", "h100-80g:3x8", "--kernels", "cpu", "--attention", "unfused"]
+    moved = []
+    for memory in ("2.8", "2.4", "2.2"):
+        how, told = balance_asked(asked(monkeypatch, memory))
+        assert cli.main([*simulate, "--memory", memory, "--", *WORDS]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert told
+        assert list(told) == [line for line in printed if line in told]
+        assert how is not None
+        schedule = build(replace(plain_config(), balance=how))
+        moved.append(sum(num_transfers(schedule, rank).evictions for rank in range(4)))
+    assert moved == sorted(moved)
+    assert moved[0] == 0 < moved[-1]
+
+
+def plain_config() -> Any:
+    found = own_schedule(args(bpipe_executor=True))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("memory", "words", "more", "reason"),
+    [
+        (
+            "1.2",
+            [],
+            {},
+            "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB a device. The smallest budget that one keeps",
+        ),
+        ("1.2", [], {}, r"What else would help: .*recompute full \(.*With auto:GIB it is tried, and measured"),
+        ("2", [], {"bpipe_bound": (3,)}, "--bpipe-memory says how to balance, and so does --bpipe-bound: give one of them"),
+        ("2,2", [], {}, "2 budgets for 4 ranks: give one for all or one for each"),
+        (
+            "2",
+            ["--num-experts", "8"],
+            {},
+            r"nothing predicts what this training holds \(--num-experts 8: mixtures.*\): let it be measured, auto",
+        ),
+        ("auto", [], {}, "--bpipe-memory auto: a CPU has no memory of a device .* --bpipe-memory auto:GIB"),
+    ],
+)
+def test_what_cannot_be_kept_is_said_before_training(
+    memory: str, words: list[str], more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=f"(?s){reason}"):
+        own_schedule(asked(monkeypatch, memory, *words, **more))
+
+
+def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the_smallest_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    how, told = balance_asked(asked(monkeypatch, "auto:1"))
+    assert how is not None
+    assert how.rooms is not None
+    schedule = build(replace(plain_config(), balance=how))
+    assert num_transfers(schedule, 0).evictions > 0, "even a budget that is too small by prediction is tried"
+    assert told[0] == "the first iteration sends as much as helps, until bytes are measured:"
+    how, told = balance_asked(asked(monkeypatch, "auto:2", "--num-experts", "8"))
+    assert how == BalanceConfig()
+    assert told[0].endswith(": the first iteration keeps the smallest bound")
+
+
+def test_before_there_is_a_tokenizer_pairs_are_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert balance_asked(asked(monkeypatch, "2", vocab_size=None, padded_vocab_size=None)) == (BalanceConfig(), ())
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "70;80", "auto:", "auto:x", "70,", "0.0000000001"])
+def test_no_budget(text: str) -> None:
+    with pytest.raises(ValueError, match="is no number of GiB above 0"):
+        read_asked(text)
+
+
+def test_budgets() -> None:
+    assert read_asked("auto") == MemoryBudget(None, True)
+    assert read_asked("auto:1.5,2") == MemoryBudget((3 * 2**29, 2**31), True)
+    assert read_asked("0.5") == MemoryBudget((2**29,), False)
+    assert gib([2**30, 2**30]) == "1.0"
+    assert gib([2**30 + 1]) == "1.1", "a budget that is read from it is not smaller"
+
+
+def devices(*budget: int) -> Devices:
+    """1F1B of 4 ranks; of 1000 fixed and micro-batches of 100 the first needs 1400 alone."""
+    besides = DeviceBesides((1000,) * 4, (0,) * 4, (0,) * 4)
+    return Devices(FAMILIES["1f1b"].generate(4, 8, 1), memory_of([100] * 4), besides, budget * (4 // len(budget)))
+
+
+def test_a_plan_changes_over_only_where_that_helps() -> None:
+    tight = tightest(devices(1400)).schedule
+    assert num_transfers(tight, 0).evictions == 3
+    found, told = better(devices(1400), tight)
+    assert found is not None
+    assert found.moved_bytes == 0
+    assert told[0].endswith("leave in an iteration; changing over:")
+    assert better(devices(1300), tight)[0] is None
+    assert "no plan does with less, so it stays" in better(devices(1300), tight)[1][0]
+    found, told = better(devices(1300), within(devices(1400)).schedule)
+    assert found is None
+    assert "sends from ranks that have no link yet" in told[0]
+    found, told = better(devices(1200), tight)
+    assert found is None
+    assert "no plan keeps ranks 0 and 3 within" in told[0]
+    # Now too little leaves, and the link is there.
+    less = within(devices(1300, 1200, 1400, 1300)).schedule
+    assert num_transfers(less, 1).evictions
+    assert better(devices(1300, 1200, 1400, 1300), less)[0] is None

@@ -1,0 +1,158 @@
+"""Balancing in bytes: only what must leaves, host buffers count all the time, and nothing that was tried does with less."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from bpipe.check.rules import check
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.hosts import in_pairs
+from bpipe.ir.memory import live_bytes, memory_of, num_transfers, peak_bytes
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.passes.balance import balance, occupied
+from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fit, smallest
+
+
+def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
+
+
+def held(schedule: Schedule, rooms: Rooms) -> tuple[int, ...]:
+    return tuple(sum(occupied(schedule, rank, rooms.memory)) for rank in range(schedule.num_ranks))
+
+
+def test_equal_sizes_in_bytes_are_counts() -> None:
+    plain = generate("1f1b", 8, 24)
+    counted = balance(plain, [5, 5, 5, 5, 8, 8, 8, 8])
+    assert fit(plain, Rooms((5 * 70 + 69,) * 4 + (560,) * 4, memory_of([70] * 8))).ranks == counted.ranks
+
+
+def test_nothing_leaves_where_there_is_room() -> None:
+    plain = generate("1f1b", 4, 8)
+    memory = memory_of([100, 90, 80, 300])
+    fitted = fit(plain, Rooms(peak_bytes(plain, memory), memory))
+    assert fitted.ranks == plain.ranks
+    assert fitted.bounds == (4, 3, 2, 1)
+
+
+def test_the_heavy_rank_sends_wherever_it_is() -> None:
+    """With an output layer on the last chunk its rank is the evictor."""
+    plain = generate("interleaved-1f1b", 4, 8, 2)
+    sizes = [100] * 7 + [900]
+    memory = memory_of(sizes)
+    peaks = peak_bytes(plain, memory)
+    rooms = Rooms((*(2 * peak for peak in peaks[:3]), peaks[3] - 1), memory)
+    fitted = fit(plain, rooms)
+    check(fitted)
+    assert [num_transfers(fitted, rank).evictions > 0 for rank in range(4)] == [False, False, False, True]
+    assert all(most <= room for most, room in zip(held(fitted, rooms), rooms.room_bytes, strict=True))
+
+
+def test_part_of_a_microbatch() -> None:
+    """Half of each micro-batch moves: the evictor keeps the other half, the acceptor hosts only what moved."""
+    plain = generate("1f1b", 4, 8)
+    memory = memory_of([100] * 4, [50] * 4)
+    fitted = fit(plain, Rooms((350, 400, 400, 400), memory))
+    check(fitted)
+    assert max(live_bytes(fitted, 0, memory)) == 350
+    assert occupied(fitted, 3, memory) == (100, 100)
+
+
+def test_whom_it_refuses() -> None:
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    cases = {
+        (0, 400, 400, 400): "rank 0 has no room for any micro-batch",
+        (399, 400, 400, 99): "ranks 0 and 3 both have no room for their own micro-batches",
+        (150, 400, 400, 800): "rank 0 cannot keep to 150 bytes",
+        (300, 300, 300, 150): "rank 3, hosting for rank 0, needs 300 bytes, and has room for 150 bytes",
+    }
+    for rooms, reason in cases.items():
+        with pytest.raises(NoRoom, match=reason):
+            fit(plain, Rooms(rooms, memory), (3, 2, 1, 0))
+    with pytest.raises(NoRoom, match="rank 2 has no partner"):
+        fit(generate("1f1b", 3, 8), Rooms((300, 300, 99), memory_of([100] * 3)), (1, 0, 2))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
+    rng = random.Random(seed)
+    p = rng.choice([4, 6])
+    plain = generate("1f1b", p, 2 * p)
+    memory = memory_of([rng.randint(50, 150) for _ in range(p)])
+    fixed = [rng.randint(0, 400) for _ in range(p)]
+
+    def rooms_at(level: int) -> Rooms:
+        return Rooms(tuple(max(0, level - own) for own in fixed), memory)
+
+    most = max(peak + own for peak, own in zip(peak_bytes(plain, memory), fixed, strict=True))
+    partners = chosen_partners(plain, rooms_at(most))
+    for pair in sorted({tuple(sorted(both)) for both in enumerate(partners)}):
+        low, high = pair
+        level = smallest(plain, partners, (low, high), rooms_at, most)
+        loose = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level).room_bytes)]
+        fit(plain, Rooms(tuple(loose), memory), partners)
+        tight = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level - 1).room_bytes)]
+        with pytest.raises(NoRoom):
+            fit(plain, Rooms(tuple(tight), memory), partners)
+        elsewhere = smallest(plain, partners, (low, high), rooms_at, most, elsewhere=True)
+        assert elsewhere <= level, "who may send elsewhere needs no more"
+
+
+# -- against trying everything ------------------------------------------------------------------------------------------------------------
+
+
+def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
+    """Every set of the sender's micro-batches, each leaving in every slot after its forward and coming back in every one before its need.
+
+    What leaves later or comes back earlier only makes less room for the sender; both are tried, as the host has to have room, too.
+    """
+    slots = {kind: {} for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    for slot, cell in enumerate(schedule.ranks[sender]):
+        if cell.compute is not None:
+            slots[cell.compute.kind][cell.compute.microbatch] = slot
+    stays = {
+        one: [(out, back) for out, back in combinations(range(slots[Kind.FORWARD][one] + 1, slots[Kind.BACKWARD][one]), 2)]
+        for one in slots[Kind.FORWARD]
+    }
+    plans = []
+    for count in range(len(stays) + 1):
+        for chosen in combinations(stays, count):
+            plans += [with_stays(schedule, sender, host, chosen, times) for times in product(*(stays[one] for one in chosen))]
+    return plans
+
+
+def with_stays(schedule: Schedule, sender: int, host: int, chosen: tuple[int, ...], times: tuple[tuple[int, int], ...]) -> Schedule:
+    rows = [list(row) for row in schedule.ranks]
+    partners = [host if rank == sender else sender if rank == host else rank for rank in range(schedule.num_ranks)]
+    (stage,) = schedule.layout.stages_of(sender)
+    for one, both in zip(chosen, times, strict=True):
+        for slot, own, other in zip(both, (Kind.EVICT, Kind.LOAD), (Kind.HOST, Kind.RETURN), strict=True):
+            for rank, kind in ((sender, own), (host, other)):
+                rows[rank][slot] = Slot(rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(stage, kind, one)))
+    return replace(schedule, ranks=tuple(map(tuple, rows)), hosts=in_pairs(partners))
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 3), pytest.param(4, 3, marks=pytest.mark.slow)])
+def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int) -> None:
+    """The first rank and the last of 1F1B, in rooms of every number of micro-batches."""
+    plain, partners = generate("1f1b", p, m), (p - 1, *range(1, p - 1), 0)
+    memory = memory_of([10] * p)
+    plans = every_plan(plain, 0, p - 1)
+    needs = {(sum(occupied(plan, 0, memory)), sum(occupied(plan, p - 1, memory)), num_transfers(plan, 0).evictions) for plan in plans}
+    refused = 0
+    for own, other in product(range(10, 10 * m + 1, 10), range(10, 10 * m + 11, 10)):
+        fewest = min((evictions for mine, theirs, evictions in needs if mine <= own and theirs <= other), default=None)
+        try:
+            fitted = fit(plain, Rooms((own, *(1000,) * (p - 2), other), memory), partners)
+        except NoRoom:
+            refused += 1
+            assert fewest is None, f"rooms for {own} and {other}: a plan with {fewest} evictions keeps them"
+            continue
+        check(fitted)
+        assert num_transfers(fitted, 0).evictions == fewest
+    assert refused
