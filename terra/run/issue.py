@@ -147,7 +147,7 @@ class Call:
 
     @property
     def result_key(self) -> tuple[Any, ...]:
-        return self.function.operation, self.template, tuple(self.forms), tuple(self.sizes)
+        return self.function, self.template, tuple(self.forms), tuple(self.sizes)
 
 
 class Outers:

@@ -35,6 +35,8 @@ from terra.trace.place import Sites
 
 # Operations after which a block is handed over, whatever comes: how far the runner may be behind where it has nothing else to do.
 BLOCK = 32
+# And where the next step may go on otherwise: so that behind a branch blocks are again those that are known. Fewer cost more than they are.
+BLOCK_TO_FORK = 8
 # Steps that may be pending when the next one begins: all of them keep their batches.
 STEPS_AHEAD = 2
 # Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever more.
@@ -67,7 +69,7 @@ class Session:
         self._runner = Runner(held_back=self._is_lazy)
         self._sites = Sites()
         self._mode = _Issued(self)
-        self._functions: dict[Any, Function] = {}
+        self._functions: dict[int, Function] = {}
         self._made: dict[Any, Made] = {}
         self._outers = Outers(self)
         self._variants = Variants(compiler, lambda node: str(self._sites.places[_site(node)]))
@@ -171,15 +173,13 @@ class Session:
     # -- operations ------------------------------------------------------------------------------------------------------------------
 
     def issue(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        function = self._functions.get(operation)
-        if function is None:
-            function = self._functions[operation] = Function(operation)
+        function = self._function(operation)
         if function.is_beside:
             return operation(*args, **kwargs)
         if function.is_lift and type(args[0]) is not Placeholder:
             return args[0]
         call = Call(function, self._outers, args, kwargs)
-        key: Key = (operation, call.template, self._sites.here())
+        key: Key = (function, call.template, self._sites.here())
         self._trace.append(key)
         node = self._found(key)
         if call.is_host and not function.is_random:
@@ -189,6 +189,13 @@ class Session:
             if made is not None:
                 return self._gather(call, node, made)
         return self._now(call, args, kwargs)
+
+    def _function(self, operation: Any) -> Function:
+        """By identity, for torch's operations are hashed by Python; the function keeps its operation."""
+        found = self._functions.get(id(operation))
+        if found is None:
+            found = self._functions[id(operation)] = Function(operation)
+        return found
 
     def _found(self, key: Key) -> Node | None:
         """The node in the graph, or None where the step is traced, if it was not till now."""
@@ -215,7 +222,7 @@ class Session:
         if gathered is None:
             gathered = self._gathered = Gathering(state)
         cells = iter(gathered.add(call, node, made, self._outers, self))
-        if node.is_fork or len(gathered) >= BLOCK:
+        if len(gathered) >= (BLOCK_TO_FORK if node.is_fork else BLOCK):
             self._commit()
         tensors = [leaf.tensor for leaf in call.leaves if type(leaf) is Leaf]
         outputs = [None if form is None else tensors[form] if type(form) is int else Placeholder(next(cells)) for form in made.outputs]
@@ -275,7 +282,7 @@ class Session:
     def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """An operation on placeholders where no step is: it runs as it is. What it makes stays a placeholder only if it looks at one."""
         self.drain()
-        function = self._functions.setdefault(operation, Function(operation))
+        function = self._function(operation)
         if function.makes_views or function.writes:
             return self._handed_out(Call(function, self._outers, args, kwargs), _run(operation, *_values(args, kwargs)))
         return _run(operation, *_values(args, kwargs))
