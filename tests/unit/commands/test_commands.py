@@ -117,13 +117,14 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
 
 
 def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BALANCED, "--memory", "30"]) == 2
+    few = [*BALANCED, "--global-batch", "32"]
+    assert main([*few, "--memory", "30"]) == 2
     said = capsys.readouterr().err
     found = re.search(r"The smallest budget that one keeps is ([\d.]+) GiB. What else would help: (.*)", said)
     assert found, said
-    assert main([*BALANCED, "--memory", found[1], "--format", "json"]) == 0
+    assert main([*few, "--memory", found[1], "--format", "json"]) == 0
     less = float(found[1]) - 0.2
-    assert main([*BALANCED, "--memory", f"{less:.1f}"]) == 2
+    assert main([*few, "--memory", f"{less:.1f}"]) == 2
     assert {"recompute full", "host memory, --bpipe-transport host", "micro-batch 1"} <= set(
         re.findall(r"(?:^|, (?!--))([^(]+?) \(", found[2])
     )
@@ -135,7 +136,7 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something
         (["--memory", "40", "--balance", "none"], "--memory says how to balance: give --balance bpipe, too"),
     ):
         with suppress(SystemExit):
-            assert main([*BALANCED, *flags]) == 2
+            assert main([*few, *flags]) == 2
         assert reason in capsys.readouterr().err
 
 
