@@ -46,8 +46,8 @@ def _planned(args: Any, config: ScheduleConfig) -> tuple[BalanceConfig, tuple[st
     words, nodes = tuple(sys.argv[1:]), max(1, args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
     vocabulary = args.padded_vocab_size or args.vocab_size
     sizes = (vocabulary, nodes, args.world_size // nodes, args.bpipe_min_bytes)
-    if config.written is None:
-        # More micro-batches than fill the pipeline take no more room.
+    if config.written is None and args.step_batch_size_schedule is not None:
+        # They change; more than fill the pipeline take no more room.
         filling = FAMILIES[config.schedule].filling(config.num_ranks)
         config = replace(config, num_microbatches=max(config.num_microbatches, filling))
     return _plan(words, sizes, replace(config, balance=None), budgets, asked.learns, _on_cpu())

@@ -106,7 +106,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
         "virtual_pipeline_model_parallel_size",
     ),
-    "budgets": ("padded_vocab_size", "vocab_size", "world_size"),
+    "budgets": ("padded_vocab_size", "step_batch_size_schedule", "vocab_size", "world_size"),
     "sizes": (
         *("data_parallel_size", "global_batch_size", "micro_batch_size", "pipeline_model_parallel_size", "step_batch_size_schedule"),
         "virtual_pipeline_model_parallel_size",
