@@ -71,6 +71,8 @@ def test_a_slot_is_a_column_of_the_grid_and_nothing_else() -> None:
 COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 
 
+# A plan searches every family of schedules.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test = next((test for words, test in ELSEWHERE.items() if command.startswith(words)), None)
