@@ -92,8 +92,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on one node."""
     needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"], *upstream.REQUIRED["sizes"])
-    of_schedules = ("schedule", "group", "bound", "memory", "kept", "costs", "hop", "delay", "executor")
-    ours = (f"bpipe_{name}" for name in (*of_schedules, "vocabulary", "vocabulary_input"))
+    ours = (f"bpipe_{name}" for name in ("schedule", "group", "bound", "memory", "kept", "costs", "hop", "delay", "vocabulary", "executor"))
     names = dict.fromkeys((*upstream.OPTIONAL, *needed, *ours))
     for name in upstream._NOT_IN_ARGUMENTS:
         del names[name]
@@ -102,6 +101,7 @@ def parsed(**more: Any) -> SimpleNamespace:
             **names,
             "bpipe": True,
             "bpipe_placement": "adjacent",
+            "bpipe_vocabulary_input": False,
             "rank": 1,
             "world_size": 4,
             "use_tp_pp_dp_mapping": False,
