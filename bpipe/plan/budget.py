@@ -28,7 +28,7 @@ GIB = 2**30
 AUTO = "auto"
 # Storages below this stay where they are, unless somebody says otherwise: the trainer's --bpipe-min-bytes.
 MINIMUM_BYTES = 65536
-# How many chunks a rank grouped interleaving is tried with.
+# How many chunks a rank schedules are tried with that are made for a bound.
 _CHUNKS = range(2, 9)
 # What needs hardly less is no help.
 _CLEARLY = 0.99
@@ -239,8 +239,10 @@ def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> 
         found = _way(what, change, minimum_bytes)
         if found is not None:
             yield found
-    grouped = [found for found in (_way(*_grouped(setup, chunks), minimum_bytes) for chunks in _CHUNKS) if found is not None]
-    yield from sorted(grouped, key=lambda way: way.need_bytes)[:1]
+    # Of the families that are made for a bound the way that needs least.
+    for name in (name for name, family in FAMILIES.items() if family.within is not None):
+        found_ways = (_way(*_chunked(setup, name, chunks), minimum_bytes) for chunks in _CHUNKS)
+        yield from sorted((way for way in found_ways if way is not None), key=lambda way: way.need_bytes)[:1]
 
 
 def _way(what: str, change: Callable[[], Setup], minimum_bytes: int) -> Remedy | None:
@@ -252,8 +254,7 @@ def _way(what: str, change: Callable[[], Setup], minimum_bytes: int) -> Remedy |
         return None
 
 
-def _grouped(setup: Setup, chunks: int) -> tuple[str, Callable[[], Setup]]:
-    name = "grouped-interleaved"
+def _chunked(setup: Setup, name: str, chunks: int) -> tuple[str, Callable[[], Setup]]:
     layers = split_layers(setup.model.num_layers, setup.pipeline * chunks)
 
     def change() -> Setup:
