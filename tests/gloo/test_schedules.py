@@ -208,6 +208,21 @@ def test_another_dimension_changes_nothing(wide: Outcome, row: str, ours: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
+def test_eight_stages_equal_stock_with_dropout_and_clipping_on(run_cases: Callable[..., Outcome]) -> None:
+    """Norms of gradients, too: where stages lie as stock's do, these are summed in the same order."""
+    common = ("--num-layers", "16", "--pipeline-model-parallel-size", "8", "--micro-batch-size", "1", "--global-batch-size", "16")
+    own = {"own": ("--bpipe-executor",), "balanced": ("--bpipe-executor", *PEER)}
+    rows = {"plain": ((), {**own, "zb_h1": ("--bpipe-schedule", "zb-h1")}), "chunks": (CHUNKS[2:], own)}
+    cases = [Case(row, (*common, *flags)) for row, (flags, _) in rows.items()]
+    cases += [Case(f"{row}_{name}", (*common, *flags, *ours)) for row, (flags, runs) in rows.items() for name, ours in runs.items()]
+    outcome = run_cases(8, cases, timeout_s=600)
+    for row, (_, runs) in rows.items():
+        for name in runs:
+            same(outcome, row, f"{row}_{name}", 8)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(460)
 def test_balanced_halves_beside_overlapped_gradients(run_cases: Callable[..., Outcome]) -> None:
     """Eight processes: transfers, messages, and reductions and gathers of two replicas are under way at the same time."""
