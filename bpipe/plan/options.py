@@ -16,7 +16,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.layout import KEPT_HALVES, Setup, split_layers
 from bpipe.models.model import Model, find_model
-from bpipe.models.switches import SWITCHES, Switches
+from bpipe.models.switches import SWITCHES, Switches, flag_of
 from bpipe.plan.budget import MemoryBudget, read_asked
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.program import BALANCES, BalanceConfig
@@ -68,7 +68,7 @@ def model_of(options: argparse.Namespace) -> Model:
     if options.model is not None:
         return replace(find_model(options.model), **changes)
     needed = ("num_layers", "hidden_size", "num_attention_heads", "sequence", "vocabulary")
-    missing = [f"--{name.replace('_', '-')}" for name in needed if name not in changes]
+    missing = [flag_of(name) for name in needed if name not in changes]
     if missing:
         raise ValueError(f"no --model, and {', '.join(missing)} missing: name a model, or give all of its sizes")
     heads, hidden = changes["num_attention_heads"], changes["hidden_size"]
@@ -83,7 +83,7 @@ def model_of(options: argparse.Namespace) -> Model:
 def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[str, ...]) -> argparse.Namespace:
     """The options with what the launch says where they say nothing, then with defaults. Raises ValueError for what nobody says."""
     given = vars(options)
-    missing = [f"--{name.replace('_', '-')}" for name in needed if given[name] is None] if reading is None else []
+    missing = [flag_of(name) for name in needed if given[name] is None] if reading is None else []
     if missing:
         raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
     said = dict(reading.options) if reading else {}
