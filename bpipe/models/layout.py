@@ -100,8 +100,6 @@ class Setup:
         whole = len(self.layers) == self.pipeline * self.chunks and sum(self.layers) == self.model.num_layers
         if not whole or without_layers(self.layers) is not None:
             raise ValueError(f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers in all")
-        if self.is_sharded and self.model.tied_embedding and not self.input_shards:
-            raise ValueError(f"{self.model.name} ties the embedding to the output layer: split it, too, with input shards")
         if self.switches.overlap_param_gather and not self.distributed_optimizer:
             raise ValueError("--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two out")
         if self.switches.grad_reduce_in_bf16 and self.precision != "bf16":

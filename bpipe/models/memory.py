@@ -114,7 +114,7 @@ def shard_parameters(setup: Setup) -> int:
     """Parameters of the shards of the vocabulary's layers on one device of any rank."""
     if not setup.is_sharded:
         return 0
-    # A tied shard is one for both layers.
+    # A tied shard is one for both layers, and beside a whole embedding a copy of some of its rows.
     num_shards = 1 if setup.model.tied_embedding or not setup.input_shards else 2
     return num_shards * shared(shared(setup.vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline)
 

@@ -50,16 +50,9 @@ def _parallel(setup: Setup) -> list[str]:
 
 
 def schedule_flags(setup: Setup) -> list[str]:
-    """Of a schedule that Megatron's own loops do not run; nothing for what they run.
-
-    Raises ValueError for shards of the embedding with several stages a rank, which no training has.
-    """
+    """Of a schedule that Megatron's own loops do not run; nothing for what they run."""
     flags: list[object] = []
     if setup.is_sharded:
-        if setup.input_shards and setup.chunks > 1:
-            raise ValueError(
-                f"input shards with {setup.chunks} chunks a rank have no flag of the trainer's: it splits the output layer alone"
-            )
         flags += ["--bpipe-vocabulary", setup.vocabulary_parallel]
         flags += ["--bpipe-vocabulary-input"] * setup.input_shards
     if setup.schedule == default(setup.chunks):

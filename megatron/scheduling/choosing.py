@@ -81,7 +81,7 @@ def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
     sizes = Sizes.of(args, family.num_pipes)
     ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE
     _check_asked(args, family)
-    _check_inputs(args, family, sizes)
+    _check_inputs(args)
     first = sizes.num_microbatches
     try:
         config = ScheduleConfig(
@@ -168,15 +168,12 @@ def _check_asked(args: Any, family: Family) -> None:
         )
 
 
-def _check_inputs(args: Any, family: Family, sizes: Sizes) -> None:
+def _check_inputs(args: Any) -> None:
     if not args.bpipe_vocabulary_input:
         return
     wanted = "--bpipe-vocabulary-input"
     if args.bpipe_vocabulary in (None, REDISTRIBUTE):
         raise ValueError(f"{wanted} splits the embedding beside the output layer: give --bpipe-vocabulary 1, 2 or interlaced, too")
-    if sizes.num_chunks > 1:
-        single = ", ".join(one.name for one in FAMILIES.values() if one.sharded is not None and one.min_chunks == 1 and one.max_chunks == 1)
-        raise ValueError(f"{wanted}: shards of the embedding are trained with one stage a rank: choose from {single}, or leave it out")
 
 
 # -- from a file ------------------------------------------------------------------------------------------------------------------------

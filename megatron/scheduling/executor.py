@@ -206,8 +206,8 @@ class Loop:
                 executor = Executor(schedule, rank, stages, edges)
             else:
                 early = self._own.vocabulary is Vocabulary.TWO
-                embedding = input_shard(models[0]) if self._own.input_shards else None
-                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]), early, embedding)
+                inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
+                stages = sharded = ShardedStages(chunks, last, split, self._halves, output_shard(models[-1]), early, inputs)
                 carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
                 executor = Executor(schedule, rank, stages, carried, sharded.shard, sharded.inputs)
             prepared = self._prepared[key] = _Prepared(executor, stages, Marks.of(order, stages.chunks, self._num_pipes))

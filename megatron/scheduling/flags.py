@@ -106,9 +106,8 @@ def _schedule(group: Any) -> None:
     group.add_argument(
         "--bpipe-vocabulary-input",
         action="store_true",
-        help="With --bpipe-vocabulary 1, 2 or interlaced, of schedules with one stage a rank: split the word embedding, too, over all "
-        "ranks, which look tokens up two micro-batches ahead of the first stage. A weight that it shares with the output layer is one "
-        "shard on every rank.",
+        help="With --bpipe-vocabulary 1, 2 or interlaced: split the word embedding, too, over all ranks, which look tokens up two "
+        "micro-batches ahead of the first stage. A weight that it shares with the output layer is one shard on every rank.",
     )
     group.add_argument(
         "--bpipe-executor",

@@ -1,8 +1,8 @@
 """Split the word embedding of a model over all ranks of its pipeline, beside its output layer, and get the tokens that all ranks look up.
 
-In: a rank's model as Megatron's constructor leaves it; a call of the pipelined loop. Out: the same with a shard of the embedding under the
-name of the whole one, on ranks that had none, too; and the tokens of all micro-batches. Positions, dropout and whatever else Megatron's
-embedding does stay where they are: on the first rank its word embeddings are what the ranks have looked up together. Knows no schedule.
+In: a rank's chunks as Megatron's constructor leaves them; a call of the pipelined loop. Out: the same with a shard of the embedding in the
+last chunk of every rank, under the name of the whole one; and the tokens of all micro-batches. Positions, dropout and whatever else
+Megatron's embedding does stay in the first stage: there its word embeddings are what the ranks have looked up together. Knows no schedule.
 
 The first rank alone reads data, and all ranks need its tokens before it computes: so the script's step is called for all micro-batches when
 an iteration begins, with a model that only notes what it is called with. It is not called again: the forward repeats what was noted.
@@ -14,7 +14,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,32 @@ from megatron.scheduling.chunks import Call
 _DROP = "train without --bpipe-vocabulary-input"
 
 
+class Given(torch.nn.Module):
+    """What stands for the word embeddings of a first stage: it looks nothing up, but hands on what all shards have."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._tensor_group = model.pg_collection.tp
+        self._scatters = model.embedding.word_embeddings.reduce_scatter_embeddings
+        self._given: torch.Tensor | None = None
+
+    def give(self, embeddings: torch.Tensor) -> None:
+        """What the model's next forward takes for its word embeddings [b, s, h], of this tensor-parallel rank's rows."""
+        self._given = embeddings
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        given, self._given = self._given, None
+        if given is None:
+            raise ValueError(
+                f"with --bpipe-vocabulary-input a model embeds what its pipeline's ranks have looked up, and nothing else: {_DROP}"
+            )
+        if self._scatters:
+            return reduce_scatter_to_sequence_parallel_region(given.transpose(0, 1).contiguous(), group=self._tensor_group)  # type: ignore[no-any-return]
+        return reduce_from_tensor_model_parallel_region(given, group=self._tensor_group)  # type: ignore[no-any-return]
+
+
 class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
-    """Megatron's own layer with fewer rows. A model that calls it in its forward gets what was `given`: only `part` computes."""
+    """Megatron's own layer with fewer rows. A model that calls it in its forward gets what was given: only `part` computes."""
 
     def __init__(self, model: Any, rows: Rows, number: int) -> None:
         """New rows, with nothing in them yet."""
@@ -42,18 +66,21 @@ class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
         # To draw numbers here would change all that are drawn afterwards, dropout among them.
         undrawn = copy.copy(model.config)
         undrawn.perform_initialization = False
-        whole = model.embedding.word_embeddings if model.pre_process else None
         super().__init__(
             num_embeddings=rows.each * rows.tensor,
             embedding_dim=model.config.hidden_size,
             init_method=model.config.init_method,
-            reduce_scatter_embeddings=whole is not None and whole.reduce_scatter_embeddings,
             config=undrawn,
             tp_group=model.pg_collection.tp,
         )
         self.config = model.config
+        # Where the rank's last chunk is the first stage, too.
+        self.given: Given | None = None
         self._computes = False
-        self._given: torch.Tensor | None = None
+
+    @property
+    def first_row(self) -> int:
+        return self.rows.of(self.number).start
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
         """[b, s, h] of tokens [b, s]. Through the module, so that its hooks see to its weight."""
@@ -66,24 +93,14 @@ class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
     def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add what a gradient [b, s, h] of the embeddings of tokens [b, s] brings, as autograd would."""
         if self.weight.requires_grad:
-            rows = rows_gradient(gradient.flatten(0, 1), tokens.flatten(), self.rows.of(self.number).start, len(self.weight))
+            rows = rows_gradient(gradient.flatten(0, 1), tokens.flatten(), self.first_row, len(self.weight))
             torch.autograd.backward(self.weight, rows.to(self.weight.dtype))
-
-    def give(self, embeddings: torch.Tensor) -> None:
-        """What the model's next forward takes for its word embeddings [b, s, h], of this tensor-parallel rank's rows."""
-        self._given = embeddings
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         if self._computes:
-            return embedded(self.weight, input_.flatten(), self.rows.of(self.number).start).view(*input_.shape, -1)
-        given, self._given = self._given, None
-        if given is None:
-            raise ValueError(
-                f"with --bpipe-vocabulary-input a model embeds what its pipeline's ranks have looked up, and nothing else: {_DROP}"
-            )
-        if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(given.transpose(0, 1).contiguous(), group=self.tp_group)  # type: ignore[no-any-return]
-        return reduce_from_tensor_model_parallel_region(given, group=self.tp_group)  # type: ignore[no-any-return]
+            return embedded(self.weight, input_.flatten(), self.first_row).view(*input_.shape, -1)
+        assert self.given is not None, "only a first stage embeds"
+        return self.given(input_)  # type: ignore[no-any-return]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> Any:
         """The rows of the whole table, under its key and of its shape."""
@@ -93,15 +110,38 @@ class EmbeddingShard(VocabParallelEmbedding):  # type: ignore[misc]
         return {key: ShardedTensor.from_rank_offsets(key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True)}
 
 
-def place(model: Any, shard: EmbeddingShard) -> None:
-    """Put a shard where the whole one was, and on other ranks where it would be."""
+def place(first: Any, last: Any, shard: EmbeddingShard) -> None:
+    """Put a shard into a rank's last chunk, where the whole one was or would be, and into the first stage what stands for it."""
     # As Megatron marks the whole one's.
     shard.weight.is_embedding_or_output_parameter = True
-    if model.config.use_mup:
+    if last.config.use_mup:
         shard.weight.is_embedding_parameter = True
-    if not model.pre_process:
-        model.embedding = MegatronModule(model.config)
-    model.embedding.word_embeddings = shard
+    if first.pre_process:
+        given = Given(first)
+        if first is last:
+            shard.given = given
+        else:
+            first.embedding.word_embeddings = given
+    if not last.pre_process:
+        last.embedding = MegatronModule(last.config)
+    last.embedding.word_embeddings = shard
+
+
+class Inputs(NamedTuple):
+    """A rank's part of the embedding: its shard, and what stands for all of them where the first stage is, at this `place` of the pipeline."""
+
+    shard: EmbeddingShard
+    given: Given | None
+    place: int
+
+    @classmethod
+    def of(cls, first: Any, last: Any, place: int) -> Inputs:
+        """Of a rank's chunks, in which they have been placed."""
+        shard = last.embedding.word_embeddings
+        assert isinstance(shard, EmbeddingShard), "it is split beside the output layer"
+        if first is last or not first.pre_process:
+            return cls(shard, shard.given, place)
+        return cls(shard, first.embedding.word_embeddings, place)
 
 
 @dataclass
@@ -163,9 +203,9 @@ def _not_computing(model: torch.nn.Module, nothing: torch.Tensor) -> Iterator[li
         del model.forward
 
 
-def told(mine: list[NotedStep] | None, pipeline: Any) -> list[torch.Tensor]:
-    """The tokens [b, s] of every micro-batch, which the pipeline's first rank has noted. Collective over the pipeline."""
-    source = dist.get_process_group_ranks(pipeline)[0]
+def told(mine: list[NotedStep] | None, pipeline: Any, place: int) -> list[torch.Tensor]:
+    """The tokens [b, s] of every micro-batch, which the rank at this place of the pipeline has noted. Collective over the pipeline."""
+    source = dist.get_process_group_ranks(pipeline)[place]
     device = torch.device(torch.cuda.current_device())
     tokens = None if mine is None else torch.stack([one.tokens for one in mine]).to(device)
     shape = torch.tensor([0, 0, 0] if tokens is None else tokens.shape, dtype=torch.int64, device=device)

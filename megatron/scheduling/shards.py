@@ -27,7 +27,7 @@ from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Key, Tensors
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.halves import Halves
-from megatron.scheduling.input_shards import EmbeddingShard, NotedStep, noted_steps, told
+from megatron.scheduling.input_shards import Inputs, NotedStep, noted_steps, told
 from megatron.scheduling.vocabulary import OutputLayerShard
 
 # A script's loss function of one micro-batch.
@@ -45,11 +45,11 @@ class ShardedStages(ChunkStages):
         halves: Halves,
         layer: OutputLayerShard,
         early: bool = False,
-        embedding: EmbeddingShard | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         super().__init__(chunks, last_stage, split, halves)
-        self._embedding = embedding
-        self.inputs = None if embedding is None else InputShard(embedding)
+        self._inputs = inputs
+        self.inputs = None if inputs is None else InputShard(inputs.shard)
         # Of the rank that has the first stage: what its script's step did with each micro-batch of the call.
         self._noted_steps: list[NotedStep] = []
         self._layer = layer
@@ -69,13 +69,13 @@ class ShardedStages(ChunkStages):
         self.shard.begin()
         self._losses.clear()
         self._differs = None
-        if self.inputs is not None:
+        if self._inputs is not None and self.inputs is not None:
             self._noted_steps = noted_steps(call, self.chunks[0]) if call is not None and 0 in self.chunks else []
             pipeline = None if call is None else unwrap_model(call.models[0]).pg_collection.pp
-            self.inputs.begin([] if call is None else told(self._noted_steps or None, pipeline))
+            self.inputs.begin([] if call is None else told(self._noted_steps or None, pipeline, self._inputs.place))
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
-        if action.stage == 0 and self._embedding is not None:
+        if action.stage == 0 and self._inputs is not None:
             return self._embed(action, received)
         if action.stage != self.last_stage:
             return super().forward(action, received)
@@ -98,9 +98,10 @@ class ShardedStages(ChunkStages):
     def _embed(self, action: Action, received: Tensors) -> Tensors:
         """The first stage's forward, of what all shards have looked up: that is what autograd goes back to."""
         call, _ = self._of(action)
-        assert self._embedding is not None
+        assert self._inputs is not None
+        assert self._inputs.given is not None, "the first stage is here"
         (embeddings,) = received
-        self._embedding.give(embeddings.requires_grad_(not call.forward_only))
+        self._inputs.given.give(embeddings.requires_grad_(not call.forward_only))
         # It is no stage's output: of one Megatron's rotary embedding would take the length of the sequence.
         _, made = self.step(action, (), self._noted_steps[action.microbatch].step, call.losses, False)
         self.hold(action, embeddings, made)

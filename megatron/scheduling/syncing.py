@@ -19,11 +19,14 @@ from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, SHARDS, Action, Kind
 
 # What of a chunk's computations makes gradients of weights: each of these has a last micro-batch of its own.
 _HALVES = (OF_THE_INPUT, OF_THE_WEIGHTS, frozenset({Kind.SHARD_BACKWARD}), frozenset({Kind.INPUT_BACKWARD}))
+# What may be the first to read a chunk's weights: S comes behind a forward of every stage.
+_READING = (Kind.FORWARD, Kind.INPUT_FORWARD)
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What matters of a program, by computation: `first` a chunk's first forward, `last` the last of a half, `final` the very last.
+    """What matters of a program, by computation: `first` a chunk's first that reads weights, `last` the last of a half, `final` the very
+    last.
 
     `ending` is the chunk in which a pipeline ends, if the rank has it: the first stage's, or every rank's shard of the embedding.
     """
@@ -51,7 +54,7 @@ class Marks:
         final: dict[int, Action] = {}
         for action in order:
             chunk = of_shards if action.kind in SHARDS else chunks[action.stage]
-            if action.kind is Kind.FORWARD:
+            if action.kind in _READING:
                 first.setdefault(chunk, action)
             if action.kind not in making:
                 continue

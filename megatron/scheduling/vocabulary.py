@@ -138,7 +138,7 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
 class Splitting:
     """The wrappers, for models whose chunks are where `positions` has them. A rank's rows are dealt out to its last chunk.
 
-    `inputs`: the embedding's, too, of models with one chunk a rank.
+    `inputs`: the embedding's, too.
     """
 
     def __init__(self, positions: Positions, inputs: bool = False) -> None:
@@ -159,14 +159,14 @@ class Splitting:
             if chunk == 0:
                 self._first = model
             if chunk == len(self._positions.mirrored) - 1:
-                split(self._first, model, self._inputs)
+                split(self._first, model, self._positions.rank_at(0) if self._inputs else None)
                 self._first = None
 
         return constructed
 
     def _wrap_tied_gradients(self, all_reduce: Callable[..., None]) -> Callable[..., None]:
         """Where Megatron adds up the copies' gradients: behind their reduction, before they are scaled."""
-        embeds = -1 if self._positions.folded else 0
+        embeds = self._positions.rank_at(0)
 
         @functools.wraps(all_reduce)
         def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
@@ -194,23 +194,19 @@ def output_shard(model: Any) -> OutputLayerShard:
     return layer
 
 
-def input_shard(model: Any) -> input_shards.EmbeddingShard:
-    """The same of the embedding, of a model that has an output layer's."""
-    output_shard(model)
-    shard = unwrap_model(model).embedding.word_embeddings
-    assert isinstance(shard, input_shards.EmbeddingShard), "both are split together"
-    return shard
+def input_shard(models: Sequence[Any], place: int) -> input_shards.Inputs:
+    """The same of the embedding, of a rank's chunks; the first stage's rank is at this place of the pipeline."""
+    output_shard(models[-1])
+    return input_shards.Inputs.of(unwrap_model(models[0]), unwrap_model(models[-1]), place)
 
 
-def split(first: Any, model: Any, inputs: bool = False) -> None:
-    """Deal the output layer's rows out to the last chunks, `model`, of all ranks; `first` is this rank's first. `inputs`: the embedding's,
-    too, and a weight that both have is one on every rank.
+def split(first: Any, model: Any, embeds: int | None = None) -> None:
+    """Deal the output layer's rows out to the last chunks, `model`, of all ranks; `first` is this rank's first. `embeds`: the embedding's,
+    too, which the rank at this place of the pipeline has, and a weight that both have is one on every rank.
 
     Collective over the model's pipeline. Raises ValueError for what cannot be split.
     """
     end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model)])
-    if inputs and first is not model:
-        raise ValueError("--bpipe-vocabulary-input: a rank's shard of the embedding is in its only stage, and here it has several: drop it")
     shard = OutputLayerShard(model)
     whole = model.output_layer.weight if model.post_process else None
     if whole is not None and shard.tied and first.pre_process:
@@ -222,11 +218,11 @@ def split(first: Any, model: Any, inputs: bool = False) -> None:
     shard.weight.is_embedding_or_output_parameter = True
     if model.config.use_mup:
         shard.weight.is_embedding_parameter = True
-    if inputs:
-        _split_embedding(model, shard)
+    if embeds is not None:
+        _split_embedding(first, model, shard, embeds)
     elif shard.tied:
         tied_shards.tie(first, model, shard.weight, shard.rows)
-    if inputs and model.post_process:
+    if embeds is not None and model.post_process:
         # Behind the embedding on every rank: a weight that both share has one name.
         del model.output_layer
     model.output_layer = shard
@@ -234,18 +230,19 @@ def split(first: Any, model: Any, inputs: bool = False) -> None:
         model.compute_language_model_loss = shard.note
 
 
-def _split_embedding(model: Any, output: OutputLayerShard) -> None:
-    """A rank's shard of the embedding beside that of its output layer."""
+def _split_embedding(first: Any, model: Any, output: OutputLayerShard, embeds: int) -> None:
+    """A rank's shard of the embedding beside that of its output layer, in its last chunk."""
     shard = input_shards.EmbeddingShard(model, output.rows, output.number)
-    whole = model.embedding.word_embeddings.weight.data if model.pre_process else None
+    whole = first.embedding.word_embeddings.weight.data if first.pre_process else None
     with torch.no_grad():
-        _deal(whole, shard.weight.data, model.pg_collection.pp, 0)
-    input_shards.place(model, shard)
+        _deal(whole, shard.weight.data, model.pg_collection.pp, embeds)
+    input_shards.place(first, model, shard)
     if output.tied:
         output.weight, output.shared = shard.weight, True
-        # Megatron would look for a copy, and keep two of one rank equal.
-        model.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
-        model.shared_embedding_or_output_weight = lambda: None
+        for chunk in (first, model):
+            # Megatron would look for a copy, and keep two of one rank equal.
+            chunk.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
+            chunk.shared_embedding_or_output_weight = lambda: None
 
 
 def _of_model(model: Any) -> Iterator[str]:

@@ -32,11 +32,12 @@ if __name__ == "__main__":
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import get_attr_wrapped_model
 
+    from megatron.scheduling.input_shards import EmbeddingShard
     from megatron.scheduling.positions import Positions
     from megatron.scheduling.vocabulary import OutputLayerShard
 
-    OUTPUT = "output_layer.weight"
-    TIED = {OUTPUT: "embedding.word_embeddings.weight"}
+    OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+    TIED = {OUTPUT: EMBEDDING}
 
     def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every weight of this rank by its name in the whole model, and by its shard."""
@@ -48,13 +49,12 @@ if __name__ == "__main__":
                     _, _, number, rest = name.split(".", 3)
                     name = f"decoder.layers.{numbers[int(number)]}.{rest}"
                 # A stage that predicts further tokens embeds, too: the output layer's own weight is there beside it, and nobody uses it.
-                shard = name == OUTPUT and isinstance(inner.output_layer, OutputLayerShard)
+                layer = inner.get_submodule(name.rpartition(".")[0]) if name in (OUTPUT, EMBEDDING) else None
                 if inner.share_embeddings_and_output_weights and not inner.mtp_process:
                     name = TIED.get(name, name)
-                if shard:
+                if isinstance(layer, OutputLayerShard | EmbeddingShard):
                     # Of what its tensor-parallel rank has without shards.
-                    rows = inner.output_layer.rows
-                    name += f" from {inner.output_layer.first_row % (rows.each * rows.pipeline)}"
+                    name += f" from {layer.first_row % (layer.rows.each * layer.rows.pipeline)}"
                 if "experts" in name:
                     name += f" of {parallel_state.get_expert_model_parallel_rank()}"
                 yield f"{name} {parallel_state.get_tensor_model_parallel_rank()}", weight

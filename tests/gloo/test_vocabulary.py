@@ -234,16 +234,17 @@ PEAKS |= {"input": PEAKS["one"], "input_balanced": PEAKS["balanced"]}
 def test_balancing_shards_changes_no_bit(four: Outcome, row: str, plain: str, moved: str) -> None:
     same(four, f"{row}_{plain}", f"{row}_{moved}", 4)
     for ours in (plain, moved):
+        modelled = shard_modelled("2" if "two" in ours else "1", "bf16" if "bf16" in row else "fp32")
         reports = four.reports(f"{row}_{ours}")
         assert [report["peak_microbatches"] for report in reports] == PEAKS[ours]
         for report in reports:
             assert report["peak_microbatches"] == report["predicted_microbatches"], f"{ours}: stage {report['stage']}"
             assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"{ours}: stage {report['stage']}"
-            assert shard_held(four, f"{row}_{ours}", report["rank"]) == shard_modelled(row, ours), f"{ours}: stage {report['stage']}"
+            assert shard_held(four, f"{row}_{ours}", report["rank"]) == modelled, f"{ours}: stage {report['stage']}"
         held = read_held(Path(four.report_folder(f"{row}_{ours}")))
         assert held is not None
         # What is written as it happens, for a run that runs out of memory.
-        assert {max(mark.shard_bytes for mark in rank.marks) for rank in held.ranks} == {shard_modelled(row, ours)}
+        assert {max(mark.shard_bytes for mark in rank.marks) for rank in held.ranks} == {modelled}
 
 
 def shard_held(outcome: Outcome, case: str, rank: int) -> int:
@@ -252,11 +253,10 @@ def shard_held(outcome: Outcome, case: str, rank: int) -> int:
     return int(json.loads(path.read_text().splitlines()[-1])["shard_bytes"])
 
 
-def shard_modelled(row: str, ours: str) -> int:
+def shard_modelled(algorithm: str, precision: str = "fp32", stages: int = 4, micro_batch: int = 2) -> int:
     """The same of the tiny model, before anything ran."""
-    tiny = replace(gpt("tiny", 4, 64, 4, 128, 64), tied_embedding=False)
-    algorithm, precision = ("2" if "two" in ours else "1"), ("bf16" if "bf16" in row else "fp32")
-    cut = (parse_cluster("a100-80g:1x4"), 1, 4, 2, 16, 64, (1, 1, 1, 1))
+    tiny = replace(gpt("tiny", stages, 64, 4, 128, 64), tied_embedding=False)
+    cut = (parse_cluster(f"a100-80g:1x{stages}"), 1, stages, micro_batch, 16, 64, (1,) * stages)
     choices = {"precision": precision, "kernels": "cpu", "attention": "unfused", "vocabulary_parallel": algorithm}
     return shard_bytes(Setup(tiny, *cut, **choices))  # type: ignore[arg-type]
 

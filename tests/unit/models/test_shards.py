@@ -43,9 +43,13 @@ def test_every_rank_holds_its_part_of_both_layers() -> None:
     assert tied == tuple(count - table // 8 for count in counts)
 
 
-def test_a_tied_embedding_is_split_with_the_output_layer_or_not_at_all() -> None:
-    with pytest.raises(ValueError, match="ties the embedding to the output layer: split it, too"):
-        setup(replace(UNTIED, tied_embedding=True), input_shards=False)
+def test_a_tied_embedding_that_stays_whole_has_a_copy_of_each_row_in_a_shard() -> None:
+    """As training has it: the first rank all rows, and every rank some again. Time and everything else are an untied one's."""
+    tied, untied = (setup(replace(UNTIED, tied_embedding=both), input_shards=False) for both in (True, False))
+    assert rank_parameters(tied) == rank_parameters(untied)
+    counts, one_shard = rank_parameters(tied), rank_parameters(setup(replace(UNTIED, tied_embedding=True)))
+    assert [mine - other for mine, other in zip(counts, one_shard, strict=True)] == [256000 * 3072, *[0] * 7]
+    assert predict_costs(tied) == predict_costs(untied)
 
 
 def test_the_vocabulary_is_padded_until_every_rank_has_a_part() -> None:

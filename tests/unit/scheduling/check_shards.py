@@ -33,7 +33,7 @@ from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import tied_shards, twins
 from megatron.scheduling.chunks import Call, ChunkStages
 from megatron.scheduling.halves import Halves, Keep
-from megatron.scheduling.input_shards import EmbeddingShard, noted_steps, told
+from megatron.scheduling.input_shards import Inputs, noted_steps, told
 from megatron.scheduling.shards import ShardedStages
 from megatron.scheduling.vocabulary import OutputLayerShard, output_shard, split
 
@@ -50,10 +50,9 @@ def config(**settings: Any) -> TransformerConfig:
 def model(**settings: Any) -> GPTModel:
     torch.manual_seed(1)
     shared = settings.pop("share_embeddings_and_output_weights", False)
-    gathered = settings.pop("parallel_output", True)
+    given = {name: settings.pop(name) for name in ("parallel_output", "pre_process", "post_process") if name in settings}
     spec = get_gpt_layer_local_spec()
-    made = config(**settings)
-    return GPTModel(made, spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=shared, parallel_output=gathered)
+    return GPTModel(config(**settings), spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=shared, **given)
 
 
 def mean(losses: torch.Tensor) -> Any:
@@ -252,15 +251,16 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
 def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
     inner, tokens = model(), next(batches())
     table = inner.embedding.word_embeddings.weight.detach().clone()
-    split(inner, inner, True)
-    shard = inner.embedding.word_embeddings
-    assert isinstance(shard, EmbeddingShard)
+    split(inner, inner, 0)
+    shard, given, _ = Inputs.of(inner, inner, 0)
+    assert given is not None
+    assert inner.embedding.word_embeddings is shard
     assert torch.equal(shard.weight, table)
     found = shard.part(tokens)
     assert torch.equal(found, table[tokens])
     with pytest.raises(ValueError, match="embeds what its pipeline's ranks have looked up, and nothing else"):
         shard(tokens)
-    shard.give(found.requires_grad_())
+    given.give(found.requires_grad_())
     shard(tokens).square().sum().backward()
     shard.add_gradient(tokens, found.grad)
     again = table.requires_grad_()
@@ -268,11 +268,28 @@ def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
     torch.testing.assert_close(shard.weight.grad, again.grad, rtol=1e-6, atol=0)
 
 
+def an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None:
+    """Both layers' shards are in the last chunk, which its first stage has not got; a weight that they share is one parameter there."""
+    for tied in (False, True):
+        first, last = (model(share_embeddings_and_output_weights=tied, **{without: False}) for without in ("post_process", "pre_process"))
+        table = first.embedding.word_embeddings.weight.detach().clone()
+        split(first, last, 0)
+        shard, given, _ = Inputs.of(first, last, 0)
+        assert first.embedding.word_embeddings is given
+        assert not list(given.parameters())
+        assert torch.equal(shard.weight, table)
+        assert (last.output_layer.weight is shard.weight) is tied
+        names = [name for name, _ in last.named_parameters() if not name.startswith("decoder")]
+        assert names == ["embedding.word_embeddings.weight", *(["output_layer.weight"] * (not tied))]
+        if tied:
+            assert first.shared_embedding_or_output_weight() is None
+
+
 def steps_are_noted_before_anything_is_computed() -> None:
     inner = model()
     steps, expected = noted_steps(called(inner, mean), 0), batches()
     assert len(steps) == MICROBATCHES
-    found = told(steps, inner.pg_collection.pp)
+    found = told(steps, inner.pg_collection.pp, 0)
     assert all(torch.equal(one, next(expected)) for one in found)
     assert "forward" not in vars(inner)
     for what, wrong in {
@@ -284,7 +301,7 @@ def steps_are_noted_before_anything_is_computed() -> None:
         assert "forward" not in vars(inner), what
     untold = noted_steps(called(inner, mean, forward_step_func=lambda data, module: (module(None, None, None), mean)), 0)
     with pytest.raises(ValueError, match="calls its model without tokens"):
-        told(untold, inner.pg_collection.pp)
+        told(untold, inner.pg_collection.pp, 0)
 
 
 if __name__ == "__main__":
@@ -299,6 +316,7 @@ if __name__ == "__main__":
     what_shards_cannot_compute_is_refused()
     a_tied_weight_is_filed_in_pieces_of_one_size()
     an_embedding_in_shards_is_looked_up_before_the_model_asks()
+    an_embedding_of_another_chunk_leaves_the_first_stage_no_rows()
     steps_are_noted_before_anything_is_computed()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

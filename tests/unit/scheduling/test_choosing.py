@@ -329,8 +329,8 @@ def test_an_embedding_in_shards_stands_beside_the_output_layer() -> None:
     for vocabulary in (None, "redistribute"):
         with pytest.raises(ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2 or interlaced, too"):
             own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary=vocabulary))
-    with pytest.raises(ValueError, match=r"one stage a rank: choose from 1f1b, 1f1b-split, zb-h1, or leave it out"):
-        own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2))
+    chunks = own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2))
+    assert (chunks.schedule, chunks.num_chunks, chunks.input_shards) == ("interleaved-1f1b", 2, True)
 
 
 def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:
