@@ -10,7 +10,8 @@ ways make room for that, and every rank holds so much more:
                         for is as far away as it was, so nobody waits for ever whatever the orders are. For a V, whose turns differ from
                         rank to rank, and where the first way makes ranks wait for each other.
 
-An order that is made for a bound is made for so much less, and then runs ahead.
+An order that is made for a bound is made for so much less, and then runs ahead; or for all of it, and its backwards wait. Below the usual
+bound what is left is worth more than what a barrier takes. Which is faster is seen with the shards in it.
 
 Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no schedule by name.
 """
@@ -23,7 +24,7 @@ from dataclasses import replace
 
 from bpipe.generate.family import Asked, Choice, Orders, OrdersWithin, ShardedOrders, ShardedOrdersWithin
 from bpipe.generate.place import Order
-from bpipe.generate.shards import fit_shards
+from bpipe.generate.shards import fit_shards, fitted
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout, Vocabulary
 
@@ -51,18 +52,23 @@ def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> 
 
 
 def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrdersWithin:
-    """So many forwards of a chunk further than orders that hold as many fewer; without those in which ranks then wait for each other."""
+    """So many forwards of a chunk further than orders that hold as many fewer, or no further; those that then take least time first,
+    without those in which ranks wait for each other."""
 
     def sharded(
         num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout
     ) -> Iterator[tuple[Choice, Sequence[Order]]]:
         assert asked.room is not None, "orders are made for a bound here"
-        ahead = num_forwards[layout.vocabulary]
-        left = replace(asked, room=replace(asked.room, bound=max(1, asked.room.bound - ahead)))
-        for choice, own in orders(num_ranks, num_microbatches, num_chunks, left):
-            further = [_further(_actions(order), ahead) for order in own]
-            with contextlib.suppress(ValueError):
-                yield choice, fit_shards(layout, num_microbatches, further, asked.costs)
+        found: list[tuple[int, Choice, Sequence[Order]]] = []
+        for ahead in (num_forwards[layout.vocabulary], 0):
+            left = replace(asked, room=replace(asked.room, bound=max(1, asked.room.bound - ahead)))
+            for choice, own in orders(num_ranks, num_microbatches, num_chunks, left):
+                further = [_further(_actions(order), ahead) for order in own]
+                with contextlib.suppress(ValueError):
+                    ticks, made = fitted(layout, num_microbatches, further, asked.costs)
+                    found.append((ticks, choice, made))
+        for _, choice, made in sorted(found, key=lambda one: one[0]):
+            yield choice, made
 
     return sharded
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.gloo.conftest import Case, Outcome
 from tests.gloo.test_parallelism import OVERLAPS
-from tests.gloo.test_vocabulary import FP32, PARTS, UNTIED, as_stock
+from tests.gloo.test_vocabulary import FP32, INPUT, PARTS, UNTIED, as_stock
 
 EIGHT = (*UNTIED, "--global-batch-size", "16")
 # Two replicas, whose weights are gathered while the first micro-batches are computed; a shard's in a bucket that is nobody else's.
@@ -31,7 +31,13 @@ WRONG = [
     ("order", EIGHT, "2"),
     ("weight", GATHERED, "1"),
     ("weight", GATHERED, "2"),
+    ("lookups", EIGHT, "1"),
+    ("gradients", EIGHT, "1"),
+    ("no-lookup", EIGHT, "2"),
+    ("no-gradient", EIGHT, "2"),
 ]
+# What goes wrong with the embedding's shards.
+INPUTS = ("lookups", "gradients", "no-lookup", "no-gradient")
 
 
 # What ends a run that does not come so far as to be compared: another rank's message, the run's own check, or Megatron's.
@@ -46,7 +52,7 @@ ENDED = {
 
 
 def trained(run_cases: Callable[..., Outcome], wrong: str, flags: tuple[str, ...], algorithm: str) -> Outcome:
-    ours = ("--bpipe-vocabulary", algorithm, "--bpipe-timeout", "10")
+    ours = ("--bpipe-vocabulary", algorithm, "--bpipe-timeout", "10", *(INPUT[:1] if wrong in INPUTS else ()))
     cases = [Case("stock", flags), Case(f"stock_{wrong}", (*flags, *ours))]
     return run_cases(4, cases, timeout_s=110, worker="wrong_shards.py")
 

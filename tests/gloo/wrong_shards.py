@@ -24,7 +24,7 @@ if __name__ == "__main__":
     import torch
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    from bpipe.ir.action import SHARDS, Action, Kind
+    from bpipe.ir.action import Action, Kind
     from bpipe.ir.schedule import Schedule
     from bpipe.program import ScheduleConfig
     from bpipe.runtime.shards import EarlyShard, OutputShard
@@ -62,22 +62,32 @@ if __name__ == "__main__":
         Collectives.wait = hasty  # type: ignore[method-assign]
         come_late()
 
-    def exchange() -> None:
-        """One rank computes its shard of the second and the third micro-batch in the other's place."""
+    def change(changed: Callable[[Action], Action | None]) -> None:
+        """What one rank computes, behind the check of the schedule."""
         built = driver.built
-
-        def exchanged(action: Action | None) -> Action | None:
-            if action is None or action.kind not in SHARDS or action.microbatch not in (1, 2):
-                return action
-            return Action(action.stage, action.kind, 3 - action.microbatch)
 
         def with_one_wrong(program: ScheduleConfig) -> Schedule:
             schedule, ranks = built(program), []
             for rank, row in enumerate(schedule.ranks):
-                ranks.append(tuple(replace(slot, compute=exchanged(slot.compute)) for slot in row) if rank == 1 else row)
+                wrong = (replace(slot, compute=None if slot.compute is None else changed(slot.compute)) for slot in row)
+                ranks.append(tuple(wrong) if rank == 1 else row)
             return replace(schedule, ranks=tuple(ranks))
 
         driver.built = with_one_wrong  # type: ignore[attr-defined]
+
+    def exchange(*kinds: Kind) -> None:
+        """One rank computes its shard of the second and the third micro-batch in the other's place."""
+
+        def exchanged(action: Action) -> Action:
+            if action.kind not in kinds or action.microbatch not in (1, 2):
+                return action
+            return Action(action.stage, action.kind, 3 - action.microbatch)
+
+        change(exchanged)
+
+    def leave_out(kind: Kind) -> None:
+        """One rank never computes its shard of the second micro-batch."""
+        change(lambda action: None if (action.kind, action.microbatch) == (kind, 1) else action)
 
     def take_the_weight_as_it_is() -> None:
         """Around the module, whose hooks wait for the weight that the distributed optimizer gathers."""
@@ -102,7 +112,11 @@ if __name__ == "__main__":
         "sum": lambda: wait_for_no(Kind.SHARD_BACKWARD),
         "second-step": lambda: wait_for_no(Kind.SHARD_FORWARD),
         "early": reduce_early,
-        "order": exchange,
+        "order": lambda: exchange(Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD),
+        "lookups": lambda: exchange(Kind.INPUT_FORWARD),
+        "gradients": lambda: exchange(Kind.INPUT_BACKWARD),
+        "no-lookup": lambda: leave_out(Kind.INPUT_FORWARD),
+        "no-gradient": lambda: leave_out(Kind.INPUT_BACKWARD),
         "weight": take_the_weight_as_it_is,
     }
     WRONG[json.loads(Path(sys.argv[1]).read_text())[-1]["name"].partition("_")[2]]()

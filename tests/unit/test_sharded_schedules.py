@@ -234,9 +234,20 @@ def test_an_order_made_for_a_bound_keeps_it_around_shards(
     assert build(config) == schedule
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "bound", "most"), [(ONE, 4, 60), (ONE, 5, 54), (ONE, 6, 42), (TWO, 4, 55), (TWO, 5, 48), (TWO, 6, 42)]
+)
+def test_the_order_for_a_bound_is_the_fastest_with_shards_in_it(vocabulary: Vocabulary, bound: int, most: int) -> None:
+    """It was the fastest without them: 64 forwards for a bound of 5, where 37.8 are computed, and for 4 by either algorithm."""
+    config = ScheduleConfig("grouped-interleaved", 4, 12, 2, BalanceConfig((bound,), buffers_stay=True), vocabulary=vocabulary)
+    half, shard = Fraction(1, 2), ShardCost(Fraction(1, 20), Fraction(1, 10))
+    costs = Costs((StageCost(half, 1, weight_s=half),) * 8, Links(Link(latency_s=Fraction(0))), Exchange.POSTED, shards=(shard,))
+    assert Fraction(simulate(build(config), costs).pipeline_s) <= most
+
+
 def test_a_bound_below_what_shards_need_is_refused_with_what_is_kept() -> None:
-    with pytest.raises(ValueError, match=r"no order .* within 3 micro-batches of a chunk.* its groups of 2 keep 6; raise the bound"):
-        build(ScheduleConfig("grouped-interleaved", 4, 12, 2, BalanceConfig((3,), buffers_stay=True), vocabulary=ONE))
+    with pytest.raises(ValueError, match=r"no order .* within 2 micro-batches of a chunk.* its groups of 2 keep 6; raise the bound"):
+        build(ScheduleConfig("grouped-interleaved", 4, 12, 2, BalanceConfig((2,), buffers_stay=True), vocabulary=ONE))
 
 
 def overhead(schedule: Schedule, shard: ShardCost, latency: Fraction, backward: int = 2) -> Fraction:
@@ -310,14 +321,29 @@ def test_own_orders_that_wait_for_each_other_are_named() -> None:
         fit_shards(layout, 2, own, ALIKE)
 
 
-@pytest.mark.parametrize(("there", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0")])
-def test_one_rank_with_another_order_is_refused(there: str, instead: str) -> None:
+def with_both_layers(name: str) -> str:
+    """In shards, as text."""
+    return write_csv(build(ScheduleConfig(name, 4, 8, 1 if name == "1f1b" else 2, vocabulary=ONE, input_shards=True)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved-1f1b"])
+@pytest.mark.parametrize(("there", "instead"), [("1S2", "1T1"), ("2IF3", "2IF2"), ("0IB1", "0IB0"), ("3IB5", "3IB6")])
+def test_one_rank_with_another_order_is_refused(name: str, there: str, instead: str) -> None:
     """What would meet in no order of collectives: two of one rank exchanged."""
-    text = write_csv(sharded(4, 8, ONE, input_shards=True))
+    text = with_both_layers(name)
     exchanged = text.replace(there, "X").replace(instead, there).replace("X", instead)
     assert exchanged != text
     with pytest.raises(ScheduleError):
         check(read_csv(exchanged))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved-1f1b"])
+@pytest.mark.parametrize("missing", ["1IF2", "3IB7"])
+def test_a_shard_left_out_is_refused(name: str, missing: str) -> None:
+    text, (rank, *kind, microbatch) = with_both_layers(name), missing
+    assert missing in text
+    with pytest.raises(ScheduleError, match=f"rank {rank} has no {''.join(kind)} of micro-batch {microbatch} in any slot"):
+        check(read_csv(text.replace(missing, "")))
 
 
 LEFT_OUT = {
