@@ -59,14 +59,14 @@ def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int])
         num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout
     ) -> Iterator[tuple[Choice, Sequence[Order]]]:
         assert asked.room is not None, "orders are made for a bound here"
-        found: list[tuple[int, Choice, Sequence[Order]]] = []
+        found: list[tuple[int, Choice, list[list[Action]]]] = []
         for ahead in (num_forwards[layout.vocabulary], 0):
             left = replace(asked, room=replace(asked.room, bound=max(1, asked.room.bound - ahead)))
             for choice, own in orders(num_ranks, num_microbatches, num_chunks, left):
                 further = [_further(_actions(order), ahead) for order in own]
                 with contextlib.suppress(ValueError):
-                    ticks, made = fitted(layout, num_microbatches, further, asked.costs)
-                    found.append((ticks, choice, made))
+                    ticks, fit = fitted(layout, num_microbatches, further, asked.costs)
+                    found.append((ticks, choice, fit))
         for _, choice, made in sorted(found, key=lambda one: one[0]):
             yield choice, made
 

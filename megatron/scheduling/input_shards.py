@@ -128,7 +128,10 @@ def place(first: Any, last: Any, shard: EmbeddingShard) -> None:
 
 
 class Inputs(NamedTuple):
-    """A rank's part of the embedding: its shard, and what stands for all of them where the first stage is, at this `place` of the pipeline."""
+    """A rank's part of the embedding: its shard, and what stands for all of them in the first stage, which is at this `place` of the pipeline.
+
+    Other ranks have nothing `given`.
+    """
 
     shard: EmbeddingShard
     given: Given | None
