@@ -128,10 +128,8 @@ def place(first: Any, last: Any, shard: EmbeddingShard) -> None:
 
 
 class Inputs(NamedTuple):
-    """A rank's part of the embedding: its shard, and what stands for all of them in the first stage, which is at this `place` of the pipeline.
-
-    Other ranks have nothing `given`.
-    """
+    """A rank's part of the embedding: its shard, and `given`, which stands for all shards where the first stage is. That is at this `place`
+    of the pipeline; other ranks have none."""
 
     shard: EmbeddingShard
     given: Given | None
