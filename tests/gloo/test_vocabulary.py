@@ -290,7 +290,8 @@ def sized(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> 
     for m in SIZES[p]:
         flags = (*(UNTIED if m % 2 else ()), "--global-batch-size", f"{2 * m}")
         found.append(Case(f"m{m}", flags))
-        for (ours,) in sorted(asked_for(request, "ours")):
+        wanted = {ours for (ours,) in asked_for(request, "ours")} | {plain for (plain,) in asked_for(request, "plain")}
+        for ours in sorted(wanted):
             case = f"m{m}_{ours}"
             found.append(Case(case, (*flags, "--bpipe-min-bytes", "1024", *(flag.format(case=case) for flag in OURS[ours]))))
     return p, run_cases(p, found, timeout_s=900, worker="tensors_worker.py")
@@ -307,6 +308,20 @@ def test_any_number_of_stages_and_micro_batches(sized: tuple[int, Outcome], ours
         reports = outcome.reports(f"m{m}_{ours}")
         assert [report["peak_microbatches"] for report in reports] == [min(m, HELD[ours](p - 1 - rank)) for rank in range(p)]
         assert all(report["peak_bytes"] == report["predicted_bytes"] > 0 for report in reports)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(("ours", "plain", "more"), [("balanced", "one", 2), ("two_balanced", "two", 1), ("input_balanced", "input", 2)])
+def test_balancing_any_number_of_stages_changes_no_bit(sized: tuple[int, Outcome], ours: str, plain: str, more: int) -> None:
+    """Within (p + 3) // 2 and as many as there are barriers; with two stages nothing moves."""
+    p, outcome = sized
+    for m in SIZES[p]:
+        same(outcome, f"m{m}_{plain}", f"m{m}_{ours}", p)
+        reports = outcome.reports(f"m{m}_{ours}")
+        assert max(report["peak_microbatches"] for report in reports) <= (p + 3) // 2 + more
+        assert all(report["peak_bytes"] == report["predicted_bytes"] > 0 for report in reports)
+        assert any(report["evictions"] for report in reports) is (p > 2 and m > p)
 
 
 @pytest.mark.timeout(960)
@@ -348,16 +363,20 @@ LARGE = (
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("algorithm", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ways", [("shards",), *(pytest.param(each, marks=pytest.mark.slow) for each in (("early",), ("shards", "inputs")))]
+)
 def test_the_last_rank_no_longer_holds_all_logits(
-    run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str], algorithm: str
+    run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str], ways: tuple[str, ...]
 ) -> None:
-    """131072 rows: what every process holds beyond weights and optimizer state in its second iteration, stock's and in shards."""
-    beyond = {}
-    for name, ours in (("stock", ()), ("shards", ("--bpipe-vocabulary", algorithm))):
+    """131072 rows: what every process holds when its second iteration begins, and what in it, beside weights and optimizer state."""
+    beyond, before = {}, {}
+    flags = {"shards": SHARDS, "early": (SHARDS[0], "2"), "inputs": (*INPUT, "1")}
+    for name, ours in (("stock", ()), *((way, flags[way]) for way in ways)):
         outcome = run_cases(4, [Case(name, [*UNTIED, *LARGE, *ours])], timeout_s=170, worker="peak_worker.py")
         found = [outcome.record(name, rank)["weights"] for rank in range(4)]
         beyond[name] = [each["peak"] - each["held"] for each in found]
+        before[name] = [each["held"] for each in found]
         with capsys.disabled():
             held = ", ".join(f"{each['peak'] / 2**20:.0f}" for each in found)
             more = ", ".join(f"{each / 2**20:.0f}" for each in beyond[name])
@@ -365,7 +384,10 @@ def test_the_last_rank_no_longer_holds_all_logits(
     # Stock makes the gradient in the place of the logits, too; beside theirs shards have 32 MiB of them in 32 bit at a time, whatever p is.
     logits = 2 * 512 * 131072 * 4
     assert beyond["stock"][-1] > logits
-    assert max(beyond["shards"]) < beyond["stock"][-1] / 2
+    assert all(max(beyond[way]) < beyond["stock"][-1] / 2 for way in ways)
+    if "inputs" in ways:
+        # Weight, gradient and two moments of the embedding, all of them or a quarter; a process rounds what it gives back.
+        assert before["shards"][0] - before["inputs"][0] > 4 * (64 * 131072 * 4) * 3 / 4 * 0.8
 
 
 @pytest.mark.slow

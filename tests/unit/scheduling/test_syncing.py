@@ -112,6 +112,20 @@ def test_a_shard_of_the_embedding_ends_the_iteration_on_every_rank() -> None:
     assert log == [*texts[:-3], "2T1 alone", "2B1 alone", "2IB1 alone"]
 
 
+def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
+    """It is in the last of a rank's chunks, whose stage computes later: weights are gathered in the order in which they are read."""
+    log, order = Log(2), [read_action(one) for one in ["1IF0", "1IF1", "1F0", "1F1", "2F0", "1S0", "1T0", "2I0", "2W0", "1I0", "1W0", "1IB0"]]
+    functions = [log.start("gather", chunk) for chunk in range(2)]
+    syncing = Syncing(Marks.of(order, {1: 0, 2: 1}), log.config(param_sync_func=functions), log.models)
+    syncing.begin()
+    assert log == ["gather 1", "gather 0"]
+    for action in order:
+        syncing.before(action)
+        syncing.after(action)
+    syncing.end()
+    assert log == ["gather 1", "gather 0"]
+
+
 def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
     """Nothing is computed behind its last backward that a reduction could run beside; shards and halves have a last of their own."""
     for behind, text in ((1, "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"), (0, "0F0 0F1 0I0 0I1 0W0 0W1")):
