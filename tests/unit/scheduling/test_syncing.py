@@ -114,7 +114,8 @@ def test_a_shard_of_the_embedding_ends_the_iteration_on_every_rank() -> None:
 
 def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
     """It is in the last of a rank's chunks, whose stage computes later: weights are gathered in the order in which they are read."""
-    log, order = Log(2), [read_action(one) for one in ["1IF0", "1IF1", "1F0", "1F1", "2F0", "1S0", "1T0", "2I0", "2W0", "1I0", "1W0", "1IB0"]]
+    texts = ["1IF0", "1IF1", "1F0", "1F1", "2F0", "1S0", "1T0", "2I0", "2W0", "1I0", "1W0", "1IB0"]
+    log, order = Log(2), [read_action(one) for one in texts]
     functions = [log.start("gather", chunk) for chunk in range(2)]
     syncing = Syncing(Marks.of(order, {1: 0, 2: 1}), log.config(param_sync_func=functions), log.models)
     syncing.begin()
