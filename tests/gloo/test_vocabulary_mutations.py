@@ -44,6 +44,7 @@ INPUTS = ("lookups", "gradients", "no-lookup", "no-gradient")
 ENDED = {
     "second-step": "not enough values to unpack",
     "order": "--bpipe-timeout|did not pass",
+    "no-lookup": "--bpipe-timeout|did not pass",
     "weight": "param_gather_handle is None",
     "statistics": "not depend on the losses",
     "sum": "not depend on the losses",
