@@ -3,8 +3,9 @@
 In: sizes, costs. Out: every rank's order. Backwards are whole. With two chunks a rank each pipe is a V.
 
 A rank holds at most p micro-batches of its share, of both pipes together. With a forward of 1 and a backward of 2, of all chunks, m = p
-micro-batches, one unit, take 3 m + 2 (p - 2) / v, and so do 2 p, 3 p and so on with two chunks for p up to 16, with more up to 14. Which
-rule of choice is best depends on p and m: of forwards they take the deeper ones sooner, of backwards the last chunk's or the oldest first.
+micro-batches, one unit, take 3 m + 2 (p - 2) / v, and so do 2 p, 3 p and 4 p for p up to 16, but for a third of a forward with p = 16,
+v = 3 and m = 64. Which rule of choice is best depends on p and m: of forwards they take the deeper ones sooner, of backwards the last
+chunk's or the oldest first.
 Source: Wu et al., "BitPipe: Bidirectional Interleaved Pipeline Parallelism for Accelerating Large Models Training", 2024; the rules are of
 our own.
 """
@@ -21,28 +22,17 @@ from bpipe.ir.program import Exchange
 
 _LAST_CHUNK_FIRST = Weights(1, -64, 0)
 _OLDEST_FIRST = Weights(1, 0, 0)
-# Beyond so many computations no more than the first rules are tried: each takes seconds.
-_MANY, _FIRST = 40_000, 3
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    def most(num_ranks: int, _: int) -> int:
-        return num_chunks * num_ranks
-
-    rules: Sequence[PipesRule] = (
+    rules = (
         # First, for of two that end alike this one sends least that is not taken soon.
-        PipesRule(most, Weights(4 * num_ranks, num_ranks, -16), _OLDEST_FIRST),
-        PipesRule(most, Weights(4 * num_ranks, num_ranks, -8), _LAST_CHUNK_FIRST),
-        PipesRule(most, Weights(8, -16, -6), _OLDEST_FIRST),
-        # Found by trying for 16 ranks with three and four chunks, where those before leave up to eight forwards more.
-        PipesRule(most, Weights(2, -10, -2), Weights(1, -39, 5)),
-        PipesRule(most, Weights(2, -3, -10), Weights(1, -6, 3), willing=lambda num_ranks, rank: most(num_ranks, rank) - 1),
-        PipesRule(most, Weights(64, 28, -9), Weights(2, -28, 10)),
-        PipesRule(most, Weights(8, -26, -17), Weights(1, -61, 4)),
+        PipesRule(Weights(4 * num_ranks, num_ranks, -16), _OLDEST_FIRST),
+        PipesRule(Weights(4 * num_ranks, num_ranks, -8), _LAST_CHUNK_FIRST),
+        PipesRule(Weights(8, -16, -6), _OLDEST_FIRST),
     )
-    if 2 * num_chunks * num_ranks * num_microbatches > _MANY:
-        rules = rules[:_FIRST]
-    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, rules, Fraction(2 * (num_ranks - 2), num_chunks))
+    most = [num_chunks * num_ranks] * num_ranks
+    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, most, rules, Fraction(2 * (num_ranks - 2), num_chunks))
 
 
 FAMILY = Family("bitpipe", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=None, fill=2, num_pipes=2, early="bitpipe-early")

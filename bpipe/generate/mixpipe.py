@@ -19,21 +19,10 @@ from bpipe.ir.program import Exchange
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, _RULES, Fraction(3 * (num_ranks - 2), 2))
+    most = [num_ranks + 1 + from_ends(rank, num_ranks) for rank in range(num_ranks)]
+    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, most, (_RULE,), Fraction(3 * (num_ranks - 2), 2))
 
 
-def _most(num_ranks: int, rank: int) -> int:
-    return num_ranks + 1 + from_ends(rank, num_ranks)
-
-
-def _willing(num_ranks: int, rank: int) -> int:
-    return num_ranks + from_ends(rank, num_ranks)
-
-
-_RULES = (
-    PipesRule(_most, forwards=Weights(8, 0, -1), backwards=Weights(8, 0, 1)),
-    # From 28 ranks on the first is one forward longer, and this one is not for 32.
-    PipesRule(_most, forwards=Weights(64, 0, 3), backwards=Weights(4, 0, 0), willing=_willing),
-)
+_RULE = PipesRule(forwards=Weights(8, 0, -1), backwards=Weights(8, 0, 1))
 
 FAMILY = Family("mixpipe", layout, orders, Exchange.POSTED, fill=3, num_pipes=2)

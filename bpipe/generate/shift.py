@@ -98,6 +98,19 @@ class Shifts:
         ticks, mirrored = _Pass(self, self.late, [row[::-1] for row in rows], patience.late, patience.of_all).go()
         return ticks, [row[::-1] for row in mirrored]
 
+    def to_and_fro(self, patience: Patience, moves: int, goal: int) -> tuple[int, list[list[int]] | None]:
+        """The shortest of so many moves, later first, with its ticks; no rows where the first ones are as short. Ends at the goal."""
+        shortest, found = length(self.work), None
+        rows: Sequence[Sequence[int]] = self.work.rows
+        for number in range(moves):
+            if shortest <= goal:
+                break
+            ticks, moved = (self.earlier if number % 2 else self.later)(rows, patience)
+            if ticks < shortest:
+                shortest, found = ticks, moved
+            rows = moved
+        return shortest, found
+
 
 class _Pass:
     """Once through time. `heads[rank][sort]`: the next of its sort, -1 behind the last; `passed[rank]`: how far the old row is used up."""
@@ -216,17 +229,15 @@ def shortened(
     work = work_of(layout, num_microbatches, orders, at)
     shifts = Shifts(work, counting(layout.num_stages), most)
     shortest, goal = length(work), _least(work)
-    found: list[list[int]] | None = None
+    found = None
     even = len({at.lasts[kind] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}) == 1 and not at.hop
     tries = max(1, _MOST_VISITS // (2 * _ROUNDS * len(work.actions)))
     for patience in _PATIENCE[: 1 if even else tries]:
-        rows: Sequence[Sequence[int]] = work.rows
-        for number in range(2 * _ROUNDS):
-            if shortest == goal:
-                break
-            ticks, rows = (shifts.earlier if number % 2 else shifts.later)(rows, patience)
-            if ticks < shortest:
-                shortest, found = ticks, [list(row) for row in rows]
+        if shortest == goal:
+            break
+        ticks, rows = shifts.to_and_fro(patience, 2 * _ROUNDS, goal)
+        if ticks < shortest:
+            shortest, found = ticks, rows
     return orders if found is None else [[work.actions[job][0] for job in row] for row in found]
 
 

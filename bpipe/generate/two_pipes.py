@@ -4,7 +4,8 @@ The first pipe's chunks go up the ranks and down again, in turn; the second pipe
 stages that rank r has. Micro-batches take the pipes in turn, and where both take equally many, orders are mirror images, too.
 
 Up to p micro-batches make a *unit*: the k-th of each pipe starts two slots behind the one before, and the pipes meet in no slot. More of
-them are cut into units that follow each other, or a rank chooses anew each time it is free (`listed`), a `PipesRule` says how.
+them are cut into units that follow each other, or a rank chooses anew each time it is free (`listed`), a `PipesRule` says how. Where
+neither is as short as the family can be, everything is moved later and earlier within what ranks may hold (`mirrored`).
 Source of the unit: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021; of its
 chunks: Wu et al., "BitPipe: Bidirectional Interleaved Pipeline Parallelism for Accelerating Large Models Training", 2024.
 Knows no schedule by name.
@@ -17,14 +18,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
+from math import ceil
 from typing import NamedTuple
 
 from bpipe.generate.family import ALIKE, UnitCosts
+from bpipe.generate.mirrored import to_and_fro
 from bpipe.generate.timing import Tempo, length, tempo, work_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout
 
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
+# Beyond so many computations the units alone are moved: what a rule chose would take seconds more.
+_MANY = 40_000
 
 
 class Weights(NamedTuple):
@@ -37,16 +42,15 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipesRule:
-    """How ranks choose. A rank that holds fewer than `most(num_ranks, rank)` micro-batches of a chunk computes a forward, else a backward.
+    """How ranks choose. A rank that holds fewer micro-batches of a chunk than it may computes a forward, else a backward.
 
-    `willing`, where given, is fewer: from so many on it computes a forward only where no backward may start. Of several forwards, and of
-    several backwards, it takes the one that weighs least.
+    `willing(rank)`, where given, is fewer: from so many on it computes a forward only where no backward may start. Of several forwards, and
+    of several backwards, it takes the one that weighs least.
     """
 
-    most: Callable[[int, int], int]
     forwards: Weights
     backwards: Weights
-    willing: Callable[[int, int], int] | None = None
+    willing: Callable[[int], int] | None = None
 
 
 def layout(num_ranks: int, num_chunks: int) -> Layout:
@@ -66,33 +70,43 @@ def from_ends(rank: int, num_ranks: int) -> int:
 
 
 def shortest(
-    num_ranks: int, num_microbatches: int, num_chunks: int, costs: UnitCosts, rules: Sequence[PipesRule], bubble: Fraction
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    costs: UnitCosts,
+    most: Sequence[int],
+    rules: Sequence[PipesRule],
+    bubble: Fraction,
 ) -> Sequence[Sequence[Action]]:
-    """Of the units, of what the rules choose where computations cost this, and of the orders for equal costs, those that take least time.
+    """Of the units, of what the rules choose, of the orders for equal costs and of all these moved to and fro, those that take least time.
 
-    `bubble`: how many forwards' time a rank waits with a forward of 1 and a backward of 2, where the family is at its best: no further rule
-    is tried then.
+    A rank holds at most `most[rank]` micro-batches of a chunk. `bubble`: how many forwards' time a rank waits with a forward of 1 and a
+    backward of 2, where the family is at its best: nothing further is tried then.
     """
     placed, at = layout(num_ranks, num_chunks), tempo(costs, num_chunks)
     forward, backward = at.lasts[_FORWARD], at.lasts[_BACKWARD]
-    best = (3 * num_microbatches + bubble) * num_chunks * forward if backward == 2 * forward and not at.hop else None
-    made = [_timed(placed, num_microbatches, units(placed, num_ranks, num_microbatches), at)]
-    if best is not None and made[0].ticks <= best:
-        return made[0].orders
+    alike = backward == 2 * forward and not at.hop
+    best = ceil((3 * num_microbatches + bubble) * num_chunks * forward) if alike else 0
+    in_a_row = units(placed, num_ranks, num_microbatches)
+    work = work_of(placed, num_microbatches, in_a_row, at)
+    found = Chosen(in_a_row, length(work))
     for rule in rules:
-        one = listed(placed, num_ranks, num_microbatches, at, rule)
-        if one is not None:
-            made.append(one)
-            if best is not None and one.ticks <= best:
-                return one.orders
+        if found.ticks > best:
+            found = _shorter(found, listed(placed, num_microbatches, at, most, rule))
     if costs != ALIKE:
-        usual = shortest(num_ranks, num_microbatches, num_chunks, ALIKE, rules, bubble)
-        made.append(_timed(placed, num_microbatches, usual, at))
-    return min(made, key=lambda one: one.ticks).orders
+        usual = shortest(num_ranks, num_microbatches, num_chunks, ALIKE, most, rules, bubble)
+        found = _shorter(found, Chosen(usual, length(work_of(placed, num_microbatches, usual, at))))
+    chosen = found.orders
+    # The pipes are mirror images only where they take equally many.
+    if found.ticks > best and not num_microbatches % 2:
+        found = _shorter(found, Chosen(*to_and_fro(work, placed, most, best)))
+        if found.ticks > best and chosen is not in_a_row and len(work.actions) <= _MANY:
+            found = _shorter(found, Chosen(*to_and_fro(work_of(placed, num_microbatches, chosen, at), placed, most, best)))
+    return found.orders
 
 
-def _timed(placed: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], at: Tempo) -> Chosen:
-    return Chosen(orders, length(work_of(placed, num_microbatches, orders, at)))
+def _shorter(found: Chosen, other: Chosen | None) -> Chosen:
+    return found if other is None or found.ticks <= other.ticks else other
 
 
 def units(placed: Layout, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
@@ -118,9 +132,9 @@ class Chosen(NamedTuple):
     ticks: int
 
 
-def listed(placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> Chosen | None:
+def listed(placed: Layout, num_microbatches: int, at: Tempo, most: Sequence[int], rule: PipesRule) -> Chosen | None:
     """What the ranks choose; None where the rule lets them wait for each other."""
-    ranks = _Choosing(placed, num_ranks, num_microbatches, at, rule)
+    ranks = _Choosing(placed, num_microbatches, at, most, rule)
     ranks.go()
     done = sum(map(len, ranks.orders)) == 2 * placed.num_stages * num_microbatches
     return Chosen(ranks.orders, max(ranks.free)) if done else None
@@ -129,12 +143,12 @@ def listed(placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rul
 class _Choosing:
     """The ranks while they choose. `ready[rank]` are the forwards, and the backwards, that may start, as heaps."""
 
-    def __init__(self, placed: Layout, num_ranks: int, num_microbatches: int, at: Tempo, rule: PipesRule) -> None:
-        self.placed, self.at = placed, at
+    def __init__(self, placed: Layout, num_microbatches: int, at: Tempo, most: Sequence[int], rule: PipesRule) -> None:
+        self.placed, self.at, self.most = placed, at, most
+        num_ranks = len(most)
         self.weights = {_FORWARD: rule.forwards, _BACKWARD: rule.backwards}
         self.last_stage = placed.num_stages - 1
-        self.most = [rule.most(num_ranks, rank) for rank in range(num_ranks)]
-        self.willing = self.most if rule.willing is None else [rule.willing(num_ranks, rank) for rank in range(num_ranks)]
+        self.willing = most if rule.willing is None else [rule.willing(rank) for rank in range(num_ranks)]
         self.ready: list[dict[Kind, list[tuple[int, int, int, Action]]]] = [{_FORWARD: [], _BACKWARD: []} for _ in range(num_ranks)]
         self.held = [0] * num_ranks
         self.free = [0] * num_ranks

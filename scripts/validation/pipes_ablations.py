@@ -55,8 +55,8 @@ def without_the_v(num_microbatches: int) -> Schedule:
     """The same two pipes with every chunk up the ranks, by BitPipe's first rule where units one behind the other are longer."""
     up = tuple(range(RANKS)) * CHUNKS
     layout = Layout((up, tuple(RANKS - 1 - rank for rank in up)))
-    rule = PipesRule(lambda p, _: CHUNKS * p, Weights(4 * RANKS, RANKS, -16), Weights(1, 0, 0))
-    chosen = listed(layout, RANKS, num_microbatches, tempo(ALIKE, CHUNKS), rule)
+    rule = PipesRule(Weights(4 * RANKS, RANKS, -16), Weights(1, 0, 0))
+    chosen = listed(layout, num_microbatches, tempo(ALIKE, CHUNKS), [CHUNKS * RANKS] * RANKS, rule)
     orders = chosen.orders if chosen is not None and num_microbatches > RANKS else units(layout, RANKS, num_microbatches)
     schedule = place("bitpipe-without-v", num_microbatches, layout, orders)
     check(schedule)

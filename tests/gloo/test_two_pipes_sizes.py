@@ -79,9 +79,7 @@ def outcome(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -
 @pytest.mark.slow
 @pytest.mark.timeout(2460)
 @pytest.mark.parametrize(Sized._fields, SIZED)
-def test_every_size_trains_as_stock_does(
-    outcome: Callable[[int], Outcome], row: str, ranks: int, microbatches: int, schedule: str
-) -> None:
+def test_every_size_trains_as_stock_does(outcome: Callable[[int], Outcome], row: str, ranks: int, microbatches: int, schedule: str) -> None:
     one, run = Sized(row, ranks, microbatches, schedule), outcome(ranks)
     alike(run, one.stock, one.ours, world=ranks)
     if "--gradients" in FLAGS[row]:
