@@ -1,8 +1,9 @@
-"""Measure what co-execution gains and costs: steps of one network plainly, beside Python, and lazily, taking turns in one run.
+"""Measure what co-execution gains and costs: steps of one network plainly, beside Python with each backend, and lazily, taking turns.
 
 In: sizes. Out: a table, and JSON with --json: for each share of Python's work in a step, as part of the plain step's time without any, the
 medians and quartiles over rounds of how many times as fast a step is co-executed, and lazily, as plainly within that round. Wall clock, for
-overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread. Losses must be equal to the bit.
+overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread. On cores that others use too, two
+threads get more of them than one, and a gain may be that. Losses must be equal to the bit.
 
 What it cannot show: anything of a GPU, whose queue runs beside Python by itself; and other work of Python's than pure Python, which keeps
 the interpreter's lock all the time: what lets go of it, as arrays' functions do, overlaps better.
@@ -28,6 +29,8 @@ import torch
 import terra
 
 SHARES = (0.0, 0.5, 1.0)
+# Runner and backend.
+WAYS = {"operations": ("threaded", "operations"), "script": ("threaded", "script"), "lazily": ("lazy", "script")}
 # Warm-up and traces, and blocks' programs are made in the first co-executed one.
 FIRST = 5
 
@@ -78,29 +81,32 @@ class Way:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    with contextlib.closing(terra.Session()) as threaded, contextlib.closing(terra.Session("lazy")) as lazy:
-        plain, beside, late = ways = Way(options, None), Way(options, threaded), Way(options, lazy)
+    with contextlib.ExitStack() as stack:
+        sessions = {
+            name: stack.enter_context(contextlib.closing(terra.Session(runner, backend=backend)))  # type: ignore[arg-type]
+            for name, (runner, backend) in WAYS.items()
+        }
+        plain = Way(options, None)
+        beside = {name: Way(options, session) for name, session in sessions.items()}
+        ways = [plain, *beside.values()]
         for way in ways:
             way.run(FIRST, 0)
         step_s = min(plain.run(options.steps, 0) for _ in range(3))
         turn_s = min(_timed(spin, 100_000) for _ in range(5)) / 100_000
-        for way in (beside, late):
+        for way in beside.values():
             way.run(3 * options.steps, 0)
         rows = []
         for share in SHARES:
             count = int(step_s * share / turn_s)
             rounds = []
             for number in range(options.rounds):
-                order = ways[number % 3 :] + ways[: number % 3]
-                took = {way: way.run(options.steps, count) for way in order}
-                rounds.append((took[plain], took[plain] / took[beside], took[plain] / took[late]))
-            times, gains, lazily = zip(*rounds, strict=True)
-            rows.append(
-                {"python": share, "plain_ms": spread([each * 1e3 for each in times]), "beside": spread(gains), "lazy": spread(lazily)}
-            )
-        for way in (beside, late):
+                first = number % len(ways)
+                rounds.append({way: way.run(options.steps, count) for way in ways[first:] + ways[:first]})
+            row: dict[str, Any] = {"python": share, "plain_ms": spread([took[plain] * 1e3 for took in rounds])}
+            rows.append(row | {name: spread([took[plain] / took[way] for took in rounds]) for name, way in beside.items()})
+        for way in beside.values():
             assert all(torch.equal(one, other) for one, other in zip(plain.losses, way.losses, strict=True)), "losses differ"
-        assert threaded.fallbacks == lazy.fallbacks == 0
+        assert all(session.fallbacks == 0 for session in sessions.values())
     return rows
 
 
@@ -129,9 +135,10 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = measure(options)
     print(f"{options.layers} layers {options.width} wide, {options.batch} rows; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print("times as fast as plainly, median (quartiles)\nPython's work   plain ms a step     co-executed            lazily")
+    print("times as fast as plainly, median (quartiles)")
+    print("Python's work   plain ms a step        " + "".join(f"{name:23}" for name in WAYS))
     for row in rows:
-        words = (f"{middle:7.2f} ({first:.2f} to {third:.2f})" for first, middle, third in (row["plain_ms"], row["beside"], row["lazy"]))
+        words = (f"{middle:7.2f} ({first:.2f} to {third:.2f})" for first, middle, third in (row[name] for name in ("plain_ms", *WAYS)))
         print(f"{row['python']:12.0%}   {'   '.join(words)}")
     if options.json:
         facts = {"machine": platform.platform(), "torch": torch.__version__, "options": vars(options), "rows": rows}

@@ -5,7 +5,7 @@ The program is one straight Python function, compiled once a variant; a value is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -26,11 +26,12 @@ class Made(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value by its source: `fed` by the message, or made in the block; `in_cell`: the feed is a cell."""
+    """A value by its source: `fed` by the message, or made in the block; `in_cell`: the feed is a cell. `kind`: a number's type."""
 
     number: int
     is_fed: bool
     in_cell: bool = False
+    kind: type = object
 
 
 class Step(NamedTuple):
@@ -43,8 +44,8 @@ class Step(NamedTuple):
     place: str
 
 
-def compile_block(steps: Sequence[Step]) -> Program:
-    """The lines of the function tell of an error which operation it was."""
+def compile_block(steps: Sequence[Step], blamed: Callable[[int, BaseException], Step] | None = None) -> Program:
+    """The lines of the function tell of an error which step it was; `blamed` may say more closely which operation."""
     text, names = _Text(steps).write()
     exec(compile(text, _FILE, "exec"), names)
     block = names["block"]
@@ -55,7 +56,8 @@ def compile_block(steps: Sequence[Step]) -> Program:
             block(fed, made.pop)
         except BaseException as error:
             line = _line(error.__traceback__)
-            step = steps[sum(each <= line for each in calls) - 1]
+            place = sum(each <= line for each in calls) - 1
+            step = steps[place] if blamed is None else blamed(place, error)
             error.add_note(f"terra: {step.operation} was issued at {step.place}")
             raise
 

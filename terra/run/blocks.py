@@ -111,6 +111,8 @@ class Variants:
             ]
             program = self._programs[signature] = self._compiler(steps)
         gathered.made.reverse()
+        # They hold what was issued, which Python may have let go: the block must not keep it while it runs.
+        gathered.calls.clear()
         return Block(program, gathered.fed, gathered.made, gathered.state)
 
     def _step(self, call: Call, node: Node, made: Made, sources: Iterator[int]) -> Step:
@@ -126,5 +128,5 @@ def _filled(part: Any, sources: Iterator[int]) -> Any:
         return [_filled(each, sources) for each in part[1:]]
     if isinstance(part, type):
         number, kind = divmod(next(sources), 3)
-        return Given(number, kind != _MADE, kind == _CELL)
+        return Given(number, kind != _MADE, kind == _CELL, part)
     return part

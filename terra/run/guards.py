@@ -13,11 +13,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
 
 from terra.run.cell import READS, Placeholder, undispatched
 from terra.run.state import SETTERS, Generator
 
 _BASE: Any = torch._C.TensorBase
+# With tensors of other types than these, optimizers and the clipping of gradients go another way, one tensor at a time.
+_FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types, _optimizer._foreach_supported_types)
 
 
 class Waits(Protocol):
@@ -71,6 +75,8 @@ def _install() -> None:
     for owner, name in SETTERS:
         _put(owner, name, _waiting(getattr(owner, name)))
     _put(torch.random, "default_generator", Generator(torch.default_generator, _wait))
+    for types in _FOREACH_TYPES:
+        types.append(Placeholder)
     if torch.cuda.is_initialized():
         _put(torch.cuda, "default_generators", tuple(Generator(each, _wait) for each in torch.cuda.default_generators))
 
@@ -81,6 +87,9 @@ def _put(owner: Any, name: str, by: Any) -> None:
 
 
 def _remove_unless_used() -> None:
+    if _before and not _sessions:
+        for types in _FOREACH_TYPES:
+            types.remove(Placeholder)
     while _before and not _sessions:
         owner, name, was = _before.pop()
         if was is _ABSENT:

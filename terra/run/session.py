@@ -23,7 +23,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terra.backend.operations import Made, compile_block
+from terra.backend import operations, script
+from terra.backend.operations import Made
 from terra.run import guards
 from terra.run.blocks import Compiler, Gathering, Variants
 from terra.run.cell import Cell, Form, Placeholder, below_autograd, form_of, has_shared_memory, is_plain
@@ -41,6 +42,7 @@ BLOCK_TO_FORK = 8
 STEPS_AHEAD = 2
 # Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever more.
 _MOST_KNOWN = 20_000
+_BACKENDS: dict[str, Compiler] = {"operations": operations.compile_block, "script": script.compile_block}
 
 
 class Phase(enum.Enum):
@@ -52,13 +54,19 @@ class Phase(enum.Enum):
 class Session:
     """`with session:` runs one step of one program, in one thread.
 
+    `backend` says how a block runs: "operations" calls them one after the other from Python, "script" in rows from TorchScript, without the
+    interpreter's lock.
     `runner="lazy"` runs operations only when somebody waits, at a step's end at the latest: serial, for comparison. `traces`, `fallbacks`
     and `co_executed` count steps. Within `ahead()` a step's end does not wait.
     """
 
-    def __init__(self, runner: Literal["threaded", "lazy"] = "threaded", warm_up: int = 1, compiler: Compiler = compile_block) -> None:
+    def __init__(
+        self, runner: Literal["threaded", "lazy"] = "threaded", warm_up: int = 1, backend: Literal["operations", "script"] = "operations"
+    ) -> None:
         if runner not in ("threaded", "lazy") or warm_up < 0:
             raise ValueError(f"runner={runner!r}, warm_up={warm_up}: the runner is 'threaded' or 'lazy', after 0 steps of warm-up or more")
+        if backend not in _BACKENDS:
+            raise ValueError(f"backend={backend!r} is none of {', '.join(map(repr, _BACKENDS))}")
         self.graph = TraceGraph()
         self.traces = self.fallbacks = self.co_executed = 0
         self._left_to_warm_up = warm_up
@@ -72,7 +80,7 @@ class Session:
         self._functions: dict[int, Function] = {}
         self._made: dict[Any, Made] = {}
         self._outers = Outers(self)
-        self._variants = Variants(compiler, lambda node: str(self._sites.places[_site(node)]))
+        self._variants = Variants(_BACKENDS[backend], lambda node: str(self._sites.places[_site(node)]))
         self._trace: list[Key] = []
         self._node = self.graph.start
         self._gathered: Gathering | None = None

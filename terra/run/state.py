@@ -23,6 +23,11 @@ def current() -> State:
     return State(torch.is_grad_enabled(), torch.get_num_threads())
 
 
+def begin() -> None:
+    """In a thread that runs operations, before the first: TorchScript's passes are off in it, and functions run as they are written."""
+    torch._C._set_graph_executor_optimize(False)
+
+
 def apply(state: State) -> None:
     """In the thread that runs operations."""
     if torch.is_grad_enabled() is not state.with_gradients:
