@@ -21,6 +21,7 @@ from bpipe.generate.families import (
     that_take_shards,
 )
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
+from bpipe.generate.place import Order
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
 from bpipe.ir.program import Exchange
@@ -197,14 +198,47 @@ def build(config: ScheduleConfig) -> Schedule:
 
     Raises ValueError for what cannot be built, naming the value, the limit and the way out.
     """
+    return run(*_recipe(config))
+
+
+@lru_cache(maxsize=256)
+def built(config: ScheduleConfig) -> Schedule:
+    """The same, remembered."""
+    return build(config)
+
+
+@lru_cache(maxsize=256)
+def unchecked(config: ScheduleConfig) -> Schedule:
+    """The same schedule for predictions, remembered: the thousands of configurations of a search share about a hundred.
+
+    No rule is asked, which takes several times as long as making it: whoever prints or runs a schedule asks them.
+    """
+    schedule, changes, _ = _recipe(config)
+    for change in changes:
+        schedule = change(schedule)
+    return schedule
+
+
+def orders_of(config: ScheduleConfig) -> Sequence[Order]:
+    """Every rank's order before any pass, not placed: what is computed when on a rank follows from this alone, for a family's usual order."""
+    assert config.written is None and config.room is None, "this order is not a family's usual one"
+    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    if config.vocabulary is Vocabulary.WHOLE:
+        return family.orders(*sizes, config.asked)
+    assert family.sharded is not None, f"nobody has said where shards stand in {family.name}"
+    return family.sharded(*sizes, config.asked, config.layout)
+
+
+def _recipe(config: ScheduleConfig) -> tuple[Schedule, tuple[Pass, ...], Exchange]:
+    """What to start from, the passes, and the exchange by which it is checked."""
     if config.written is not None:
         return _adopted(config, config.written)
     if config.room is not None:
-        return run(_made_for(config, config.room)[1], passes(config.balance), config.passing)
+        return _made_for(config, config.room)[1], passes(config.balance), config.passing
     schedule = _usual(config)
     if config.after_input != 1:
         schedule = with_after_input(schedule, config.after_input)
-    return run(schedule, passes(config.balance), config.passing)
+    return schedule, passes(config.balance), config.passing
 
 
 def _usual(config: ScheduleConfig) -> Schedule:
@@ -255,18 +289,12 @@ def _read(written: str) -> Schedule:
     return read_csv(written)
 
 
-def _adopted(config: ScheduleConfig, written: str) -> Schedule:
+def _adopted(config: ScheduleConfig, written: str) -> tuple[Schedule, tuple[Pass, ...], Exchange]:
     schedule = _read(written)
     for name in ("num_ranks", "num_microbatches", "num_chunks"):
         if getattr(config, name) != getattr(schedule, name):
             raise ValueError(f"schedule {schedule.name} has {name} {getattr(schedule, name)}, and not {getattr(config, name)}")
-    return run(schedule, passes(config.balance) if schedule.hosts is None else (), config.passing)
-
-
-@lru_cache(maxsize=256)
-def built(config: ScheduleConfig) -> Schedule:
-    """The same, remembered: the thousands of configurations of a search share about a hundred schedules."""
-    return build(config)
+    return schedule, passes(config.balance) if schedule.hosts is None else (), config.passing
 
 
 def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:

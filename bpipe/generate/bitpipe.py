@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from bpipe.generate.family import Asked, Family
-from bpipe.generate.two_pipes import PipesRule, Weights, layout, shortest
+from bpipe.generate.two_pipes import PipesRule, Weights, first_of_two, layout, shortest
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
@@ -35,4 +35,15 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
     return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, most, rules, Fraction(2 * (num_ranks - 2), num_chunks))
 
 
-FAMILY = Family("bitpipe", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=None, fill=2, num_pipes=2, early="bitpipe-early")
+FAMILY = Family(
+    "bitpipe",
+    layout,
+    orders,
+    Exchange.POSTED,
+    min_chunks=2,
+    max_chunks=None,
+    fill=2,
+    ahead=first_of_two,
+    num_pipes=2,
+    early="bitpipe-early",
+)

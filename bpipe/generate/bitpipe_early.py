@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from bpipe.generate.family import Asked, Family
-from bpipe.generate.two_pipes import PipesRule, Weights, from_ends, layout, shortest
+from bpipe.generate.two_pipes import PipesRule, Weights, first_of_two, from_ends, layout, shortest
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
@@ -27,4 +27,6 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
     return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, most, [rule], bubble)
 
 
-FAMILY = Family("bitpipe-early", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=None, fill=3, num_pipes=2)
+FAMILY = Family(
+    "bitpipe-early", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=None, fill=3, ahead=first_of_two, num_pipes=2
+)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from bpipe.generate.family import Asked, Family
-from bpipe.generate.two_pipes import PipesRule, Weights, layout, shortest
+from bpipe.generate.two_pipes import PipesRule, Weights, first_of_two, layout, shortest
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
@@ -24,4 +24,4 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
 
 _RULE = PipesRule(forwards=Weights(4, 0, 1), backwards=Weights(4, 0, 1))
 
-FAMILY = Family("chimera", layout, orders, Exchange.POSTED, fill=2, num_pipes=2, early="mixpipe")
+FAMILY = Family("chimera", layout, orders, Exchange.POSTED, fill=2, ahead=first_of_two, num_pipes=2, early="mixpipe")

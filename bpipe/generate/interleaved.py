@@ -62,5 +62,6 @@ FAMILY = Family(
     takes_groups=True,
     usual_group=lambda num_ranks: num_ranks,
     fill=3,
+    ahead=lambda p, m, v, g: min(2 * p - 1 + (v - 1) * g, v * (m - m % g)),
     sharded=further_forwards(orders, BESIDE_WHOLE),
 )

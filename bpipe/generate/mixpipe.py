@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from bpipe.generate.family import Asked, Family
-from bpipe.generate.two_pipes import PipesRule, Weights, from_ends, layout, shortest
+from bpipe.generate.two_pipes import PipesRule, Weights, first_of_two, from_ends, layout, shortest
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
@@ -25,4 +25,4 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
 
 _RULE = PipesRule(forwards=Weights(8, 0, -1), backwards=Weights(8, 0, 1))
 
-FAMILY = Family("mixpipe", layout, orders, Exchange.POSTED, fill=3, num_pipes=2)
+FAMILY = Family("mixpipe", layout, orders, Exchange.POSTED, fill=3, ahead=first_of_two, num_pipes=2)

@@ -26,4 +26,13 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     return warm_up + steady + cool_down
 
 
-FAMILY = Family("1f1b", one_stage_a_rank, orders, Exchange.MEGATRON_1F1B, fill=2, sharded=sharded(orders), interlaces=True)
+FAMILY = Family(
+    "1f1b",
+    one_stage_a_rank,
+    orders,
+    Exchange.MEGATRON_1F1B,
+    fill=2,
+    ahead=lambda p, m, v, g: min(p, m),
+    sharded=sharded(orders),
+    interlaces=True,
+)

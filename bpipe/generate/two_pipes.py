@@ -69,6 +69,11 @@ def from_ends(rank: int, num_ranks: int) -> int:
     return min(rank, num_ranks - 1 - rank)
 
 
+def first_of_two(num_ranks: int, num_microbatches: int, num_chunks: int, _: int) -> int:
+    """What the first rank holds of both pipes, at least: in a full pipeline as many as there are stages, of fewer units half as many."""
+    return num_chunks * num_ranks if num_microbatches >= 2 * num_ranks else num_chunks * min(num_ranks, num_microbatches) // 2
+
+
 def shortest(
     num_ranks: int,
     num_microbatches: int,

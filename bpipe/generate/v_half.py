@@ -22,5 +22,15 @@ def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Seque
 
 
 FAMILY = Family(
-    "v-half", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=2, splits=True, fill=2, sharded=later_microbatch(orders)
+    "v-half",
+    layout,
+    orders,
+    Exchange.POSTED,
+    min_chunks=2,
+    max_chunks=2,
+    splits=True,
+    fill=2,
+    # From there on the pipeline is full, and the bound above is what every rank holds.
+    ahead=lambda p, m, v, g: 2 * ((p + 2) // 2) if m >= 2 * p else 1,
+    sharded=later_microbatch(orders),
 )

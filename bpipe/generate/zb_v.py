@@ -22,4 +22,15 @@ def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Seque
     return orders_within(num_ranks, num_microbatches, half, 2 * num_ranks, asked.costs)
 
 
-FAMILY = Family("zb-v", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=2, splits=True, fill=2, sharded=later_microbatch(orders))
+FAMILY = Family(
+    "zb-v",
+    layout,
+    orders,
+    Exchange.POSTED,
+    min_chunks=2,
+    max_chunks=2,
+    splits=True,
+    fill=2,
+    ahead=lambda p, m, v, g: 2 * p if m >= 2 * p else 1,
+    sharded=later_microbatch(orders),
+)

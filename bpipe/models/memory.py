@@ -6,16 +6,18 @@ and hosted, from the very schedule that runs. Knows no tensors and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from operator import le, mul, sub
 
 from bpipe.generate.families import FAMILIES
+from bpipe.generate.place import Order
+from bpipe.ir.action import READING, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import Memory, live_bytes, memory_of
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.saved import (
     STATISTICS,
@@ -32,7 +34,7 @@ from bpipe.models.saved import (
     stage_bytes,
 )
 from bpipe.passes.balance import occupied
-from bpipe.program import ScheduleConfig, built
+from bpipe.program import ScheduleConfig, orders_of, unchecked
 
 MIB = 2**20
 
@@ -196,13 +198,14 @@ def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
     """One a rank."""
     partners = schedule.partners or range(schedule.num_ranks)
     stages = [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
+    splits = bool(schedule.split_stages)
     return tuple(
-        HeldCounts(stages[rank], _moments(schedule, rank, stages[rank]), num_host_buffers(schedule, rank), stages[partner])
+        HeldCounts(stages[rank], _moments(schedule, rank, stages[rank], splits), num_host_buffers(schedule, rank), stages[partner])
         for rank, partner in enumerate(partners)
     )
 
 
-def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...], splits: bool) -> tuple[tuple[int, ...], ...]:
     """The memory rule asked with sizes that are powers of one base, so that the digits of what is held count micro-batches by stage.
 
     While an I runs, its micro-batch is held as the larger of both sizes: it is counted once as saved, once as between the halves.
@@ -213,25 +216,59 @@ def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tu
         ones[stage] = base**place
     both = live_bytes(schedule, rank, memory_of(ones))
     found = {(held, 0) for held in both}
-    if schedule.split_stages:
+    if splits:
         saved = live_bytes(schedule, rank, memory_of(ones, None, zeros))
         between = live_bytes(schedule, rank, memory_of(zeros, None, ones))
         found = {*zip(saved, map(sub, both, saved), strict=True), *zip(map(sub, both, between), between, strict=True)}
-    kept: list[tuple[int, ...]] = []
-    counted = ((*_digits(one, base, len(stages)), *_digits(other, base, len(stages))) for one, other in found)
-    for moment in sorted(counted, key=sum, reverse=True):
-        if not any(all(map(le, moment, other)) for other in kept):
-            kept.append(moment)
-    return tuple(kept)
+    return _highest((*_digits(one, base, len(stages)), *_digits(other, base, len(stages))) for one, other in found)
 
 
 def _digits(number: int, base: int, count: int) -> tuple[int, ...]:
     return tuple(number // base**place % base for place in range(count))
 
 
-@lru_cache(maxsize=1024)
+def _highest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """All that no other exceeds."""
+    kept: list[tuple[int, ...]] = []
+    for moment in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(le, moment, other)) for other in kept):
+            kept.append(moment)
+    return tuple(kept)
+
+
+def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
+    """The same of a schedule without transfers, from its orders alone: bubbles change nothing that is held."""
+    layout = config.layout
+    rows = []
+    for rank, order in enumerate(orders_of(config)):
+        stages = layout.stages_of(rank)
+        rows.append(HeldCounts(stages, _moments_of(order, stages), 0, stages))
+    return tuple(rows)
+
+
+def _moments_of(order: Order, stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """What is held when something is about to be given back: in between it only grows. Of an I also when it is over."""
+    place_of, counts = {stage: place for place, stage in enumerate(stages)}, [0] * (2 * len(stages))
+    found = {tuple(counts)}
+    for one in order:
+        for action in one.computations if isinstance(one, Slot) else (one,):
+            kind = action.kind
+            if kind is Kind.FORWARD:
+                counts[place_of[action.stage]] += 1
+            elif kind in READING:
+                found.add(tuple(counts))
+                place = place_of[action.stage]
+                if kind is Kind.BACKWARD_WEIGHT:
+                    counts[len(stages) + place] -= 1
+                else:
+                    counts[place] -= 1
+                    counts[len(stages) + place] += kind is Kind.BACKWARD_INPUT
+    return _highest(found)
+
+
+@lru_cache(maxsize=4096)
 def _held(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
-    return held_by(built(config))
+    return held_by_orders(config) if config.balance is None else held_by(unchecked(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +305,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     """
     saved, after_input, m = stage_bytes(setup), after_input_bytes(setup), setup.num_microbatches
     if setup.balance != "none" and setup.how.rooms is not None:
-        schedule = built(setup.program())
+        schedule = unchecked(setup.program())
         return tuple(occupied(schedule, rank, setup.how.rooms.memory) for rank in range(setup.pipeline))
     if FAMILIES[setup.schedule].fill is None:
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
@@ -304,7 +341,7 @@ def _state_bytes(setup: Setup, num_parameters: int) -> int:
 
 def least_bytes(setup: Setup) -> int:
     """No fullest rank needs less, and no schedule has to be made to say so: the state alone, or the first rank's, or its pair's mean, with
-    what it holds before its first backward."""
+    what it holds at its most."""
     least, family = state_bytes(setup), FAMILIES[setup.schedule]
     if family.ahead is None:
         return least
@@ -315,6 +352,17 @@ def least_bytes(setup: Setup) -> int:
         return max(least, _state_bytes(setup, counts[0]) + held + working[0] + int(_fragmentation(setup) * (held + working[0])))
     # Whoever has the rest of it, one of the two holds half.
     return max(least, _state_bytes(setup, min(counts)) + held // 2 + min(working) + int(_fragmentation(setup) * (held // 2 + min(working))))
+
+
+def least_shared_bytes(setup: Setup) -> int:
+    """No fullest rank of a balanced setup needs less, and nothing has to be balanced to say so: wherever a rank's micro-batches are when it
+    has most of them, it or its partner has half."""
+    saved, after_input, counts, working = stage_bytes(setup), after_input_bytes(setup), rank_parameters(setup), working_bytes(setup)
+    if FAMILIES[setup.schedule].fill is None:
+        return least_bytes(setup)
+    held = max(one.num_bytes(saved, after_input)[0] for one in _held_of(replace(setup, balance="none", how=EVENLY)))
+    half = held // 2 + min(working)
+    return max(least_bytes(setup), _state_bytes(setup, min(counts)) + half + int(_fragmentation(setup) * half))
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:

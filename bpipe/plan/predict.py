@@ -15,7 +15,7 @@ from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
-from bpipe.program import built
+from bpipe.program import built, unchecked
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
@@ -108,8 +108,8 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
     p, m = setup.pipeline, setup.num_microbatches
     short, step = _steady(setup)
     if m <= short + step:
-        return whole_timing(simulate(built(setup.program()), costs))
-    less, more = (simulate(built(setup.program(count)), costs) for count in (short, short + step))
+        return whole_timing(simulate(unchecked(setup.program()), costs))
+    less, more = (simulate(unchecked(setup.program(count)), costs) for count in (short, short + step))
     times = (m - short) // step
 
     def grown(first: Any, second: Any) -> float:
@@ -175,12 +175,12 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
         return (0,) * setup.pipeline
     m = setup.num_microbatches
     if setup.how.rooms is not None:
-        whole = built(setup.program())
+        whole = unchecked(setup.program())
         return tuple(num_transfers(whole, rank).evictions for rank in range(setup.pipeline))
     short, step = _steady(setup)
 
     def count(microbatches: int) -> list[int]:
-        schedule = built(setup.program(microbatches))
+        schedule = unchecked(setup.program(microbatches))
         return [num_transfers(schedule, rank).evictions for rank in range(setup.pipeline)]
 
     if m <= short + step:
@@ -194,7 +194,7 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
         return None
     needs = []
     # As many micro-batches as fill the pipeline tell who hosts for whom.
-    partners = built(setup.program(min(setup.num_microbatches, setup.pipeline))).partners or range(setup.pipeline)
+    partners = unchecked(setup.program(min(setup.num_microbatches, setup.pipeline))).partners or range(setup.pipeline)
     for rank, evictions in enumerate(moves):
         if not evictions:
             continue

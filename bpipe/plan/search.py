@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
-from bpipe.models.memory import least_bytes, moves_anything, predict_memory, state_bytes
+from bpipe.models.memory import least_bytes, least_shared_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.predict import SetupPrediction, costs_of, predict, steady_timing
 from bpipe.plan.space import Space, enumerate_setups
@@ -194,21 +194,32 @@ class _Judge:
             if peak <= self._limit:
                 self.cuts["unneeded"] += 1
                 return False
-            # Nor does what has nothing to move; nobody asks where the least is too much.
-            if least_bytes(setup) <= self._limit and not moves_anything(setup):
-                self.cuts["pairs"] += 1
-                return False
+            if least_bytes(setup) <= self._limit:
+                # Nothing has to be balanced to say that half of it is too much.
+                least = least_shared_bytes(setup)
+                if least > self._limit:
+                    self._is_large(setup, least)
+                    return False
+                # Nor does what has nothing to move gain.
+                if not moves_anything(setup):
+                    self.cuts["pairs"] += 1
+                    return False
             self.needs_bytes, peak = peak, _peak_bytes(setup, self._limit)
         if peak <= self._limit:
             family.num_fitting += 1
             self.num_only_balanced += self.needs_bytes is not None
             return True
+        self._is_large(setup, peak)
+        return False
+
+    def _is_large(self, setup: Setup, peak: int) -> None:
+        family = self.families[setup.schedule]
         self.cuts["memory"] += 1
         family.num_large += 1
         family.least_bytes = peak if family.least_bytes is None else min(family.least_bytes, peak)
-        mine = Closest(state_bytes(setup) > self._limit, peak, setup)
+        state = state_bytes(setup)
+        mine = Closest(state > self._limit, state if state > self._limit else peak, setup)
         self._closest = mine if self._closest is None or mine[:2] < self._closest[:2] else self._closest
-        return False
 
 
 class _Fastest:

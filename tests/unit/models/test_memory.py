@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.memory import PARAMETER_BYTES, predict_memory
+from bpipe.models.memory import PARAMETER_BYTES, held_by, held_by_orders, predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import core_bytes, layer_bytes, stage_bytes
-from bpipe.program import build
+from bpipe.program import BalanceConfig, ScheduleConfig, build, unchecked
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -182,3 +184,25 @@ def test_uneven_splits_leave_less_to_the_ends() -> None:
     assert split_layers(126, 16) is None
     assert split_layers(126, 16, allow_uneven=True) == (7, *(8,) * 14, 7)
     assert split_layers(80, 8, allow_uneven=True) == (10,) * 8
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_family(name: str) -> None:
+    """Placed on the grid it is the same, shards of the vocabulary beside it or not; and what plans take for the least is no more."""
+    family = FAMILIES[name]
+    for p, m, v in ((p, m, v) for p in (2, 4, 6) for m in (1, p, p + 1, 3 * p) for v in family.chunks(3)):
+        for vocabulary in (Vocabulary.WHOLE, Vocabulary.ONE) if family.sharded and m == p else (Vocabulary.WHOLE,):
+            if m % family.num_pipes:
+                continue
+            config = ScheduleConfig(name, p, m, v, vocabulary=vocabulary)
+            alone, placed = held_by_orders(config), held_by(unchecked(config))
+            assert [(one.stages, set(one.moments)) for one in alone] == [(one.stages, set(one.moments)) for one in placed], config
+            if family.ahead is not None:
+                assert family.ahead(p, m, v, family.usual_group(p)) <= max(map(sum, alone[0].moments)), config
+
+
+def test_what_is_predicted_is_what_is_checked() -> None:
+    """Predictions do not ask the rules of a schedule again; it is the same, balanced too."""
+    for name in FAMILIES:
+        config = ScheduleConfig(name, 4, 8, FAMILIES[name].min_chunks, BalanceConfig())
+        assert unchecked(config) == build(config)

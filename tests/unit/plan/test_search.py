@@ -11,7 +11,7 @@ from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
-from bpipe.models.memory import activations, held_by, least_bytes, moves_anything, predict_memory, state_bytes
+from bpipe.models.memory import activations, held_by, least_bytes, least_shared_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.plan.explain import describe, only_balanced, verdict
@@ -186,6 +186,8 @@ def test_nothing_needs_less_than_the_least_that_is_said_without_a_schedule(sched
     for setup in list(enumerate_setups(space))[::7]:
         needed = max(rank.peak_bytes for rank in predict_memory(setup))
         assert state_bytes(setup) <= least_bytes(setup) <= needed, describe(setup)
+        if balance == "bpipe":
+            assert least_bytes(setup) <= least_shared_bytes(setup) <= needed, describe(setup)
 
 
 def test_what_balancing_moves_is_asked_of_the_pass() -> None:
