@@ -5,7 +5,7 @@ The command, the planner and the trainer's hooks all ask here, so they cannot di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -21,11 +21,11 @@ from bpipe.generate.families import (
     that_take_shards,
 )
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
-from bpipe.generate.place import Order
+from bpipe.ir.action import Action
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
 from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import header, read_csv, write_rows
 from bpipe.names import unknown
 from bpipe.passes.balance import balance, keeps, occupied_counts
@@ -219,14 +219,18 @@ def unchecked(config: ScheduleConfig) -> Schedule:
     return schedule
 
 
-def orders_of(config: ScheduleConfig) -> Sequence[Order]:
-    """Every rank's order before any pass, not placed: what is computed when on a rank follows from this alone, for a family's usual order."""
-    assert config.written is None and config.room is None, "this order is not a family's usual one"
+def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
+    """Every rank's computations in their order before any pass, not placed, of a family's usual order."""
+    assert config.written is None, "what was written is no family's"
+    assert config.room is None, "an order made for a bound is not the usual one"
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     if config.vocabulary is Vocabulary.WHOLE:
-        return family.orders(*sizes, config.asked)
-    assert family.sharded is not None, f"nobody has said where shards stand in {family.name}"
-    return family.sharded(*sizes, config.asked, config.layout)
+        orders = family.orders(*sizes, config.asked)
+    else:
+        assert family.sharded is not None, f"nobody has said where shards stand in {family.name}"
+        orders = family.sharded(*sizes, config.asked, config.layout)
+    for order in orders:
+        yield [action for one in order for action in (one.computations if isinstance(one, Slot) else (one,))]
 
 
 def _recipe(config: ScheduleConfig) -> tuple[Schedule, tuple[Pass, ...], Exchange]:

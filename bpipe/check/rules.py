@@ -325,8 +325,8 @@ def _check_received(case: Case, rank: int, slot: int, sent: Sequence[Action], ot
 
 def check_no_deadlock(case: Case) -> None:
     """Every rank reaches its end although sends, receives and transfers wait for each other, and every operation for all of them."""
-    # Our executor's sends wait for nobody, and it receives in the order in which was sent. Where only messages pass, between two ranks, what
-    # a computation needs was sent from an earlier slot, as rules before saw: slot by slot every rank goes on.
+    # Our executor's sends wait for nobody, and it receives in the order of sending. Where only messages pass, between two ranks, what a
+    # computation needs was sent from an earlier slot, as rules before saw: slot by slot every rank goes on.
     if case.exchange is Exchange.POSTED and case.schedule.hosts is None and not case.schedule.layout.shard_kinds:
         return
     _check_waits(case, Waits.IN_EVERY_OPERATION)

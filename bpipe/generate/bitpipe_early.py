@@ -27,6 +27,4 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
     return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, most, [rule], bubble)
 
 
-FAMILY = Family(
-    "bitpipe-early", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=None, fill=3, ahead=first_of_two, num_pipes=2
-)
+FAMILY = Family("bitpipe-early", layout, orders, Exchange.POSTED, min_chunks=2, max_chunks=None, fill=3, ahead=first_of_two, num_pipes=2)

@@ -92,8 +92,8 @@ class Family:
     `takes_delay`: a delay of W. `splits`: backwards are computed in halves. `exchange` is the rule by which whoever runs it sends and
     receives between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them however many
     follow; None where every rank holds all, and has nothing to share.
-    `ahead`: so many micro-batches of a chunk the first rank holds at least when it holds most, by numbers of ranks, micro-batches and chunks
-    and the group, with equal costs. None where nobody has said.
+    `ahead`: so many micro-batches of a chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks,
+    micro-batches and chunks and the group. None where nobody has said.
     `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers split; whether pairs then keep
     the bound, balancing says. None where nobody has said how.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with

@@ -13,11 +13,10 @@ from functools import lru_cache
 from operator import le, mul, sub
 
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.place import Order
-from bpipe.ir.action import READING, Kind
+from bpipe.ir.action import READING, Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import Memory, live_bytes, memory_of
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.saved import (
     STATISTICS,
@@ -246,23 +245,22 @@ def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
     return tuple(rows)
 
 
-def _moments_of(order: Order, stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _moments_of(order: Sequence[Action], stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """What is held when something is about to be given back: in between it only grows. Of an I also when it is over."""
     place_of, counts = {stage: place for place, stage in enumerate(stages)}, [0] * (2 * len(stages))
     found = {tuple(counts)}
-    for one in order:
-        for action in one.computations if isinstance(one, Slot) else (one,):
-            kind = action.kind
-            if kind is Kind.FORWARD:
-                counts[place_of[action.stage]] += 1
-            elif kind in READING:
-                found.add(tuple(counts))
-                place = place_of[action.stage]
-                if kind is Kind.BACKWARD_WEIGHT:
-                    counts[len(stages) + place] -= 1
-                else:
-                    counts[place] -= 1
-                    counts[len(stages) + place] += kind is Kind.BACKWARD_INPUT
+    for action in order:
+        kind = action.kind
+        if kind is Kind.FORWARD:
+            counts[place_of[action.stage]] += 1
+        elif kind in READING:
+            found.add(tuple(counts))
+            place = place_of[action.stage]
+            if kind is Kind.BACKWARD_WEIGHT:
+                counts[len(stages) + place] -= 1
+            else:
+                counts[place] -= 1
+                counts[len(stages) + place] += kind is Kind.BACKWARD_INPUT
     return _highest(found)
 
 

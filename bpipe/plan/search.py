@@ -176,15 +176,21 @@ class _Judge:
         self.families = {name: Standing(name) for name in dict.fromkeys(space.schedules)}
         self.needs_bytes: int | None = None
         self.num_only_balanced = 0
-        self._closest: Closest | None = None
+        self._large: list[Closest] = []
 
     @property
     def closest(self) -> Closest | None:
-        closest = self._closest
-        if closest is None or any(one.num_fitting for one in self.families.values()):
+        """Asked once there is nothing that fits: what was too much may have been a part of what it needs, so the lowest are asked anew."""
+        if not self._large or any(one.num_fitting for one in self.families.values()):
             return None
-        # What was too much may have been a part of what it needs.
-        return closest if closest.is_state else closest._replace(needs_bytes=_whole_bytes(closest.setup))
+        found: Closest | None = None
+        for _, one in sorted(enumerate(self._large), key=lambda pair: (*pair[1][:2], pair[0])):
+            if one.is_state or (found is not None and one.needs_bytes >= found.needs_bytes):
+                return found or one
+            needs = _whole_bytes(one.setup)
+            if found is None or needs < found.needs_bytes:
+                found = one._replace(needs_bytes=needs)
+        return found
 
     def fits(self, setup: Setup) -> bool:
         family = self.families[setup.schedule]
@@ -218,8 +224,7 @@ class _Judge:
         family.num_large += 1
         family.least_bytes = peak if family.least_bytes is None else min(family.least_bytes, peak)
         state = state_bytes(setup)
-        mine = Closest(state > self._limit, state if state > self._limit else peak, setup)
-        self._closest = mine if self._closest is None or mine[:2] < self._closest[:2] else self._closest
+        self._large.append(Closest(state > self._limit, state if state > self._limit else peak, setup))
 
 
 class _Fastest:

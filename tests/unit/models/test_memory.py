@@ -190,7 +190,7 @@ def test_uneven_splits_leave_less_to_the_ends() -> None:
 def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_family(name: str) -> None:
     """Placed on the grid it is the same, shards of the vocabulary beside it or not; and what plans take for the least is no more."""
     family = FAMILIES[name]
-    for p, m, v in ((p, m, v) for p in (2, 4, 6) for m in (1, p, p + 1, 3 * p) for v in family.chunks(3)):
+    for p, m, v in ((ranks, m, v) for ranks in (2, 4, 6) for m in (1, ranks, ranks + 1, 3 * ranks) for v in family.chunks(3)):
         for vocabulary in (Vocabulary.WHOLE, Vocabulary.ONE) if family.sharded and m == p else (Vocabulary.WHOLE,):
             if m % family.num_pipes:
                 continue
