@@ -45,6 +45,10 @@ class Acceptor(Protocol):
     def hear(self, num_stages: int) -> None:
         """Before a HOST: the partner has told how large the micro-batches of so many of its stages are. Blocks until that is here."""
 
+    def hear_growth(self) -> bool:
+        """Between two iterations, where sizes differ: whether rooms have to be larger. Blocks until the partner begins this iteration,
+        for which it needs nothing of it."""
+
     def host(self, action: Action, host_buffer: int) -> None:
         """A host buffer is about to be filled."""
 
@@ -75,6 +79,13 @@ class _Hearing:
         while len(self.sizes) < num_stages:
             self.sizes |= self._transport.learn()
 
+    def hear_growth(self) -> bool:
+        if not self.sizes:
+            return False
+        grown = self._transport.learn()
+        self.sizes |= grown
+        return bool(grown)
+
 
 class LendingAcceptor:
     """Lends memory to an evictor that does the rest by itself; or does nothing, where that uses its own."""
@@ -101,6 +112,9 @@ class LendingAcceptor:
     def hear(self, num_stages: int) -> None:
         if self._transport.lends:
             self._hearing.hear(num_stages)
+
+    def hear_growth(self) -> bool:
+        return self._hearing.hear_growth()
 
     def host(self, action: Action, host_buffer: int) -> None:
         nbytes = self._layout.make_room(host_buffer, action.stage, self._hearing.sizes) if self._transport.lends else 0
@@ -163,6 +177,9 @@ class ReceivingAcceptor:
 
     def hear(self, num_stages: int) -> None:
         self._hearing.hear(num_stages)
+
+    def hear_growth(self) -> bool:
+        return self._hearing.hear_growth()
 
     def host(self, action: Action, host_buffer: int) -> None:
         buffer = self._host_buffers.buffers[host_buffer]

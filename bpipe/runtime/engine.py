@@ -26,6 +26,7 @@ from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.kept import Kept, Share
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, named
 from bpipe.transport.base import Pending, Transport
 
@@ -40,7 +41,8 @@ class EngineConfig:
     """Where an engine stands and how it moves. `name` says in errors which process this is, such as "rank 3".
 
     `synchronous`: wait for every transfer where it is issued, to see what it would cost. `allocated()`: how many bytes of the device its
-    allocator has given out, None where nobody counts. `waiting(backward)`: what whoever computes keeps, besides the graph, from the first
+    allocator has given out, None where nobody counts. `differing`: micro-batches of one stage may differ in size; both ranks of a pair, and
+    the transport, are made for that. `waiting(backward)`: what whoever computes keeps, besides the graph, from the first
     half of a split backward to the second; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)` is entered around
     whatever this rank does for balancing: issuing a transfer, and waiting for one.
     """
@@ -51,6 +53,7 @@ class EngineConfig:
     timeout_s: float
     poison: bool = False
     synchronous: bool = False
+    differing: bool = False
     allocated: Callable[[], int] | None = None
     waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
     between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
@@ -93,7 +96,8 @@ class Engine:
             streams = self._streams = Streams(config.device)
             buffers_there, buffers_here = stages_in_buffers(hosted_there), stages_in_buffers(hosted_here)
             self._evictor = Evictor(
-                buffers_there, transport, streams, config.device, config.minimum_bytes, config.poison, self._wait, self._kept
+                *(buffers_there, transport, streams, config.device, config.minimum_bytes, config.poison, self._wait, self._kept),
+                config.differing,
             )
             if transport.one_sided:
                 self._acceptor = LendingAcceptor(buffers_here, transport)
@@ -121,8 +125,13 @@ class Engine:
 
     @property
     def moved_bytes(self) -> dict[int, int]:
-        """By stage, the bytes of one micro-batch that leave with it; only stages that leave, once they were measured."""
-        return {stage: sum(sizes) for stage, sizes in self._evictor.sizes.items()} if self._evictor else {}
+        """By stage, the bytes of one micro-batch that leave with it, of the largest; only stages that leave, once they were measured."""
+        return dict(self._evictor.sizing.moved_bytes) if self._evictor else {}
+
+    @property
+    def sizing(self) -> Sizing | None:
+        """What the rooms of what leaves are, and what of the iteration under way, or the last one, found too little."""
+        return self._evictor.sizing if self._evictor else None
 
     @property
     def hosted_bytes(self) -> Mapping[int, int]:
@@ -174,6 +183,8 @@ class Engine:
         self._transfers(step.before)
         if op.kind in READING and self._evictor:
             self._evictor.finish_load(op)
+        if self._evictor:
+            self._evictor.sizing.computes()
         held = self._sample()
         if self.recorder:
             self.recorder.started(op, live_bytes=held)
@@ -270,12 +281,30 @@ class Engine:
         return f"stage {self._rank}, after {last or 'the start'}" + (f", at {ahead}" if ahead else "")
 
     def _gather(self) -> None:
-        """Where room was made before all sizes were known, begin anew: now they are, on both ends alike, and one piece holds all."""
-        roles = [role for role in (self._evictor, self._acceptor) if role is not None]
-        if self._transport is not None and any(role.is_scattered for role in roles):
-            for role in roles:
-                role.let_go()
+        """Where room was made before all sizes were known, begin anew: now they are, on both ends alike, and one piece holds all.
+
+        The same where it was too little.
+        """
+        if self._transport is None or self._evictor is None or self._acceptor is None:
+            return
+        grown = self._config.differing and self._grown(self._evictor, self._acceptor)
+        if grown or self._evictor.is_scattered or self._acceptor.is_scattered:
+            self._evictor.let_go()
+            self._acceptor.let_go()
             self._transport.release()
+
+    def _grown(self, evictor: Evictor, acceptor: Acceptor) -> bool:
+        """Whether the rooms on either end have to be larger. Each tells the other before it listens."""
+        first = next(step.compute for step in self._steps if step.compute)
+        try:
+            here = evictor.tell_growth(first)
+            there = acceptor.hear_growth()
+        except Exception as error:
+            raise TransferError(
+                f"{self._config.name}, stage {self._rank}: at the begin of an iteration stage {self._partner} did not say how much "
+                f"what it sends takes; the time-out is {self._config.timeout_s:g} s, --bpipe-timeout: {error}"
+            ) from error
+        return here or there
 
     def _saved(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
         roots = [output.grad_fn for output in outputs if output is not None]

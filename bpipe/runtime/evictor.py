@@ -29,6 +29,7 @@ from bpipe.ir.action import Action
 from bpipe.runtime.capture import Claims, SavedStorage, find, hiding
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.kept import Kept
+from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams
 from bpipe.transport.base import Done, Pending, Transport
@@ -75,6 +76,7 @@ class Activations:
     outputs: frozenset[int] = frozenset()
     state: ActivationsState = ActivationsState.HERE
     storages: list[torch.UntypedStorage] = field(default_factory=list)
+    lengths: tuple[int, ...] = ()
     pending: Pending | None = None
     action: Action | None = None
 
@@ -96,8 +98,12 @@ class Evictor:
         poison: bool,
         wait: Wait,
         kept: Kept,
+        differing: bool = False,
     ) -> None:
-        """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds."""
+        """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
+
+        `differing`: micro-batches of one stage may differ in size.
+        """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
         self._transport = transport
@@ -113,7 +119,7 @@ class Evictor:
         self._known: dict[Key, Activations] = {}
         self._announcements: list[tuple[Action, Pending]] = []
         self._measured_kinds: dict[int, Counter[str]] = {}
-        self.sizes: dict[int, tuple[int, ...]] = {}
+        self.sizing = Sizing(differing)
 
     def begin(self) -> None:
         """A new iteration: nothing may be left of the last one."""
@@ -121,6 +127,18 @@ class Evictor:
             left = ", ".join(str(activations.forward) for activations in self._known.values())
             raise RuntimeFault(f"activations of {left} are left over from the last iteration: did a backward not run?")
         self._claims.clear()
+        self.sizing.begin()
+
+    def tell_growth(self, by: Action) -> bool:
+        """Between two iterations, where sizes differ: tell the partner which rooms have to be larger, and whether any has.
+
+        It listens at the begin of every iteration but the first, in which it hears of the rooms as they are measured. `by`: in errors.
+        """
+        if not self.sizing.rooms:
+            return False
+        grown = self.sizing.grow()
+        self._announcements.append((by, self._transport.announce(grown)))
+        return bool(grown)
 
     def remember(
         self,
@@ -140,18 +158,18 @@ class Evictor:
 
     def unmeasured(self, stage: int) -> bool:
         """Whether activations of this stage will leave and nobody knows yet how large they are."""
-        return stage in self._stages and stage not in self.sizes
+        return stage in self._stages and stage not in self.sizing.rooms
 
     def measure(self, forward: Action) -> None:
         """Learn from a remembered forward how long its stage's storages are, and tell the partner.
 
         The partner listens no earlier than at a HOST, so this does not wait for it. Where there are none, both ends know that
-        nothing of this stage travels, and its transfers are empty.
+        nothing of this stage travels, and its transfers are empty, until its room grows.
         """
         movable = self._movable(self._own(self._known[_key(forward)]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
-        lengths = self.sizes[forward.stage] = tuple(found.nbytes for found in movable)
-        self._announcements.append((forward, self._transport.announce({forward.stage: lengths})))
+        room = self.sizing.first(forward.stage, [found.nbytes for found in movable])
+        self._announcements.append((forward, self._transport.announce({forward.stage: room})))
 
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
@@ -168,21 +186,29 @@ class Evictor:
         activations.move(ActivationsState.LEAVING, action)
         own = self._own(activations)
         movable = self._movable(own)
-        if tuple(found.nbytes for found in movable) != self.sizes.get(action.stage, ()):
+        lengths = tuple(found.nbytes for found in movable)
+        if not self.sizing.differing and lengths != self.sizing.rooms.get(action.stage, ()):
             raise self._other_sizes(action, movable, activations.roots)
+        if not self.sizing.leaves(*_key(action), lengths):
+            movable, lengths = (), ()
         if self._kept.asks(*_key(action)):
             self._kept.saw(action.stage, own, hiding(activations.roots))
-        activations.storages = [found.storage for found in movable]
+        activations.storages, activations.lengths = [found.storage for found in movable], lengths
         activations.roots, activations.inputs = (), ()
-        self._layout.make_room(host_buffer, action.stage, self.sizes)
+        self._layout.make_room(host_buffer, action.stage, self.sizing.rooms)
         with self._streams.outbound():  # [1]
             activations.pending = (
-                self._transport.put(host_buffer, _bytes_of(activations.storages)) if activations.storages else Done()
+                self._transport.put(host_buffer, _bytes_of(activations.storages)) if self._travels(activations) else Done()
             )  # [2]
+
+    def _travels(self, activations: Activations) -> bool:
+        """Whether anything of a micro-batch does. Where both ends take part and sizes differ, that nothing of it does has to be told."""
+        told = self.sizing.differing and not self._transport.one_sided
+        return bool(activations.storages) or (told and bool(self.sizing.rooms[activations.forward.stage]))
 
     def _other_sizes(self, action: Action, movable: Sequence[SavedStorage], roots: Sequence[Any]) -> RuntimeFault:
         """This micro-batch's storages are not those that were announced: say which kinds of nodes differ, or may hide what they saved."""
-        announced = self.sizes.get(action.stage, ())
+        announced = self.sizing.rooms.get(action.stage, ())
         before, now = self._measured_kinds.get(action.stage, Counter()), _by_kind(movable)
         differing = sorted(before | now, key=lambda kind: -abs(now[kind] - before[kind]))[:3]
         why = ", ".join(f"{kind} {now[kind]} bytes instead of {before[kind]}" for kind in differing if now[kind] != before[kind])
@@ -191,8 +217,8 @@ class Evictor:
             why += f"; hidden is what was saved by {hidden}, as TorchScript's functions hide it from their second call on"
         return RuntimeFault(
             f"{action}: this micro-batch saved {len(movable)} movable storages of {sum(now.values())} bytes, but the partner's host "
-            f"buffers were sized for {len(announced)} of {sum(announced)} ({why or 'in another order'}). Micro-batches of differing size "
-            f"are not supported: pad to one length, or train without --bpipe"
+            f"buffers were sized for {len(announced)} of {sum(announced)} ({why or 'in another order'}). If micro-batches "
+            f"are to differ in size, say so: --bpipe-differing-sizes"
         )
 
     def finish_evictions(self) -> None:
@@ -200,6 +226,7 @@ class Evictor:
         for activations in self._known.values():
             if activations.state is ActivationsState.LEAVING:
                 self._finish(activations, ActivationsState.AWAY)  # [3]
+                self.sizing.away(*_key(activations.forward))
                 for storage in activations.storages:
                     if self._poison:
                         _poison(storage)
@@ -216,13 +243,14 @@ class Evictor:
         """Start bringing a micro-batch's storages back. Its backward calls `finish_load`."""
         activations = self._known[_key(action)]
         activations.move(ActivationsState.COMING, action)
-        for storage, nbytes in zip(activations.storages, self.sizes[action.stage], strict=True):
+        self.sizing.back(*_key(action))
+        for storage, nbytes in zip(activations.storages, activations.lengths, strict=True):
             storage.resize_(nbytes)  # [4]
             if self._poison:
                 _poison(storage)
         with self._streams.inbound():  # [5]
             activations.pending = (
-                self._transport.get(host_buffer, _bytes_of(activations.storages)) if activations.storages else Done()
+                self._transport.get(host_buffer, _bytes_of(activations.storages)) if self._travels(activations) else Done()
             )  # [6]
 
     def finish_load(self, backward: Action) -> None:
@@ -262,9 +290,9 @@ class Evictor:
         self._layout.clear()
 
     def release(self) -> None:
-        """Forget the sizes too: the partner does and has to be told again."""
+        """Forget the rooms too: the partner does and has to be told again."""
         self.let_go()
-        self.sizes = {}
+        self.sizing.release()
 
     def abandon(self) -> None:
         """Drop everything after an error; the run is over."""

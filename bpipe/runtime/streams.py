@@ -111,6 +111,51 @@ class _OwnStreamLane(StreamLane):
             return super().run(job, after)
 
 
+class _Posted:
+    """A job that a thread issues to a stream: the host waits until it has, and then the current stream for its end."""
+
+    def __init__(self, ticket: Pending, end: torch.cuda.Event) -> None:
+        self._ticket = ticket
+        self._end = end
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        torch.cuda.current_stream().wait_event(self._end)
+
+
+class _PostingLane:
+    """A thread that issues jobs to a stream of its own, for those that have to hear something from the partner first.
+
+    A job starts behind what the current stream had been given when it was asked for, and behind nothing that came later: what comes later
+    may need what the partner does with this very job.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self._thread = ThreadLane("posting", timeout_s)
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
+        asked, end = torch.cuda.current_stream().record_event(), torch.cuda.Event()
+
+        def issue() -> None:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(asked)
+                for pending in after:
+                    pending.wait()
+                job()
+                end.record(self._stream)
+
+        return _Posted(self._thread.run(issue), end)
+
+    def close(self, wait: bool = True) -> None:
+        self._thread.close(wait)
+
+
+def posting(device: torch.device, timeout_s: float) -> CopyLane:
+    """A lane whose jobs may wait for a message of the partner's: never in the host's own thread."""
+    return _PostingLane(device, timeout_s) if device.type == "cuda" else ThreadLane("posting", timeout_s)
+
+
 def beside(device: torch.device, timeout_s: float) -> CopyLane:
     """A lane for what is computed once others have made their part, while the computation goes on: a stream of its own, or a thread."""
     return _OwnStreamLane(device) if device.type == "cuda" else ThreadLane("shards", timeout_s)
@@ -136,7 +181,7 @@ def copying_on(device: torch.device) -> Device:
         # "cuda" alone means the current one, whose number CUDA's runtime wants to be told.
         index = cast(int | None, device.index)
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    return Device(device, lanes, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream), torch.cuda.empty_cache)
+    return Device(device, lanes, posting, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream), torch.cuda.empty_cache)
 
 
 def total_bytes(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from bpipe.transport.control import About, Control
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, PairGroups, destroy_groups, new_group, pair_groups
+from bpipe.transport.headed import Headed
 from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import SharedMemory
@@ -91,7 +92,13 @@ class Connection:
     """This rank's way to its partner. `transport()` makes the transport for one program; all of them share groups and lanes."""
 
     def __init__(
-        self, partner: int, control: Control, groups: Mapping[str, PairGroups], device: Device, lanes: tuple[CopyLane, CopyLane]
+        self,
+        partner: int,
+        control: Control,
+        groups: Mapping[str, PairGroups],
+        device: Device,
+        lanes: tuple[CopyLane, CopyLane],
+        timeout_s: float,
     ) -> None:
         self.partner = partner
         self.control = control
@@ -100,20 +107,29 @@ class Connection:
         self._groups = dict(groups)
         self._device = device
         self._lanes = lanes
+        self._timeout_s = timeout_s
+        self._posting: CopyLane | None = None
 
-    def transport(self, name: str | None = None) -> Transport:
-        """A transport of this name, or of the one that was chosen."""
+    def transport(self, name: str | None = None, differing: bool = False) -> Transport:
+        """A transport of this name, or of the one that was chosen. `differing`: micro-batches of one stage may differ in size."""
         if name is None:
             assert self.link is not None
             name = self.link.transport
         if name in self._groups:
-            return Distributed(self.control, self._groups[name])
+            alike = Distributed(self.control, self._groups[name])
+            return Headed(alike, self.control, self._posting_lane()) if differing else alike
         if name in TWO_SIDED:
             raise RuntimeError(f"this pair has no groups for {name}: it was connected by {self.link.transport if self.link else 'others'}")
         if name == "host":
             return Reaching(Host(self._device, self.budget), *self._lanes)
         lender = DeviceMemory(self._device) if self._device.on_cuda else SharedMemory()
         return Reaching(Peer(self.control, lender), *self._lanes)
+
+    def _posting_lane(self) -> CopyLane:
+        """All programs' transfers of a direction go through one, in the order in which they are asked for."""
+        if self._posting is None:
+            self._posting = self._device.posting(self._device.device, self._timeout_s)
+        return self._posting
 
     def settle(self, link: MeasuredLink) -> None:
         """Keep to this link. Both ranks call it with the same one.
@@ -125,7 +141,7 @@ class Connection:
             destroy_groups(self._groups.pop(name))
 
     def close(self) -> None:
-        for lane in self._lanes:
+        for lane in (*self._lanes, *([self._posting] if self._posting else [])):
             lane.close()
 
 
@@ -147,7 +163,7 @@ def connect(
         if rank in (low, high):
             partner = high if rank == low else low
             mine = {name: made for name, made in groups.items() if made is not None}
-            connection = Connection(partner, Control(partner, group), mine, device, device.lanes(device.device, timeout_s))
+            connection = Connection(partner, Control(partner, group), mine, device, device.lanes(device.device, timeout_s), timeout_s)
     # Who asks for host memory gets it if what is really needed fits, which is known once an iteration has run. Nobody is given it unless
     # it fits in any case.
     here = Facts.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)

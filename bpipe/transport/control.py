@@ -21,6 +21,7 @@ class About(enum.IntEnum):
     SIZES = 2
     MEMORY = 3
     PROBE = 4
+    LENGTHS = 5
 
 
 class Sent:

@@ -12,10 +12,12 @@ from bpipe.transport.lanes import CopyLane
 
 @dataclass(frozen=True)
 class Device:
-    """A device, and how to make lanes, to wait for it, to name its current stream, and to give back what torch's allocator keeps unused."""
+    """A device, and how to make lanes, a lane for posting, to wait for it, to name its current stream, and to give back what torch's
+    allocator keeps unused."""
 
     device: torch.device
     lanes: Callable[[torch.device, float], tuple[CopyLane, CopyLane]]
+    posting: Callable[[torch.device, float], CopyLane]
     synchronize: Callable[[torch.device], None]
     current_stream: Callable[[], int]
     empty_cache: Callable[[], None]

@@ -22,6 +22,16 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def taken(lengths: Iterable[int]) -> int:
+    """What a micro-batch's storages of these lengths take in a host buffer."""
+    return sum(map(aligned, lengths))
+
+
+def offsets(lengths: Iterable[int], start: int = 0) -> list[int]:
+    """Where each of a micro-batch's storages of these lengths lies, behind one another from `start`."""
+    return list(itertools.accumulate(map(aligned, lengths), initial=start))[:-1]
+
+
 class _Room(NamedTuple):
     """A host buffer's place: the how many-th piece of memory, from which byte of it, and how much."""
 
@@ -57,7 +67,7 @@ class BufferLayout:
 
     def make_room(self, host_buffer: int, stage: int, sizes: Mapping[int, Sequence[int]]) -> int:
         """A micro-batch of `stage` is about to come into the buffer. The bytes of the piece that it takes, or 0 where there is room."""
-        if _taken(sizes[stage]) <= self._room_bytes(host_buffer):
+        if taken(sizes[stage]) <= self._room_bytes(host_buffer):
             return 0
         return self._add_piece(sizes)
 
@@ -65,7 +75,7 @@ class BufferLayout:
         """A piece for all that lack room."""
         nbytes = 0
         for number, stages in enumerate(self._stages_in_buffers):
-            most = max((_taken(sizes[stage]) for stage in stages if stage in sizes), default=0)
+            most = max((taken(sizes[stage]) for stage in stages if stage in sizes), default=0)
             if most > self._room_bytes(number):
                 self._rooms[number] = _Room(len(self.pieces), nbytes, most)
                 nbytes += most
@@ -79,14 +89,9 @@ class BufferLayout:
     def place(self, host_buffer: int, lengths: Iterable[int]) -> tuple[int, list[int]]:
         """The piece in which the buffer lies, and the offset in it of each of a micro-batch's storages, of these lengths."""
         room = self._rooms[host_buffer]
-        return room.piece, list(itertools.accumulate(map(aligned, lengths), initial=room.start))[:-1]
+        return room.piece, offsets(lengths, room.start)
 
     def clear(self) -> None:
         """Forget all rooms: whoever has the memory lets it go."""
         self._rooms.clear()
         self.pieces.clear()
-
-
-def _taken(lengths: Iterable[int]) -> int:
-    """What a micro-batch's storages of these lengths take in a host buffer."""
-    return sum(map(aligned, lengths))

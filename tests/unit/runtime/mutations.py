@@ -22,9 +22,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[3]
+TRANSPORTS = ("one_sided", "lanes", "distributed", "headed", "edges", "collectives")
 MODULES = (
     *(f"bpipe/runtime/{name}.py" for name in ("evictor", "acceptor", "engine", "streams", "executor")),
-    *(f"bpipe/transport/{name}.py" for name in ("one_sided", "lanes", "distributed", "edges", "collectives")),
+    *(f"bpipe/transport/{name}.py" for name in TRANSPORTS),
 )
 # What waits, or says what waits for what. Definitions and comments do not.
 WAITING = re.compile(
@@ -37,6 +38,7 @@ ENGINE = "tests/unit/runtime/test_engine.py"
 LANES = "tests/unit/transport/test_lanes.py"
 ONE_SIDED = "tests/unit/transport/test_one_sided.py"
 DISTRIBUTED = "tests/unit/transport/test_distributed.py"
+HEADED = "tests/unit/transport/test_headed.py"
 EXECUTOR = "tests/unit/runtime/test_executor.py"
 EDGES = "tests/unit/transport/test_edges.py"
 COLLECTIVES = "tests/unit/transport/test_collectives.py"
@@ -70,7 +72,7 @@ class Mutation:
 
 
 def mutate(file: str, line: str, instead: str, *tests: str, nth: int = 0) -> Mutation:
-    folder = "transport" if file in ("one_sided", "lanes", "distributed", "edges", "collectives") else "runtime"
+    folder = "transport" if file in TRANSPORTS else "runtime"
     return Mutation(f"bpipe/{folder}/{file}.py", line, instead, tests, nth)
 
 
@@ -84,6 +86,10 @@ TABLE = (
     mutate("streams", "self._stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
     mutate("streams", "torch.cuda.current_stream().wait_event(self.end)", "pass", FAKE),
     mutate("streams", "pending.wait()", "pass", FAKE),
+    mutate("streams", "pending.wait()", "pass", FAKE, nth=1),
+    mutate("streams", "self._stream.wait_event(asked)", "pass", FAKE),
+    mutate("streams", "self._ticket.wait()", "pass", FAKE),
+    mutate("streams", "torch.cuda.current_stream().wait_event(self._end)", "pass", FAKE),
     # [3] and [7]: memory and backwards behind the transfers.
     mutate(
         "evictor",
@@ -147,6 +153,15 @@ TABLE = (
         "batched(operation, [tensor], groups.partner, group)",
         DISTRIBUTED,
     ),
+    # Lengths in front.
+    mutate("headed", "part.wait()", "pass", HEADED),
+    mutate(
+        "headed",
+        "return self._lane.run(lambda: self._inner.get(host_buffer, tensors).wait())",
+        "return self._lane.run(lambda: self._inner.get(host_buffer, tensors))",
+        HEADED,
+    ),
+    mutate("headed", "self._inner.host(host_buffer, parts).wait()", "self._inner.host(host_buffer, parts)", HEADED),
     # Messages between stages.
     mutate("executor", 'arrived = self._pass("did not pass", what, lambda: self._messages.wait(what))', "arrived = ()", EXECUTOR),
     mutate("edges", "works.wait()", "pass", EDGES),

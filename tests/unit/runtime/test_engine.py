@@ -175,7 +175,7 @@ def test_micro_batches_of_differing_size_are_refused() -> None:
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
     message = (
         r"0EVICT3: this micro-batch saved 5 movable storages of 6192 bytes, .* sized for 5 of 8256 "
-        r"\(MmBackward0 3072 bytes instead of 4096, .*\)\. Micro-batches of differing size are not supported"
+        r"\(MmBackward0 3072 bytes instead of 4096, .*\)\. If micro-batches are to differ in size, say so: --bpipe-differing-sizes"
     )
     with pytest.raises(RuntimeFault, match=message):
         run_iteration(engine_for(plan), plan, weight, rows=lambda microbatch: 16 if microbatch < 3 else 12)

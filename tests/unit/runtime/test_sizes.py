@@ -106,7 +106,7 @@ def test_what_was_lent_too_early_is_lent_in_one_piece_from_the_second_iteration_
     def told() -> None:
         ended[0]()
         assert evictor._evictor is not None
-        sizes.update(evictor._evictor.sizes)
+        sizes.update(evictor._evictor.sizing.rooms)
 
     def looked() -> None:
         ended[1]()

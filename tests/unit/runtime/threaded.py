@@ -21,9 +21,11 @@ from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import Tensors
 from bpipe.transport.base import Transport
+from bpipe.transport.headed import Headed
+from bpipe.transport.lanes import ThreadLane
 from tests.unit.runtime.held import HeldLane, HeldMemory, HeldTwoSided
 from tests.unit.runtime.pipeline import Model
-from tests.unit.transport.loopback import peers
+from tests.unit.transport.loopback import controls, peers
 
 CPU = torch.device("cpu")
 Edges = defaultdict[tuple[int, ...], "queue.SimpleQueue[tuple[Message, Tensors]]"]
@@ -56,15 +58,16 @@ class Mail:
 class Pipeline:
     """Engines and executors of all ranks, iteration after iteration. `meters` are by rank."""
 
-    def __init__(self, schedule: Schedule, kind: str, timeout_s: float, model: Model | None = None) -> None:
+    def __init__(self, schedule: Schedule, kind: str, timeout_s: float, model: Model | None = None, differing: bool = False) -> None:
         self.schedule, self.model = schedule, model or Model(schedule.num_stages)
         self.meters = [Meter() for _ in schedule.ranks]
-        self._lanes: list[HeldLane] = []
+        self._lanes: list[HeldLane | ThreadLane] = []
+        self._differing = differing
         transports = self._transports(kind, timeout_s)
         edges: Edges = defaultdict(queue.SimpleQueue)
         self.engines, self._executors = [], []
         for rank, meter in enumerate(self.meters):
-            config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=1, timeout_s=timeout_s, poison=True)
+            config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=1, timeout_s=timeout_s, poison=True, differing=differing)
             self.engines.append(Engine(schedule, rank, transports.get(rank), config, meter))
             mail = Mail(rank, edges, timeout_s)
             self._executors.append(Executor(schedule, rank, self.model.parts(schedule, rank), mail))
@@ -75,7 +78,8 @@ class Pipeline:
         for rank, partner in enumerate(self.schedule.partners or ()):
             if rank < partner and any(num_transfers(self.schedule, each).evictions for each in (rank, partner)):
                 if kind == "two-sided":
-                    made[rank], made[partner] = HeldTwoSided.pair(late_send=True, late_receive=True, timeout_s=timeout_s)
+                    alike = HeldTwoSided.pair(late_send=True, late_receive=True, timeout_s=timeout_s)
+                    made[rank], made[partner] = self._headed(alike, timeout_s) if self._differing else alike
                 else:
                     lanes = [HeldLane(name, "free") for name in ("outbound", "inbound", "outbound", "inbound")]
                     self._lanes += lanes
@@ -83,8 +87,14 @@ class Pipeline:
                     made[rank], made[partner] = peers(*lanes[:2], lender=HeldMemory, timeout_s=timeout_s, others=others)
         return made
 
-    def run(self, iterations: int = 1) -> list[torch.Tensor]:
-        """All stages' gradients after so many iterations. Raises what the first rank to fail raised."""
+    def _headed(self, alike: tuple[HeldTwoSided, HeldTwoSided], timeout_s: float) -> tuple[Headed, Headed]:
+        lanes = [ThreadLane("posting", timeout_s) for _ in alike]
+        self._lanes += lanes
+        here, there = (Headed(*end) for end in zip(alike, controls(timeout_s), lanes, strict=True))  # type: ignore[arg-type]
+        return here, there
+
+    def run(self, iterations: int = 1, release: bool = True) -> list[torch.Tensor]:
+        """All stages' gradients after so many iterations. Raises what the first rank to fail raised. `release`: and nothing comes after."""
 
         def one_rank(rank: int) -> None:
             for _ in range(iterations):
@@ -92,11 +102,17 @@ class Pipeline:
 
         try:
             together(range(len(self.engines)), one_rank)
-            together(range(len(self.engines)), lambda rank: self.engines[rank].release())
+            if release:
+                together(range(len(self.engines)), lambda rank: self.engines[rank].release())
         finally:
-            for lane in self._lanes:
-                lane.close()
+            if release:
+                self.close()
         return self.model.gradients()
+
+    def close(self) -> None:
+        """End the lanes."""
+        for lane in self._lanes:
+            lane.close()
 
 
 def together(ranks: Sequence[int], does: Callable[[int], None]) -> None:

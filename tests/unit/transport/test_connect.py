@@ -102,7 +102,7 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
     device = copying_on(torch.device("cpu"))
     lanes = device.lanes(device.device, 1.0)
     groups = {"gloo": PairGroups(1, None, None)}  # type: ignore[arg-type]
-    connection = Connection(1, None, groups, device, lanes)  # type: ignore[arg-type]
+    connection = Connection(1, None, groups, device, lanes, 1.0)  # type: ignore[arg-type]
     connection.link = MeasuredLink((0, 1), "peer", {})
     chosen = connection.transport()
     assert isinstance(chosen, Reaching)
@@ -131,7 +131,7 @@ def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
     groups = {"nccl": PairGroups(1, "nccl up", "nccl down")}  # type: ignore[arg-type]
     destroyed: list[PairGroups] = []
     monkeypatch.setattr(connect, "destroy_groups", destroyed.append)
-    connection = Connection(1, None, groups, copying_on(torch.device("cpu")), (None, None))  # type: ignore[arg-type]
+    connection = Connection(1, None, groups, copying_on(torch.device("cpu")), (None, None), 1.0)  # type: ignore[arg-type]
     connection.settle(MeasuredLink((0, 1), chosen, measured))
     assert destroyed == [groups[name] for name in gone]
     assert isinstance(connection.transport(), Distributed if chosen == "nccl" else Reaching)

@@ -1,0 +1,192 @@
+"""Micro-batches of one stage that differ in size: what is too large for its room stays at home, and no bit differs.
+
+The first iteration has the room of each stage's first micro-batch and a reserve; the next has room for all that was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.ir.memory import num_transfers
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import balance
+from bpipe.program import ScheduleConfig, balancing, build
+from bpipe.runtime.errors import TransferError
+from bpipe.runtime.sizing import RESERVE, Sizing, StayedAtHome
+from bpipe.transport.layout import aligned, taken
+from tests.unit.hand_made import v_flat
+from tests.unit.runtime.pipeline import Model, in_one_piece
+from tests.unit.runtime.threaded import KINDS, Pipeline
+
+PLAN = build(ScheduleConfig(schedule="1f1b", num_ranks=4, num_microbatches=8, balance=balancing("bpipe")))
+# By iteration and micro-batch, how many bytes each further storage has that its forward saves.
+Pattern = Sequence[Sequence[Sequence[int]]]
+
+
+class Keeping(torch.autograd.Function):
+    """Saves what it is given beside its input; its gradient depends on every byte of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*kept)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        weighed = [(part.long() * torch.arange(1, len(part) + 1)).sum() % 1009 for part in ctx.saved_tensors]
+        return (gradient * (1 + float(sum(weighed, start=torch.tensor(0))) / 1009), *[None] * len(weighed))
+
+
+class Differing(Model):
+    """A model whose stages save what a pattern says, iteration after iteration."""
+
+    def __init__(self, num_stages: int, pattern: Pattern) -> None:
+        super().__init__(num_stages)
+        self.pattern = pattern
+        self._runs: dict[tuple[int, int], int] = {}
+
+    def part(self, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+        iteration = self._runs[stage, microbatch] = self._runs.get((stage, microbatch), -1) + 1
+        made = super().part(stage, microbatch, *received)
+        generator = torch.Generator().manual_seed(1000 * iteration + 10 * microbatch + stage)
+        kept = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in self.pattern[iteration][microbatch]]
+        return Keeping.apply(made, *kept) if kept else made  # type: ignore[no-any-return,no-untyped-call]
+
+
+def trained(schedule: Schedule, kind: str, pattern: Pattern) -> Pipeline:
+    """The pipeline that ran it; its gradients were those of the model in one piece."""
+    pipeline = Pipeline(schedule, kind, timeout_s=20.0, model=Differing(schedule.num_stages, pattern), differing=True)
+    found = pipeline.run(len(pattern))
+    model = Differing(schedule.num_stages, pattern)
+    assert all(map(torch.equal, found, in_one_piece(schedule.num_stages, schedule.num_microbatches, len(pattern), model)))
+    return pipeline
+
+
+# What 1F1B of 4 sends ahead, of every micro-batch but the first two and the last, at one time or another.
+SMALL, LARGE = [2000], [2000, 9000, 30]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_too_large_stays_at_home_once_and_has_room_from_then_on(kind: str) -> None:
+    pipeline = Pipeline(
+        PLAN, kind, timeout_s=20.0, model=Differing(4, [[LARGE if m in (1, 3) else SMALL for m in range(8)]] * 3), differing=True
+    )
+    evictor = pipeline.engines[0]
+    seen = []
+    ended = evictor.end
+
+    def noted() -> None:
+        ended()
+        assert evictor.sizing is not None
+        seen.append((evictor.sizing.stayed.microbatches, evictor.sizing.stayed.passed_microbatches, evictor.sizing.num_grown))
+
+    evictor.end = noted  # type: ignore[method-assign]
+    pipeline.run(3)
+    # 0EVICT1 and 0EVICT3, not at once; 0EVICT5 is small and left.
+    assert seen == [(2, 1, 0), (0, 0, 1), (0, 0, 1)]
+    # Of the last iteration, in which all that is to leave does.
+    assert pipeline.meters[0].peak_microbatches == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_of_which_nothing_moves_at_first_moves_once_it_can(kind: str) -> None:
+    """Both ends know of a stage without room that nothing of it travels, and both learn that something does."""
+    pattern: Pattern = [[[] for _ in range(8)], [[4000]] * 8, [[4000]] * 8]
+    pipeline = Pipeline(PLAN, kind, timeout_s=20.0, model=Differing(4, pattern), differing=True)
+    for engine in pipeline.engines:
+        if engine._evictor is not None:
+            # The stages' own storages are smaller.
+            engine._evictor._minimum_bytes = 3000
+    found = pipeline.run(3)
+    assert all(map(torch.equal, found, in_one_piece(4, 8, 3, Differing(4, pattern))))
+    sizing = pipeline.engines[0].sizing
+    assert sizing is not None
+    assert sizing.num_grown == 1
+    assert sizing.stayed == StayedAtHome()
+    assert sizing.moved_bytes[0] == 4000
+
+
+SIZES = st.lists(st.sampled_from([1, 7, 511, 512, 513, 3000, 9000]), max_size=3)
+PATTERNS = st.lists(st.lists(SIZES, min_size=8, max_size=8), min_size=1, max_size=3)
+
+
+@settings(max_examples=12, deadline=None)
+@given(PATTERNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_the_sizes_are_no_bit_differs(kind: str, pattern: Pattern) -> None:
+    trained(PLAN, kind, pattern)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda: balance(v_flat(2, 4), (3, 16)),
+        lambda: balance(v_flat(2, 4), (16, 3)),
+        lambda: balance(build(ScheduleConfig("v-half", 4, 6, 2)), (4, 16, 16, 4), (1, 0, 3, 2)),
+    ],
+    ids=["v-flat", "v-flat the other way", "v-half"],
+)
+def test_several_stages_of_a_rank_and_either_rank_of_a_pair(plan: Callable[[], Schedule], kind: str) -> None:
+    schedule = plan()
+    sizes = [[[100 * (1 + (7 * m + 3 * i) % 5)] * ((m + i) % 3) for m in range(schedule.num_microbatches)] for i in range(3)]
+    trained(schedule, kind, sizes)
+    assert any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
+
+
+def test_a_partner_that_does_not_begin_is_named() -> None:
+    pipeline = Pipeline(PLAN, "peer", timeout_s=0.5, model=Differing(4, [[[]] * 8] * 2), differing=True)
+    pipeline.run(release=False)
+    with pytest.raises(
+        TransferError, match=r"rank 3, stage 3: at the begin .* stage 0 did not say how much .*0\.5 s, --bpipe-timeout: no message"
+    ):
+        pipeline.engines[3].begin()
+    pipeline.close()
+
+
+# -- rooms ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_alike_is_exactly_as_large() -> None:
+    sizing = Sizing(differing=False)
+    assert sizing.first(0, (100, 600)) == (100, 600)
+    assert sizing.grow() == {}
+
+
+def test_a_room_has_a_reserve_and_grows_to_the_most_that_was_seen() -> None:
+    sizing = Sizing(differing=True)
+    (room,) = sizing.first(0, (5000, 600))
+    assert room == aligned(int(taken((5000, 600)) * (1 + RESERVE)))
+    assert sizing.leaves(0, 1, (room,))
+    assert not sizing.leaves(0, 2, (room, 1))
+    sizing.computes()
+    assert sizing.stayed == StayedAtHome(1, room + 1), "beside its eviction it may be here"
+    sizing.away(0, 2)
+    sizing.computes()
+    assert not sizing.leaves(0, 3, (2 * room,))
+    sizing.away(0, 3)
+    sizing.back(0, 2)
+    sizing.computes()
+    assert sizing.stayed == StayedAtHome(2, 3 * room + 1, 1, 2 * room)
+    (grown,) = sizing.grow()[0]
+    assert grown >= 2 * room * (1 + RESERVE)
+    assert sizing.grow() == {}
+    sizing.begin()
+    assert sizing.leaves(0, 3, (2 * room,))
+    assert (sizing.stayed, sizing.num_grown, sizing.moved_bytes[0]) == (StayedAtHome(), 1, 2 * room)
+
+
+def test_what_was_seen_is_remembered_by_the_next_program() -> None:
+    sizing = Sizing(differing=True)
+    sizing.first(0, (600,))
+    sizing.leaves(0, 1, (90_000,))
+    sizing.release()
+    (room,) = sizing.first(0, (600,))
+    assert room >= 90_000

@@ -1,0 +1,136 @@
+"""Lengths in front of a two-sided transport: they come by a lane, what is behind them stays behind them, and everything is waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from bpipe.transport.base import Pending, Sizes
+from bpipe.transport.control import About
+from bpipe.transport.headed import Headed
+from bpipe.transport.lanes import ThreadLane
+from tests.unit.transport.loopback import controls
+
+
+class Asked:
+    """One operation of the transport below: what it was asked for, and whether it was waited for."""
+
+    def __init__(self, name: str, host_buffer: int, lengths: list[int]) -> None:
+        self.said = (name, host_buffer, lengths)
+        self.waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+class Below:
+    """A transport that writes down what it is asked for."""
+
+    one_sided: Literal[False] = False
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+
+    def _note(self, name: str, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Asked:
+        self.asked.append(Asked(name, host_buffer, [tensor.numel() for tensor in tensors]))
+        return self.asked[-1]
+
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Asked:
+        return self._note("put", host_buffer, tensors)
+
+    def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Asked:
+        return self._note("get", host_buffer, tensors)
+
+    def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Asked:
+        return self._note("host", host_buffer, tensors)
+
+    def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Asked:
+        return self._note("give_back", host_buffer, tensors)
+
+    def announce(self, sizes: Sizes) -> Pending:
+        raise AssertionError("nobody announces here")
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        raise AssertionError("nobody learns here")
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    withdraw = abandon = release
+
+
+def bytes_of(*lengths: int) -> list[torch.Tensor]:
+    return [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Headed, Below, Headed, Below]]:
+    """An evictor and an acceptor, and what lies below each."""
+    here, there = controls(timeout_s=2.0, rendezvous=True)
+    below = Below(), Below()
+    lanes = [ThreadLane(name, 5.0) for name in ("evictor", "acceptor")]
+    yield Headed(below[0], here, lanes[0]), below[0], Headed(below[1], there, lanes[1]), below[1]  # type: ignore[arg-type]
+    for lane in lanes:
+        lane.close()
+
+
+def test_a_room_takes_whatever_lengths_are_said_to_come(ends: tuple[Headed, Below, Headed, Below]) -> None:
+    evictor, sending, acceptor, receiving = ends
+    (room,) = bytes_of(4096)
+    for lengths in ([100, 700, 1], [], [4096]):
+        coming, going = acceptor.host(3, [room]), evictor.put(3, bytes_of(*lengths))
+        for pending in (coming, going):
+            pending.wait()
+        acceptor.give_back(3, [room]).wait()
+        evictor.get(3, bytes_of(*lengths)).wait()
+        assert [asked.said for asked in sending.asked] == [("put", 3, lengths), ("get", 3, lengths)]
+        assert [asked.said for asked in receiving.asked] == [("host", 3, lengths), ("give_back", 3, lengths)]
+        assert all(asked.waited for asked in (*sending.asked, *receiving.asked))
+        sending.asked.clear()
+        receiving.asked.clear()
+
+
+def test_parts_of_a_room_lie_apart(ends: tuple[Headed, Below, Headed, Below]) -> None:
+    evictor, _, acceptor, _ = ends
+    (room,) = bytes_of(4096)
+    coming, going = acceptor.host(0, [room]), evictor.put(0, bytes_of(100, 700, 1))
+    coming.wait()
+    going.wait()
+    parts = acceptor._held[0]
+    assert [(part.storage_offset(), part.numel()) for part in parts] == [(0, 100), (512, 700), (1536, 1)]
+    assert all(part.untyped_storage().data_ptr() == room.data_ptr() for part in parts)
+
+
+def test_nobody_but_the_lane_waits_for_lengths_and_what_comes_behind_them_stays_behind(ends: tuple[Headed, Below, Headed, Below]) -> None:
+    """This rank hosts and loads in one direction: the partner sends the one before the other."""
+    evictor, _, acceptor, receiving = ends
+    hosted, loaded = acceptor.host(0, bytes_of(512)), acceptor.get(1, bytes_of(9))
+    assert receiving.asked == []
+    going = evictor.put(0, bytes_of(5))
+    for pending in (loaded, hosted, going):
+        pending.wait()
+    assert [asked.said for asked in receiving.asked] == [("host", 0, [5]), ("get", 1, [9])]
+
+
+def test_lengths_that_never_come_are_an_error_where_somebody_waits(ends: tuple[Headed, Below, Headed, Below]) -> None:
+    _, _, acceptor, _ = ends
+    coming = acceptor.host(0, bytes_of(512))
+    with pytest.raises(TimeoutError, match="no message about LENGTHS within 2 s"):
+        coming.wait()
+
+
+def test_a_put_ends_when_its_lengths_have_arrived_too() -> None:
+    here, there = controls(timeout_s=5.0, rendezvous=True)
+    lane = ThreadLane("evictor", 5.0)
+    going = Headed(Below(), here, lane).put(0, bytes_of(7))  # type: ignore[arg-type]
+    ended = threading.Event()
+    threading.Thread(target=lambda: (going.wait(), ended.set()), daemon=True).start()
+    assert not ended.wait(0.1), "a message that nobody keeps may never arrive"
+    heard: Any = there.receive(About.LENGTHS)
+    assert heard == [7]
+    assert ended.wait(5.0)
+    lane.close()
