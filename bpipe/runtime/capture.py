@@ -7,6 +7,9 @@ The graph is walked; `torch.autograd.graph.saved_tensors_hooks` is not used. A h
 saved a Parameter, and attributes such as `main_grad` are gone; and hooks shadow one another. Storages are resized in place instead,
 so autograd's own tensors keep their identity.
 
+Of a wrapper that says in which plain tensors it keeps its bytes (`__tensor_flatten__`), as quantised tensors do, these are looked at: they
+may leave if nobody but the graph holds the wrapper, and nobody but the wrapper them.
+
 A storage may leave only if it lies on the device that computes and nobody but this micro-batch's graph can see it. Three counts say so,
 and each catches what the others cannot:
   [1] the storage is used by exactly the tensors the walk found saved (a parameter, a view kept elsewhere: one more);
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,8 +91,16 @@ def _tensors(node: Any, name: str) -> Iterator[torch.Tensor]:
         yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
+def _payloads(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors in which a wrapper keeps its bytes: quantised values and their scales. Empty for what does not say."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor) is torch.Tensor:
+        return []
+    return [inner for name in flatten()[0] if isinstance(inner := getattr(tensor, name), torch.Tensor) and _plain(inner)]
+
+
 def _plain(tensor: torch.Tensor) -> bool:
-    """A dense tensor of our own kind, with a storage that can be resized; subclasses manage theirs themselves."""
+    """A dense tensor of our own kind, with a storage that can be resized."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
 
 
@@ -109,10 +120,11 @@ def _refuse_hooks(node: Any, name: str) -> None:
 class _Uses:
     """What the walk learns of one storage: the tensors by which the graph uses it, and how many it unpacked from copies.
 
-    `saved` and `stashed` tell by a tensor's id whether autograd holds it, and how often a compiled Function's list does.
+    `saved` and `stashed` tell by a tensor's id whether autograd holds it, and how often a compiled Function's list does; `wrapped` are by
+    their payload's id the ids of wrappers that the graph holds in its place.
     """
 
-    __slots__ = ("copies", "kind", "originals", "saved", "stashed", "storage")
+    __slots__ = ("copies", "kind", "originals", "saved", "stashed", "storage", "wrapped")
 
     def __init__(self, storage: torch.UntypedStorage, kind: str) -> None:
         self.storage = storage
@@ -120,6 +132,7 @@ class _Uses:
         self.originals: list[torch.Tensor] = []
         self.saved: set[int] = set()
         self.stashed: Counter[int] = Counter()
+        self.wrapped: dict[int, int] = {}
         self.copies = 0
 
     def add(self, tensor: torch.Tensor, stashed: bool) -> None:
@@ -130,8 +143,15 @@ class _Uses:
         else:
             self.saved.add(id(tensor))
 
+    def add_wrapped(self, payload: torch.Tensor, wrapper: int) -> None:
+        if id(payload) not in self.wrapped:
+            self.originals.append(payload)
+            self.wrapped[id(payload)] = wrapper
+
     def holders(self, tensor: torch.Tensor) -> int:
-        """The reference count of this tensor where nobody but the graph holds it."""
+        """The reference count of this tensor where nobody but the graph holds it, or its wrapper."""
+        if id(tensor) in self.wrapped:
+            return _HOLDERS_OF_WRAPPED
         stashed = self.stashed[id(tensor)]
         if not stashed:
             return _HOLDERS_OF_SAVED
@@ -145,18 +165,28 @@ def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: to
     count. Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error, one that saved through hooks
     ValueError.
     """
-    return tuple(_judge(use, inputs, device) for use in _collect(roots).values())
+    uses, wrappers = _collect(roots)
+    elsewhere = _held_elsewhere(wrappers)
+    return tuple(_judge(use, inputs, device, elsewhere) for use in uses.values())
 
 
-def _collect(roots: Sequence[Any]) -> dict[int, _Uses]:
-    """The uses of every storage behind `roots`. A function of its own: its locals hold tensors, and `_judge` counts holders."""
+def _collect(roots: Sequence[Any]) -> tuple[dict[int, _Uses], dict[int, torch.Tensor]]:
+    """The uses of every storage behind `roots`, and all wrappers that were saved in place of their payloads, by their ids.
+
+    A function of its own: its locals hold tensors, and `_judge` counts holders.
+    """
     uses: dict[int, _Uses] = {}
+    wrappers: dict[int, torch.Tensor] = {}
     for node in _nodes(roots):
         for name in _names(type(node)):
             _refuse_hooks(node, name)
             again = list(_tensors(node, name))
             for position, tensor in enumerate(_tensors(node, name)):
                 if not _plain(tensor):
+                    for payload in _payloads(tensor) if tensor is again[position] else ():
+                        wrappers[id(tensor)] = tensor
+                        inside = payload.untyped_storage()
+                        uses.setdefault(inside._cdata, _Uses(inside, node.name())).add_wrapped(payload, id(tensor))
                     continue
                 storage = tensor.untyped_storage()
                 use = uses.get(storage._cdata)
@@ -169,14 +199,24 @@ def _collect(roots: Sequence[Any]) -> dict[int, _Uses]:
                     # A view keeps the tensor it is a view of alive, and that one uses the storage too.
                     if tensor._base is not None:
                         use.add(tensor._base, False)
-    return uses
+    return uses, wrappers
 
 
-def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None], device: torch.device) -> SavedStorage:
+def _held_elsewhere(wrappers: dict[int, torch.Tensor]) -> set[int]:
+    """Those that somebody besides the graph holds. Nobody else may hold `wrappers`, which are gone afterwards."""
+    found = set()
+    while wrappers:
+        number, wrapper = wrappers.popitem()
+        if _python_holders(wrapper) > _HOLDERS_OF_SAVED:
+            found.add(number)
+    return found
+
+
+def _judge(use: _Uses, inputs: Sequence[torch.Tensor | None], device: torch.device, elsewhere: Collection[int]) -> SavedStorage:
     storage, originals = use.storage, use.originals
     use.originals = []
     expected = len(originals) + use.copies + 1  # our own hold on the storage
-    alone = _storage_uses(storage) == expected  # [1]
+    alone = _storage_uses(storage) == expected and not any(wrapper in elsewhere for wrapper in use.wrapped.values())  # [1]
     while originals:
         tensor = originals.pop()
         if _python_holders(tensor) > use.holders(tensor) and not any(tensor is known for known in inputs):  # [2]
@@ -223,8 +263,29 @@ def _measure_holders(saved: bool, stashed: bool) -> int:
     return _python_holders(tensor)
 
 
+def _measure_wrapped() -> int:
+    """The same of a payload that only its wrapper holds."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls: type[Wrapper], payload: torch.Tensor) -> Wrapper:
+            made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, payload.shape)  # type: ignore[attr-defined]
+            made.payload = payload  # type: ignore[attr-defined]
+            return made
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError(f"{function} of what is only held")
+
+    payloads = [Wrapper(torch.ones(1))]
+    originals = [cast(Any, payloads[0]).payload]
+    tensor = originals.pop()
+    return _python_holders(tensor)
+
+
 _HOLDERS_OF_SAVED = _measure_holders(saved=True, stashed=False)
 _HOLDERS_OF_STASHED = _measure_holders(saved=False, stashed=True)
+_HOLDERS_OF_WRAPPED = _measure_wrapped()
 _HOLDERS_OF_BOTH = _measure_holders(saved=True, stashed=True)
 
 

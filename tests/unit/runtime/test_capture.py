@@ -288,3 +288,89 @@ def test_nodes_that_hide_what_they_saved_are_named() -> None:
     shown[1:] = shown[1:] * 3
     assert hiding([shown.grad_fn]) == {"torch::autograd::CopySlices": 1}
     assert hiding([torch.exp(x).grad_fn]) == {}
+
+
+# -- quantised ----------------------------------------------------------------------------------------------------------------------
+
+
+class Quantised(torch.Tensor):
+    """A stand-in for a quantised tensor: 8 bits a value in a plain tensor, and a scale a row in another."""
+
+    payload: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Quantised], payload: torch.Tensor, scale: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.payload, made.scale = payload, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["payload", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Quantised(args[0].payload, args[0].scale)
+        raise NotImplementedError(f"{function} of a stand-in")
+
+    def values(self) -> torch.Tensor:
+        return (self.payload.to(self.scale.dtype) - 128) * self.scale
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    return ((x / scale).round() + 128).to(torch.uint8), scale
+
+
+class Product(torch.autograd.Function):
+    """Saves its input in 8 bits: as a wrapper, or as its parts, which is how quantising layers save a wrapper of theirs."""
+
+    cached: list[torch.Tensor] | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, as_wrapper: bool) -> torch.Tensor:
+        payload, scale = quantised(x)
+        saved = (Quantised(payload, scale),) if as_wrapper else (payload, scale)
+        if Product.cached is not None:
+            Product.cached.append(saved[0])
+        ctx.save_for_backward(*saved, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        *saved, weight = ctx.saved_tensors
+        x = saved[0].values() if len(saved) == 1 else Quantised(*saved).values()
+        return gradient @ weight.t(), x.t() @ gradient, None
+
+
+@pytest.mark.parametrize("as_wrapper", [False, True], ids=["its parts", "a wrapper"])
+def test_a_quantised_payload_leaves_with_its_scale(as_wrapper: bool) -> None:
+    weight = torch.nn.Parameter(torch.randn(16, 16))
+    expected = torch.autograd.grad(Product.apply(torch.ones(8, 16), weight, as_wrapper).sum(), weight)[0]  # type: ignore[no-untyped-call]
+    output = Product.apply(torch.ones(8, 16), weight, as_wrapper)  # type: ignore[no-untyped-call]
+    found = [item for item in find([output.grad_fn], (), CPU) if item.alone]
+    assert sorted(item.nbytes for item in found) == [8 * 4, 8 * 16]
+    there_and_back(found)
+    assert torch.equal(torch.autograd.grad(output.sum(), weight)[0], expected)
+
+
+@pytest.mark.parametrize("as_wrapper", [False, True], ids=["its parts", "a wrapper"])
+def test_what_somebody_keeps_of_a_quantised_tensor_stays(as_wrapper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantised weight that a module caches is saved by every micro-batch."""
+    monkeypatch.setattr(Product, "cached", [])
+    weight = torch.nn.Parameter(torch.randn(16, 16))
+    output = Product.apply(torch.ones(8, 16), weight, as_wrapper)  # type: ignore[no-untyped-call]
+    alone = [item.nbytes for item in find([output.grad_fn], (), CPU) if item.alone]
+    assert alone == ([] if as_wrapper else [8 * 4])
+
+
+def test_a_payload_that_is_held_without_its_wrapper_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Product, "cached", [])
+    weight = torch.nn.Parameter(torch.randn(16, 16))
+    output = Product.apply(torch.ones(8, 16), weight, True)  # type: ignore[no-untyped-call]
+    assert Product.cached is not None
+    kept = Product.cached.pop().scale  # type: ignore[attr-defined]
+    assert [item.nbytes for item in find([output.grad_fn], (), CPU) if item.alone] == [8 * 16]
+    del kept
