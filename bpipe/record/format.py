@@ -302,6 +302,8 @@ class Iteration:
     `after_input_bytes` too: what is held between the halves of a backward, of stages whose backwards have any.
     `shard_bytes`: what a shard of the vocabulary holds of one micro-batch between its passes, S and T.
     `kept_bytes`: all that a forward keeps for its backward, of stages that leave, as the run counted it in its first iteration.
+    Where micro-batches differ in size these are of the largest. Such as were to leave and found too little room have `stayed`, and by so
+    many at once and so many bytes the bound was `passed` at most.
     """
 
     iteration: Whole
@@ -316,6 +318,10 @@ class Iteration:
     shard_bytes: Bytes = 0
     received_bytes: Bytes = 0
     host_bytes: Bytes = 0
+    stayed_microbatches: Whole = 0
+    stayed_bytes: Bytes = 0
+    passed_microbatches: Whole = 0
+    passed_bytes: Bytes = 0
     device_peak_bytes: Bytes | None = None
     # In the file these are two keys: the columns' names, and the rows' values.
     rows: tuple[Row, ...]
@@ -350,6 +356,9 @@ class RankSummary:
     """One rank over all of its iterations. Bytes of activations and of the host buffers for the partner; transfers are per iteration.
 
     `moved_fraction` is the smallest of its stages': what of a forward's activations leaves with its micro-batch.
+    Where micro-batches differ in size: how many of all iterations `stayed` because they found too little room, and their bytes; by how much
+    at most the bound was `passed` at once; the largest by stage that was to leave, `largest_bytes`, as a host buffer takes it; and how
+    often rooms grew.
     """
 
     rank: Rank
@@ -364,6 +373,12 @@ class RankSummary:
     evictions: Whole | None = None
     loads: Whole | None = None
     moved_fraction: Annotated[float, number(0, 1)] | None = None
+    stayed_microbatches: Whole = 0
+    stayed_bytes: Bytes = 0
+    passed_microbatches: Whole = 0
+    passed_bytes: Bytes = 0
+    largest_bytes: BytesByStage = field(default_factory=dict)
+    times_grown: Whole = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ MOST_TOLD = 4
 
 
 def answers(comparison: Comparison) -> tuple[str, ...]:
-    found = (_balancing(comparison), _bottleneck(comparison), _hosting(comparison), _staying(comparison))
+    found = (_balancing(comparison), _bottleneck(comparison), _hosting(comparison), _too_large(comparison), _staying(comparison))
     return tuple(answer for answer in found if answer)
 
 
@@ -92,6 +92,25 @@ def _hosted(comparison: Comparison, rank: int) -> str:
         return f"{where}{alone} and has room for {bytes_text(how.rooms.room_bytes[rank])}"
     bound = None if schedule.bounds is None else counted(schedule.bounds[rank], "micro-batch", "es")
     return f"{where}{alone}" + ("" if bound is None else f" and is to hold {bound} at most")
+
+
+def _too_large(comparison: Comparison) -> str:
+    """Where micro-batches differ in size. Empty where every one that was to leave did."""
+    parts = [
+        (timeline.iteration, place, lane.source)
+        for timeline in comparison.measured.shown
+        for place, lane in enumerate(timeline.lanes)
+        if lane
+    ]
+    stayed = [(number, place, one) for number, place, one in parts if one.stayed_microbatches]
+    if not stayed:
+        return ""
+    number, place, most = max(stayed, key=lambda each: each[2].passed_bytes)
+    return (
+        f"Micro-batches differ in size: {sum(one.stayed_microbatches for _, _, one in stayed)} that were to leave stayed, being too "
+        f"large for their host buffers; the bound was passed by {bytes_text(most.passed_bytes)} at most, on stage {place} in "
+        f"iteration {number}. What is predicted takes each for as large as the largest."
+    )
 
 
 def _staying(comparison: Comparison) -> str:

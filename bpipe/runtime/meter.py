@@ -84,6 +84,8 @@ class Meter:
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
         self.latest_bytes: dict[int, int] = {}
+        # By stage and micro-batch, what each saved.
+        self.each_bytes: dict[Key, int] = {}
         self.after_input_bytes: dict[int, int] = {}
         self.received_bytes = 0
 
@@ -91,6 +93,7 @@ class Meter:
         """A new iteration: peaks start over, what is known of the storages that all micro-batches share stays."""
         self.peak_microbatches = self.peak_bytes = 0
         self.saved_bytes, self.latest_bytes, self.after_input_bytes = {}, {}, {}
+        self.each_bytes = {}
         self.shard_bytes = 0
         self._shards.clear()
         # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's activation.
@@ -106,7 +109,7 @@ class Meter:
         held = self._held[owner] = _Held()
         held.saved_bytes = sum(item.nbytes for item in found if item.alone and self._belongs(item.storage, item.nbytes, owner))
         held.bytes_now = held.saved_bytes
-        self.latest_bytes[forward.stage] = held.saved_bytes
+        self.latest_bytes[forward.stage] = self.each_bytes[owner] = held.saved_bytes
         self.saved_bytes[forward.stage] = max(self.saved_bytes.get(forward.stage, 0), held.saved_bytes)
 
     def waiting(self, backward: Action, storages: Sequence[torch.UntypedStorage]) -> None:

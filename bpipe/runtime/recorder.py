@@ -29,6 +29,21 @@ class _Noted:
     left_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """By stage and micro-batch, what each forward saved and what of it moved."""
+
+    saved: Mapping[tuple[int, int], int]
+    moved: Mapping[tuple[int, int], int]
+
+    def of(self, action: Action, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> int | None:
+        """An action's bytes: its micro-batch's own, or those of its stage."""
+        key = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return self.saved.get(key, saved_bytes.get(action.stage))
+        return self.moved.get(key, moved_bytes.get(action.stage)) if action.kind in TRANSFER else None
+
+
 class Recorder:
     """The rows of the iteration under way. `recording` says whether this iteration is one of those to record."""
 
@@ -69,23 +84,28 @@ class Recorder:
             row.waited = None if self._clock.beside() else (since, row.end)
             row.pending = pending
 
-    def rows(self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> tuple[tuple[Row, ...], float]:
-        """All rows, by their start, and the seconds the iteration took until now. Waits for the device."""
+    def rows(
+        self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int], exact: Sizes | None = None
+    ) -> tuple[tuple[Row, ...], float]:
+        """All rows, by their start, and the seconds the iteration took until now. Waits for the device.
+
+        Bytes are by stage; `exact` are those of each micro-batch, where they differ.
+        """
+        sizes = exact or Sizes({}, {})
         assert self._begin is not None
         elapsed_s = self._clock.mark().since(self._begin)
         # A transfer of a stage of which nothing can move did not happen.
-        happened = [row for row in self._rows if row.host_buffer is None or moved_bytes.get(row.action.stage) != 0]
-        rows = [self._row(row, self._begin, saved_bytes, moved_bytes) for row in happened]
+        happened = [(row, sizes.of(row.action, saved_bytes, moved_bytes)) for row in self._rows]
+        rows = [self._row(row, self._begin, nbytes) for row, nbytes in happened if row.host_buffer is None or nbytes != 0]
         return tuple(sorted(rows, key=lambda row: row.start_s)), elapsed_s
 
-    def _row(self, row: _Noted, base: Mark, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> Row:
+    def _row(self, row: _Noted, base: Mark, nbytes: int | None) -> Row:
         assert row.end is not None, f"{row.action} was never waited for"
         start_s, end_s = row.start.since(base), row.end.since(base)
         exact = span_s(row.pending, base) if row.pending is not None else None
         if exact is not None:
             start_s, end_s = exact
         wait_s = row.waited[1].since(row.waited[0]) if row.waited else 0.0
-        sizes = saved_bytes if row.action.kind is Kind.FORWARD else moved_bytes if row.action.kind in TRANSFER else {}
         return Row(
             row.action,
             start_s=round(start_s, 9),
@@ -93,7 +113,7 @@ class Recorder:
             wait_s=round(wait_s, 9),
             host_start_s=round(row.start.host_s - base.host_s, 9),
             host_end_s=round(row.end.host_s - base.host_s, 9),
-            bytes=sizes.get(row.action.stage),
+            bytes=nbytes,
             slot=row.host_buffer,
             live_bytes=row.live_bytes,
             left_bytes=row.left_bytes,

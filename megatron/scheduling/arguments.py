@@ -22,7 +22,7 @@ from bpipe.transport import AUTO
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import balance_asked, own_schedule, unplaced, vocabulary_of
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import end_where, reasons, refuse
+from megatron.scheduling.refusals import differ, end_where, reasons, refuse
 from megatron.scheduling.sizes import Sizes
 
 # Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
@@ -37,6 +37,7 @@ class SchedulingConfig:
     why. `memory`: the budget that was asked for, where there is one.
     `own` is what our own loop runs, each iteration with its own number of micro-batches; None where Megatron's loops run. Where it splits
     backwards, `keep_weights_halves` says of what W is put off.
+    `differing`: micro-batches of one stage may save differing sizes, by these arguments; a model's configuration may say it, too.
     `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
     is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
     `timers_interval` our timers are printed as Megatron prints its own.
@@ -58,6 +59,7 @@ class SchedulingConfig:
     minimum_bytes: int = 65536
     poison: bool = False
     synchronous: bool = False
+    differing: bool = False
     report: str | None = None
     report_iterations: tuple[int, int] | None = None
     last_iteration: int | None = None
@@ -144,6 +146,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
         synchronous=args.bpipe_sync_transfers,
+        differing=args.bpipe_differing_sizes or differ(args),
         report=args.bpipe_report,
         num_ranks=sizes.num_ranks,
         num_chunks=sizes.num_chunks,

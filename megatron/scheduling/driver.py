@@ -25,16 +25,18 @@ from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.record.format import RankSummary
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.recorder import Recorder, Sizes
+from bpipe.runtime.sizing import StayedAtHome
 from bpipe.runtime.streams import Clock, allocated_on
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink
 from megatron.scheduling import links, upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import OwnTime
+from megatron.scheduling.differing import Differing
 from megatron.scheduling.log import FirstIterations, pipeline_begins_with_rank_0, say
 from megatron.scheduling.recording import Recorded
-from megatron.scheduling.refusals import refuse
+from megatron.scheduling.refusals import differ, refuse
 from megatron.scheduling.schedule_lines import describe, grouped
 from megatron.scheduling.stage_report import summary_of
 from megatron.scheduling.waiting import refuse_standstill
@@ -87,6 +89,7 @@ class Driver:
         self._peaks: list[tuple[int, int]] = []
         self._most = 0, 0
         self._first_iterations = FirstIterations(config.minimum_bytes)
+        self._differing = Differing()
         self._own_time = OwnTime()
         self._num_iterations = 0
         self.changed_over = False
@@ -125,7 +128,7 @@ class Driver:
             # What only the model's configuration says; the arguments were judged at the start, if there were any.
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
-        refuse(config, self._config.balance)
+        refuse(config, self._config.balance, self._config.own is not None)
         first = not self._engines
         engine = self._active = self._engine(program, config)
         if first and any(action.kind is Kind.BACKWARD_WEIGHT for slot in engine.schedule.ranks[self.rank] for action in slot.computations):
@@ -145,6 +148,7 @@ class Driver:
             self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if self._meter is not None:
             self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes))
+        self._differing.ended(engine, self.rank)
         self._first_iterations.ended(engine, self.rank, self._connection.link if self._connection is not None else None)
         if self._weighing is not None and pipeline_begins_with_rank_0():
             for line in self._weighing.lines():
@@ -216,13 +220,14 @@ class Driver:
                 for line in () if self._engines else self._config.plan:
                     say(line)
                 say(describe(schedule))
-            transport = self._transport(schedule, self.device, config)
+            differing = self._config.differing or differ(config)
+            transport = self._transport(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
-            engine = Engine(schedule, self.rank, transport, self._engine_config(), self._meter)
+            engine = Engine(schedule, self.rank, transport, self._engine_config(differing), self._meter)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self) -> EngineConfig:
+    def _engine_config(self, differing: bool) -> EngineConfig:
         return EngineConfig(
             name=f"rank {dist.get_rank()}",
             device=self.device,
@@ -230,13 +235,14 @@ class Driver:
             timeout_s=self._config.timeout_s,
             poison=self._config.poison,
             synchronous=self._config.synchronous,
+            differing=differing,
             allocated=allocated_on(self.device),
             waiting=lambda backward: self.waiting(backward),
             between=lambda shard: self.between(shard),
             timed=self._own_time.of,
         )
 
-    def _transport(self, schedule: Schedule, device: torch.device, config: Any) -> Transport | None:
+    def _transport(self, schedule: Schedule, device: torch.device, config: Any, differing: bool) -> Transport | None:
         if not moves_anything(schedule):
             return None
         if not self._connected:
@@ -246,7 +252,7 @@ class Driver:
             self._connected = True
             say(table)
             say(without_p2p_sync(config))
-        return self._connection.transport() if self._connection is not None else None
+        return self._connection.transport(differing=differing) if self._connection is not None else None
 
     def close(self) -> None:
         """Training is over: end the threads that copy."""
@@ -266,7 +272,11 @@ class Driver:
 
     def _keep(self, program: ScheduleConfig, engine: Engine, recorder: Recorder, begin_s: float) -> None:
         assert self._meter is not None
-        rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**engine.hosted_bytes, **engine.moved_bytes})
+        sizing = engine.sizing if engine.sizing is not None and engine.sizing.differing else None
+        # What a host buffer takes at most is not what came into it.
+        exact = None if sizing is None else Sizes(self._meter.each_bytes, sizing.moved_each)
+        hosted = engine.hosted_bytes if sizing is None else {}
+        rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**hosted, **engine.moved_bytes}, exact)
         self.recorded = Recorded(
             program=program,
             begin_s=begin_s,
@@ -280,6 +290,7 @@ class Driver:
             host_bytes=engine.host_bytes,
             peak_bytes=self._meter.peak_bytes,
             shares=engine.shares,
+            stayed=StayedAtHome() if sizing is None else sizing.stayed,
         )
 
     @property
@@ -338,6 +349,7 @@ class Driver:
             shares=engine.shares,
             balanced=self._config.balance,
             pipeline=pipeline,
+            differing=self._differing,
         )
 
 

@@ -73,6 +73,13 @@ def _balancing(group: Any) -> None:
         help="Saved tensors smaller than this stay where they are: moving them costs more than it frees.",
     )
     group.add_argument(
+        "--bpipe-differing-sizes",
+        action="store_true",
+        help="Micro-batches of one stage may save differing sizes: host buffers get a reserve and grow between iterations, and a "
+        "micro-batch that is too large for its own stays where it is, which is reported. Follows from dropless experts, packed sequences, "
+        "variable lengths and partial recomputation by itself; a model of one's own has to say so.",
+    )
+    group.add_argument(
         "--bpipe-poison",
         action="store_true",
         help="For debugging: fill memory with NaN before it is freed and before it is loaded into, so that a missing wait shows.",

@@ -22,6 +22,7 @@ from bpipe.program import ScheduleConfig
 from bpipe.record.format import FAILURE, RECORD, RUN, Iteration, LinkSpeed, RankHeader, Row, RunInfo
 from bpipe.record.write import append, write_whole
 from bpipe.runtime.kept import Share
+from bpipe.runtime.sizing import StayedAtHome
 from bpipe.transport.connect import Facts, MeasuredLink
 from megatron.scheduling import upstream
 from megatron.scheduling.arguments import SchedulingConfig
@@ -64,6 +65,7 @@ class Recorded:
     host_bytes: int
     peak_bytes: int
     shares: Mapping[int, Share]
+    stayed: StayedAtHome
 
     @property
     def exposed_s(self) -> float:
@@ -109,6 +111,10 @@ class RunRecord:
             kept_counted_by=next((share.counted_by for share in recorded.shares.values()), None),
             received_bytes=recorded.received_bytes,
             host_bytes=recorded.host_bytes,
+            stayed_microbatches=recorded.stayed.microbatches,
+            stayed_bytes=recorded.stayed.nbytes,
+            passed_microbatches=recorded.stayed.passed_microbatches,
+            passed_bytes=recorded.stayed.passed_bytes,
             # The CPU's stand-in has no counter and says 0.
             device_peak_bytes=torch.cuda.max_memory_allocated() or None,
             rows=recorded.rows,

@@ -25,7 +25,8 @@ class Settings:
 class Refusal:
     """Something of Megatron's that `--bpipe` cannot do: its name in the documentation, when it applies, why, and the way out.
 
-    What stands in the way of moving activations only, `moving`, does not hinder measuring them.
+    What stands in the way of moving activations only, `moving`, does not hinder measuring them; what stands in the way of our own loop
+    only, `own_loop`, does not hinder Megatron's.
     """
 
     feature: str
@@ -33,6 +34,7 @@ class Refusal:
     reason: str
     remedy: str
     moving: bool = False
+    own_loop: bool = False
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -63,12 +65,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("paged stash", lambda s: s.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
     Refusal(
-        "experts without a fixed capacity",
-        lambda s: _experts(s) and not s.moe_pad_expert_input_to_capacity,
-        "how much a mixture of experts saves depends on where the router sends the tokens, so it differs from micro-batch to micro-batch",
-        "use --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity, or a model without experts",
-    ),
-    Refusal(
         "the flex dispatcher of experts",
         lambda s: _experts(s) and s.moe_token_dispatcher_type == "flex",
         "the flex dispatcher keeps tokens in communication buffers of its own, and moving those was never tried",
@@ -86,14 +82,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "variable sequence lengths",
         lambda s: s.variable_seq_lengths,
-        "micro-batches of differing length save differing sizes",
-        "leave variable_seq_lengths at False",
+        "our own loop tells the shape of what a stage makes once, for all micro-batches",
+        "leave variable_seq_lengths at False, or leave the schedule to Megatron's loop",
+        own_loop=True,
     ),
     Refusal(
-        "packed sequences",
-        lambda s: s.sft or s.dataloader_inter_document_masking or s.hybrid_context_parallel,
-        "what attention saves of packed sequences depends on how many were packed, so it differs from micro-batch to micro-batch",
-        "drop --sft / --dataloader-inter-document-masking / --hybrid-context-parallel",
+        "hybrid context parallelism",
+        lambda s: s.hybrid_context_parallel,
+        "with hybrid context parallelism the number of micro-batches follows from the data, and a program is made before they are seen",
+        "drop --hybrid-context-parallel",
     ),
     Refusal(
         "distributed saved activations",
@@ -110,8 +107,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "partial recomputation of micro-batches",
         lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
-        "recomputation that differs between micro-batches saves differing sizes",
-        "leave num_microbatches_with_partial_activation_checkpoints unset",
+        "our own loop tells no micro-batch to recompute otherwise than the others",
+        "leave num_microbatches_with_partial_activation_checkpoints unset, or leave the schedule to Megatron's loop",
+        own_loop=True,
     ),
     Refusal(
         "overlapped tensor-parallel communication",
@@ -232,6 +230,21 @@ SHARDED: tuple[Refusal, ...] = (
 )
 
 
+# What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together, how long sequences
+# are, and which micro-batches recompute.
+_DIFFERING: tuple[Callable[[Settings], object], ...] = (
+    lambda s: _experts(s) and not s.moe_pad_expert_input_to_capacity,
+    lambda s: s.sft or s.dataloader_inter_document_masking,
+    lambda s: s.variable_seq_lengths,
+    lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
+)
+
+
+def differ(settings: object) -> bool:
+    """Whether micro-batches of one stage may save differing sizes by these settings."""
+    return any(applies(Settings(settings)) for applies in _DIFFERING)
+
+
 def _experts(settings: Settings) -> bool:
     """Whether there are any; the arguments and a model's configuration have different names for it."""
     return bool(settings.num_experts or settings.num_moe_experts)
@@ -240,7 +253,7 @@ def _experts(settings: Settings) -> bool:
 def reasons(settings: object, balance: bool, executor: bool = False) -> list[str]:
     """Why these settings cannot train with `--bpipe`, or by our loop, or cannot be measured with `--bpipe-report`: a line each, or none."""
     wanted = "--bpipe" if balance else "--bpipe-schedule" if executor else "--bpipe-report"
-    asked = [refusal for refusal in REFUSALS if balance or not refusal.moving]
+    asked = [refusal for refusal in REFUSALS if (balance or not refusal.moving) and (executor or not refusal.own_loop)]
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in asked if refusal.applies(Settings(settings))]
 
 
@@ -249,9 +262,9 @@ def reasons_of(refusals: Sequence[Refusal], settings: object, wanted: str) -> li
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in refusals if refusal.applies(Settings(settings))]
 
 
-def refuse(settings: object, balance: bool) -> None:
+def refuse(settings: object, balance: bool, executor: bool = False) -> None:
     """Raise ValueError with every reason. A script of one's own may set in its model what no flag says: give that model's configuration."""
-    end_where(reasons(settings, balance))
+    end_where(reasons(settings, balance, executor))
 
 
 def end_where(problems: Sequence[str]) -> None:

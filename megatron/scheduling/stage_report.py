@@ -12,6 +12,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
 from bpipe.report.memory import own_peak
 from bpipe.runtime.kept import Share
+from megatron.scheduling.differing import Differing
 
 
 def summary_of(
@@ -30,6 +31,7 @@ def summary_of(
     shares: Mapping[int, Share],
     balanced: bool,
     pipeline: int,
+    differing: Differing,
 ) -> RankSummary:
     """Lay the measurement beside what the schedule says for micro-batches of this size.
 
@@ -55,4 +57,10 @@ def summary_of(
         evictions=transfers[Kind.EVICT],
         loads=transfers[Kind.LOAD],
         moved_fraction=min((share.fraction for share in shares.values()), default=None),
+        stayed_microbatches=differing.microbatches,
+        stayed_bytes=differing.nbytes,
+        passed_microbatches=differing.passed_microbatches,
+        passed_bytes=differing.passed_bytes,
+        largest_bytes=differing.largest_bytes,
+        times_grown=differing.num_grown,
     )

@@ -6,6 +6,7 @@ are gathered over the context-parallel ranks; the mask is causal in the position
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -32,8 +33,17 @@ class PlainAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.dropout = torch.nn.Dropout(config.attention_dropout)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Tensors are (sequence, batch, heads, channels); the result joins heads and channels."""
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
+    ) -> torch.Tensor:
+        """Tensors are (sequence, batch, heads, channels); the result joins heads and channels. Packed ones have no batch."""
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q.tolist()
+            parts = [[each[None, begin:end].transpose(0, 1) for each in (query, key, value)] for begin, end in itertools.pairwise(ends)]
+            return torch.cat([self._attend(*part) for part in parts]).squeeze(1)
+        return self._attend(query, key, value)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
         here = positions(query.size(0), group.size(), group.rank())
         everywhere = torch.cat([positions(query.size(0), group.size(), rank) for rank in range(group.size())])

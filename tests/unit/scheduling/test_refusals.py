@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.scheduling.refusals import REFUSALS, reasons, refuse
+from megatron.scheduling.refusals import REFUSALS, differ, reasons, refuse
 
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
@@ -16,14 +16,13 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}, {"fine_grained_activation_offloading": True}],
     "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}],
     "paged stash": [{"moe_paged_stash": True}],
-    "experts without a fixed capacity": [{"num_experts": 8}, {"num_moe_experts": 8}],
     "the flex dispatcher of experts": [
         {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
         {"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
     ],
     "overlapped shared experts": [{"moe_shared_expert_overlap": True}],
     "variable sequence lengths": [{"variable_seq_lengths": True}],
-    "packed sequences": [{"sft": True}, {"dataloader_inter_document_masking": True}, {"hybrid_context_parallel": True}],
+    "hybrid context parallelism": [{"hybrid_context_parallel": True}],
     "distributed saved activations": [{"distribute_saved_activations": True}],
     "recomputation of the MLP with biases": [
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True}
@@ -60,7 +59,31 @@ def test_every_refusal_is_tried() -> None:
 @pytest.mark.parametrize(("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried])
 def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in REFUSALS if refusal.feature == feature)
-    assert reasons(SimpleNamespace(**settings), balance=True) == [f"--bpipe: {refusal.reason}; {refusal.remedy}"]
+    assert reasons(SimpleNamespace(**settings), True, executor=refusal.own_loop) == [f"--bpipe: {refusal.reason}; {refusal.remedy}"]
+
+
+def test_what_only_our_own_loop_cannot_do_trains_by_megatrons() -> None:
+    for refusal in (refusal for refusal in REFUSALS if refusal.own_loop):
+        for settings in REFUSED[refusal.feature]:
+            refuse(SimpleNamespace(**settings), balance=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, True),
+        ({"num_moe_experts": 8}, True),
+        ({"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True}, False),
+        ({"sft": True}, True),
+        ({"dataloader_inter_document_masking": True}, True),
+        ({"variable_seq_lengths": True}, True),
+        ({"num_microbatches_with_partial_activation_checkpoints": 0}, True),
+        ({}, False),
+    ],
+)
+def test_what_makes_sizes_differ_is_known_and_trains(settings: dict[str, Any], wanted: bool) -> None:
+    assert differ(SimpleNamespace(**settings)) is wanted
+    refuse(SimpleNamespace(**settings), balance=True)
 
 
 @pytest.mark.parametrize("settings", ALLOWED)
@@ -77,5 +100,5 @@ def test_what_only_moving_must_not_meet_is_measured() -> None:
 
 
 def test_all_reasons_come_at_once_and_name_what_was_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"^this run cannot start:\n  --bpipe-report: FP8.*\n  --bpipe-report: how much a mixture"):
-        refuse(SimpleNamespace(fp8="hybrid", num_moe_experts=4), balance=False)
+    with pytest.raises(ValueError, match=r"^this run cannot start:\n  --bpipe-report: FP8.*\n  --bpipe-report: paged stash"):
+        refuse(SimpleNamespace(fp8="hybrid", moe_paged_stash=True), balance=False)

@@ -1,0 +1,114 @@
+"""One rank of a test's training runs whose micro-batches differ in size by what a script of one's own does.
+
+In: as worker.py; a case says --differing and how. Out: the same records. The sizes follow from how many forwards this rank has run, so that
+all ranks of a pipeline cut and pack a micro-batch alike; and so does stock Megatron's run.
+
+    packed    sequences packed into one row: attention saves a square of each. With --sft, as a fine-tuning's script would be run
+    lengths   rows of differing length, whose shapes Megatron's pipeline then sends in front (variable_seq_lengths)
+    partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    # Megatron writes checkpoints with processes that import this file again.
+    import functools
+    import itertools
+    import json
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from typing import Any
+    from unittest import mock
+
+    from tests.gloo import worker
+
+    # isort: split
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.utils import get_attr_wrapped_model
+
+    pretrain_gpt = worker.pretrain_gpt
+    SEQUENCE = 64
+    # Of the micro-batches, over and over; the first is not the largest.
+    LENGTHS = (48, 64, 40, 64, 56, 24)
+    PACKS = ((16,) * 4, (8,) * 8, (64,), (32, 16, 16), (40, 24))
+
+    def given_out(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor | None, ...]:
+        return pretrain_gpt.get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
+
+    def losses(loss_mask: torch.Tensor) -> Callable[..., Any]:
+        return functools.partial(pretrain_gpt.loss_func, loss_mask)
+
+    def packed() -> Callable[..., Any]:
+        packs = itertools.cycle(PACKS)
+
+        def step(data: Any, model: Any) -> Any:
+            tokens, labels, loss_mask, _, positions = given_out(data, model)
+            lengths = next(packs)
+            ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            described = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+            )
+            if positions is not None:
+                positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            output = model(tokens, positions, None, labels=labels, loss_mask=loss_mask, packed_seq_params=described)
+            return output, losses(loss_mask)
+
+        return step
+
+    def cut() -> Callable[..., Any]:
+        lengths = itertools.cycle(LENGTHS)
+
+        def step(data: Any, model: Any) -> Any:
+            length = next(lengths)
+            tokens, labels, loss_mask, _, positions = (
+                each if each is None or each.dim() != 2 else each[:, :length].contiguous() for each in given_out(data, model)
+            )
+            return model(tokens, positions, None, labels=labels, loss_mask=loss_mask), losses(loss_mask)
+
+        return step
+
+    def recomputing() -> Callable[..., Any]:
+        def step(data: Any, model: Any, everything: bool) -> Any:
+            config = get_attr_wrapped_model(model, "config")
+            config.recompute_granularity = "full" if everything else None
+            config.recompute_method, config.recompute_num_layers = "uniform", 1
+            tokens, labels, loss_mask, mask, positions = given_out(data, model)
+            return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), losses(loss_mask)
+
+        return step
+
+    STEPS = {"packed": packed, "lengths": cut, "partial": recomputing}
+    SETTINGS: dict[str, dict[str, Any]] = {
+        "packed": {},
+        "lengths": {"variable_seq_lengths": True},
+        "partial": {"num_microbatches_with_partial_activation_checkpoints": 1},
+    }
+
+    def train(how: str) -> None:
+        """Our script, with another forward step, and what the model's configuration has to say of it."""
+        configured = pretrain_gpt.gpt_config_from_args
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            config = configured(*args, **kwargs)
+            for name, value in SETTINGS[how].items():
+                setattr(config.transformer, name, value)
+            return config
+
+        with (
+            mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
+            mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
+        ):
+            pretrain_gpt.main()
+
+    torch.set_num_threads(1)
+    cases, folder = sys.argv[1:]
+    for case in json.loads(Path(cases).read_text()):
+        main = pretrain_gpt.main
+        if "--differing" in case["arguments"]:
+            at = case["arguments"].index("--differing")
+            main = functools.partial(train, case["arguments"][at + 1])
+            case["arguments"][at : at + 2] = []
+        worker.run(case, Path(folder), main=main)

@@ -1,0 +1,62 @@
+"""Training whose micro-batches differ in size equals stock Megatron's, with memory poisoned, and says what stayed at home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
+from tests.gloo.test_training import same
+
+# No expert has a capacity: each takes the tokens that the router sends.
+DROPLESS = (
+    *("--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
+    *("--moe-router-load-balancing-type", "aux_loss"),
+)
+PACKED = ("--differing", "packed", "--micro-batch-size", "1", "--sft", "--spec", "tests.gloo.layers", "attending_plainly")
+COMMON = ("--global-batch-size", "16", "--train-iters", "4")
+INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
+
+ROWS: dict[str, tuple[str, ...]] = {
+    "dropless": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall"),
+    "dropless_gathered": (*DROPLESS, "--moe-token-dispatcher-type", "allgather"),
+    "dropless_interleaved": (*DROPLESS, *INTERLEAVED, "--moe-token-dispatcher-type", "alltoall"),
+    "dropless_split": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-schedule", "zb-h1"),
+    "packed": (*PACKED, "--global-batch-size", "8"),
+    "lengths": ("--differing", "lengths"),
+    "partial": ("--differing", "partial"),
+}
+TRANSPORTS = ("gloo", "peer")
+# What a change breaks first runs always, the rest only with --slow.
+ALWAYS = (("dropless", "gloo"), ("packed", "peer"), ("lengths", "gloo"), ("partial", "peer"))
+
+
+def stock(flags: Sequence[str]) -> list[str]:
+    """Without our own schedule: Megatron's 1F1B gives the same bits."""
+    return [flag for flag in flags if flag not in ("--bpipe-schedule", "zb-h1")]
+
+
+@pytest.fixture(scope="module")
+def rows(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    cases = []
+    for row, transport in sorted(asked_for(request, "row", "transport")):
+        name, flags = f"{row}_{transport}", [*COMMON, *ROWS[row]]
+        balanced = [*BPIPE, "--bpipe-transport", transport, *flags, "--bpipe-report", f"{{folder}}/{name}_balanced"]
+        cases += [Case(name, stock(flags)), Case(f"{name}_balanced", balanced)]
+    return run_cases(4, cases, timeout_s=900, worker="differing_worker.py")
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(
+    ("row", "transport"),
+    [
+        pytest.param(row, transport, marks=() if (row, transport) in ALWAYS else pytest.mark.slow)
+        for row in ROWS
+        for transport in TRANSPORTS
+    ],
+)
+def test_a_training_of_differing_sizes_equals_stock(rows: Outcome, row: str, transport: str) -> None:
+    name = f"{row}_{transport}"
+    same(rows, name, f"{name}_balanced", 4)
+    assert rows.reports(f"{name}_balanced")[0]["evictions"] > 0, "nothing was moved, so nothing was tested"
