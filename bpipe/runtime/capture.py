@@ -269,12 +269,12 @@ def _measure_wrapped() -> int:
     class Wrapper(torch.Tensor):
         @staticmethod
         def __new__(cls: type[Wrapper], payload: torch.Tensor) -> Wrapper:
-            made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, payload.shape)  # type: ignore[attr-defined]
+            made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, payload.shape)
             made.payload = payload  # type: ignore[attr-defined]
             return made
 
         @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
             raise NotImplementedError(f"{function} of what is only held")
 
     payloads = [Wrapper(torch.ones(1))]
