@@ -30,7 +30,7 @@ class _Noted:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExactBytes:
     """By stage and micro-batch, what each forward saved and what of it moved."""
 
     saved: Mapping[tuple[int, int], int]
@@ -85,13 +85,13 @@ class Recorder:
             row.pending = pending
 
     def rows(
-        self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int], exact: Sizes | None = None
+        self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int], exact: ExactBytes | None = None
     ) -> tuple[tuple[Row, ...], float]:
         """All rows, by their start, and the seconds the iteration took until now. Waits for the device.
 
         Bytes are by stage; `exact` are those of each micro-batch, where they differ.
         """
-        sizes = exact or Sizes({}, {})
+        sizes = exact or ExactBytes({}, {})
         assert self._begin is not None
         elapsed_s = self._clock.mark().since(self._begin)
         # A transfer of a stage of which nothing can move did not happen.

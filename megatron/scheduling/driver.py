@@ -25,7 +25,7 @@ from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.record.format import RankSummary
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.recorder import Recorder, Sizes
+from bpipe.runtime.recorder import ExactBytes, Recorder
 from bpipe.runtime.sizing import StayedAtHome
 from bpipe.runtime.streams import Clock, allocated_on
 from bpipe.transport.base import Transport
@@ -274,7 +274,7 @@ class Driver:
         assert self._meter is not None
         sizing = engine.sizing if engine.sizing is not None and engine.sizing.differing else None
         # What a host buffer takes at most is not what came into it.
-        exact = None if sizing is None else Sizes(self._meter.each_bytes, sizing.moved_each)
+        exact = None if sizing is None else ExactBytes(self._meter.each_bytes, sizing.moved_each)
         hosted = engine.hosted_bytes if sizing is None else {}
         rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**hosted, **engine.moved_bytes}, exact)
         self.recorded = Recorded(

@@ -103,7 +103,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "announcement control cuda_runtime host_memory layout",
         "base",
         "distributed lanes",
-        "device edges",
+        "device edges headed",
         "collectives device_memory probe",
         "memory",
         "one_sided",
@@ -111,7 +111,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "table",
     ),
     "runtime": (
-        "board capture errors stage streams",
+        "board capture errors sizing stage streams",
         "failures kept messages meter recorder states",
         "evictor executor host_buffers shards",
         "acceptor",
