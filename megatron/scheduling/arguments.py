@@ -120,20 +120,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
         # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
         refuse(args, balance=True)
     upstream.require(args, "arguments")
-    problems = list(_out_of_range(args))
-    own, how, plan = None, None, ()  # type: ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]
-    try:
-        own = own_schedule(args)
-        how, plan = balance_asked(args)
-        problems += [] if own is None else unplaced(args, own)
-    except ValueError as error:
-        problems.append(str(error))
-    if args.bpipe or own is not None or args.bpipe_report is not None:
-        problems += reasons(args, args.bpipe, own is not None)
-    problems += _audited(args, own is not None)
-    end_where(problems)
-    num_pipes = 1 if own is None else own.layout.num_pipes
-    sizes = Sizes.of(args, num_pipes)
+    own, how, plan = _asked(args)
+    sizes = Sizes.of(args, 1 if own is None else own.layout.num_pipes)
     writers = args.tensorboard_dir or args.wandb_project
     return SchedulingConfig(
         balance=args.bpipe,
@@ -162,6 +150,23 @@ def config_from_args(args: Any) -> SchedulingConfig:
         logits_per_microbatch=_logits_per_microbatch(args),
         audit=args.terra_audit,
     )
+
+
+def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]]:
+    """What our own loop runs, how to balance whatever runs, and lines that say why; ends where anything is in the way."""
+    problems = list(_out_of_range(args))
+    own, how, plan = None, None, ()  # type: ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]
+    try:
+        own = own_schedule(args)
+        how, plan = balance_asked(args)
+        problems += [] if own is None else unplaced(args, own)
+    except ValueError as error:
+        problems.append(str(error))
+    if args.bpipe or own is not None or args.bpipe_report is not None:
+        problems += reasons(args, args.bpipe, own is not None)
+    problems += _audited(args, own is not None)
+    end_where(problems)
+    return own, how, plan
 
 
 def _audited(args: Any, own: bool) -> Iterator[str]:

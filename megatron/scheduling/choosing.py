@@ -77,7 +77,10 @@ def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
         if vocabulary is not Vocabulary.WHOLE:
             raise ValueError(f"--bpipe-vocabulary {vocabulary.value}: --bpipe-schedule {name} is a file; choose from {that_take_shards()}")
         return _from_file(args, name, balance), True
-    family = FAMILIES[name]
+    return _of_family(args, FAMILIES[name], balance, vocabulary)
+
+
+def _of_family(args: Any, family: Family, balance: BalanceConfig | None, vocabulary: Vocabulary) -> tuple[ScheduleConfig, bool]:
     sizes = Sizes.of(args, family.num_pipes)
     ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE
     _check_asked(args, family)
@@ -85,7 +88,7 @@ def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
     first = sizes.num_microbatches
     try:
         config = ScheduleConfig(
-            schedule=name,
+            schedule=family.name,
             num_ranks=sizes.num_ranks,
             num_microbatches=first or family.num_pipes,
             num_chunks=sizes.num_chunks,
@@ -102,7 +105,7 @@ def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
         if first is not None and (ours or args.bpipe_bound is not None):
             built(config)
     except ValueError as error:
-        raise ValueError(f"--bpipe-schedule {name}: {error}\n  {_WAY_OUT}") from None
+        raise ValueError(f"--bpipe-schedule {family.name}: {error}\n  {_WAY_OUT}") from None
     return config, ours
 
 
@@ -158,6 +161,10 @@ def _check_asked(args: Any, family: Family) -> None:
         raise ValueError(f"--bpipe-group {args.bpipe_group}: {reason}")
     if args.bpipe_delay is not None and not family.takes_delay:
         raise ValueError(f"--bpipe-delay {args.bpipe_delay}: {family.name} takes none: choose from {that_take_delays()}")
+    _check_halves(args, family)
+
+
+def _check_halves(args: Any, family: Family) -> None:
     if args.bpipe_costs is not None and not family.splits:
         raise ValueError(f"--bpipe-costs: {family.name} has the same order at any: leave it out")
     if args.bpipe_hop is not None and args.bpipe_costs is None:
