@@ -26,6 +26,9 @@ class Exchange(enum.Enum):
     # Megatron's loop for several: right behind a computation it sends what that made, in one operation with all that its neighbours send
     # before its next. The ring of neighbours would block itself with the rule above.
     MEGATRON_INTERLEAVED = "megatron-interleaved"
+    # The same loop with `--no-overlap-p2p-communication` (`passes.turns`): between two turns it sends what the first made and receives what
+    # the second needs, in one operation, and goes on when that is over.
+    MEGATRON_TURNS = "megatron-turns"
     # Our executor: a send is on its way at once, and later let go, never waited for; receives are posted one ahead, in the sender's order,
     # and only what needs them waits.
     POSTED = "posted"

@@ -7,6 +7,7 @@ gpus_per_node = 8
 like = "h100-80g"        # what is not said is taken from there
 name = "our-h100"
 between_gb_per_s = 25    # half the ports
+between_gap_us = 400     # what a message between stages takes besides
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ NUMBERS = {
     "inside_gb_per_s": ("inside_bytes_per_s", 1e9),
     "between_gb_per_s": ("between_bytes_per_s", 1e9),
 }
+# These may be left out.
+GAPS = {"inside_gap_us": ("inside_gap_s", 1e-6), "between_gap_us": ("between_gap_s", 1e-6)}
 SUFFIXES = (".json", ".toml")
 # More than any device has: beyond, the unit was mistaken.
 LARGEST = 1e6
@@ -64,8 +67,9 @@ def _device(path: Path, said: object) -> DeviceKind:
         return _known(path, "device", said)
     if not isinstance(said, dict):
         raise ValueError(f"{path}: device is {_said(said)}, but must be a name or an object")
-    _refuse_unknown(path, "device.", said, ("like", "name", *NUMBERS))
-    numbers: dict[str, Any] = {field: _number(path, key, said[key]) * unit for key, (field, unit) in NUMBERS.items() if key in said}
+    known = {**NUMBERS, **GAPS}
+    _refuse_unknown(path, "device.", said, ("like", "name", *known))
+    numbers: dict[str, Any] = {field: _number(path, key, said[key]) * unit for key, (field, unit) in known.items() if key in said}
     if "memory_bytes" in numbers:
         numbers["memory_bytes"] = int(numbers["memory_bytes"])
     name = said.get("name", path.stem)

@@ -202,8 +202,8 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
 
 def links(setup: Setup) -> Links:
     device = setup.cluster.device
-    inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S)
-    return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S), setup.nodes())
+    inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
+    return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s), setup.nodes())
 
 
 def one_sided(links: Links, partners: Sequence[int]) -> frozenset[int]:
@@ -223,7 +223,7 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     device, d = setup.cluster.device, setup.replicas
     weight, gradient, *_ = parameter_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
-    bandwidth = (device.inside_bytes_per_s if setup.replicas_share_nodes() else device.between_bytes_per_s) * LINK_EFFICIENCY
+    bandwidth = _replicas_bytes_per_s(setup)
     rows = []
     for stage, own in enumerate(stage_parameters(setup)):
         count = own + (shard_parameters(setup) if stage < setup.pipeline else 0)
@@ -233,6 +233,20 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
         updated = UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
         rows.append((reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated))
     return tuple(rows)
+
+
+def _replicas_bytes_per_s(setup: Setup) -> float:
+    """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports, each its own."""
+    device = setup.cluster.device
+    if setup.replicas_share_nodes():
+        return device.inside_bytes_per_s * LINK_EFFICIENCY
+    return min(device.inside_bytes_per_s, setup.replica_ports() * device.between_bytes_per_s) * LINK_EFFICIENCY
+
+
+def _exchange(setup: Setup) -> Exchange:
+    exchange = exchange_of(setup.schedule)
+    blocks = exchange is Exchange.MEGATRON_INTERLEAVED and setup.switches.no_overlap_p2p_communication
+    return Exchange.MEGATRON_TURNS if blocks else exchange.predicted
 
 
 def predict_costs(setup: Setup) -> Costs:
@@ -270,7 +284,7 @@ def predict_costs(setup: Setup) -> Costs:
     costs = Costs(
         tuple(stages),
         joined,
-        exchange_of(setup.schedule).predicted,
+        _exchange(setup),
         # With two pipes mirror images have nothing for each other.
         one_sided(joined, (halved if setup.num_pipes > 1 else mirrored)(setup.pipeline)),
         eager=setup.switches.overlap_grad_reduce,

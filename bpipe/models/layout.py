@@ -6,6 +6,7 @@ Knows bytes and seconds of nothing. Legend of the messages: t tensor parallel, p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -135,7 +136,10 @@ class Setup:
                 f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} micro-batches: take a global "
                 f"batch that is a multiple of micro-batch {self.micro_batch} * data parallel {self.data} * {pipes}"
             )
-        if FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED and self.num_microbatches % p:
+        looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
+        if looped and self.switches.no_overlap_p2p_communication and p < 3:
+            raise ValueError(f"--no-overlap-p2p-communication with chunks is for 3 or more pipeline ranks in Megatron, there are {p}")
+        if looped and self.num_microbatches % p:
             raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
 
     @property
@@ -232,8 +236,12 @@ class Setup:
         """Whether gradients are reduced without leaving a node."""
         return self._places[1]
 
+    def replica_ports(self) -> int:
+        """Over so many ports a node's replicas of a rank reach those on other nodes: as many as the node has that has fewest of them."""
+        return self._places[2]
+
     @property
-    def _places(self) -> tuple[tuple[int, ...], bool]:
+    def _places(self) -> tuple[tuple[int, ...], bool, int]:
         sizes = (self.tensor, self.pipeline, self.data, self.cluster.devices_per_node)
         return _paired_places(*sizes) if self.num_pipes > 1 else _places(*sizes, self.balance != "none", self.how.partners)
 
@@ -246,8 +254,8 @@ def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
 @lru_cache(maxsize=1024)
 def _places(
     tensor: int, pipeline: int, data: int, devices_per_node: int, adjacent: bool, partners: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], bool]:
-    """Nodes of the first replica's ranks, and whether all replicas of every rank are on one node.
+) -> tuple[tuple[int, ...], bool, int]:
+    """Nodes of the first replica's ranks, whether all replicas of every rank are on one node, and how few of a rank's a node has.
 
     A balanced run lies with its pairs adjacent. Any other has Megatron's own order: tensor parallelism innermost, then data, then pipeline.
     """
@@ -257,12 +265,12 @@ def _places(
     else:
         place_of = {(rank, replica): (rank * data + replica) * tensor for rank in range(pipeline) for replica in range(data)}
     nodes = {key: place // devices_per_node for key, place in place_of.items()}
-    shared = all(len({nodes[rank, replica] for replica in range(data)}) == 1 for rank in range(pipeline))
-    return tuple(nodes[rank, 0] for rank in range(pipeline)), shared
+    groups = [[nodes[rank, replica] for replica in range(data)] for rank in range(pipeline)]
+    return tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups)
 
 
 @lru_cache(maxsize=1024)
-def _paired_places(tensor: int, pipeline: int, data: int, devices_per_node: int) -> tuple[tuple[int, ...], bool]:
+def _paired_places(tensor: int, pipeline: int, data: int, devices_per_node: int) -> tuple[tuple[int, ...], bool, int]:
     """The same with two pipes: to Megatron it is a pipeline of half as many ranks, of which twice as many replicas are neighbours.
 
     So ranks r and p - 1 - r, which have the same weights, lie beside each other, and those with the first stage last.
@@ -274,8 +282,14 @@ def _paired_places(tensor: int, pipeline: int, data: int, devices_per_node: int)
         for replica in range(data):
             place = ((position * data + replica) * 2 + (rank >= half)) * tensor
             nodes[rank, replica] = place // devices_per_node
-    shared = all(len({nodes[one, replica] for replica in range(data) for one in (rank, pipeline - 1 - rank)}) == 1 for rank in range(half))
-    return tuple(nodes[rank, 0] for rank in range(pipeline)), shared
+    groups = [[nodes[one, replica] for replica in range(data) for one in (rank, pipeline - 1 - rank)] for rank in range(half)]
+    return tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups)
+
+
+def _spread(groups: list[list[int]]) -> tuple[bool, int]:
+    """Of each group of replicas the nodes: whether none is on several, and the fewest that any node has of one."""
+    counts = [Counter(group) for group in groups]
+    return all(len(of_group) == 1 for of_group in counts), min(min(of_group.values()) for of_group in counts)
 
 
 def without_layers(layers: Sequence[int]) -> int | None:

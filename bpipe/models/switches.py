@@ -18,6 +18,7 @@ def _switch(text: str) -> bool:
 class Switches:
     overlap_grad_reduce: bool = _switch("gradients are reduced beside computations")
     overlap_param_gather: bool = _switch("updated weights are gathered beside the next forwards")
+    no_overlap_p2p_communication: bool = _switch("Megatron's interleaved loop waits for its exchanges between stages")
     grad_reduce_in_bf16: bool = _switch("with bf16: gradients are summed and reduced in 16 bit, not in 32")
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Do, Exchange, MessageTable, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.steps import Step, each_step
+from bpipe.passes.turns import received_before, turns_of
 
 _FORWARD = Kind.FORWARD
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -47,6 +48,10 @@ def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
         return tuple(lowering.between() for lowering in ranks)
     if exchange is Exchange.MEGATRON_INTERLEAVED:
         return tuple(lowering.behind(received) for lowering, received in zip(ranks, passing.received_behind(), strict=True))
+    if exchange is Exchange.MEGATRON_TURNS:
+        turns = turns_of(schedule)
+        received = received_before(schedule, turns, passing.needed, passing.needed_from, passing.made)
+        return tuple(lowering.in_turns(mine, before) for lowering, mine, before in zip(ranks, turns, received, strict=True))
     return tuple(lowering.posted(inbound) for lowering, inbound in zip(ranks, passing.inbound(), strict=True))
 
 
@@ -252,6 +257,26 @@ class _Lowering:
                 dos += _exchanged(num_sent, len(inputs) - num_sent)
                 whats += inputs
                 whats += inputs
+        return self._program()
+
+    def in_turns(self, turns: Sequence[int], received: Sequence[list[int]]) -> Program:
+        """Megatron's loop for several stages a rank, told not to overlap: what a turn made and the next needs, between the two."""
+        left: list[int] = []
+        begun = -1
+        self.starts.append(0)
+        self._step(next(self.steps))
+        # The loop's end is a turn that computes nothing.
+        ends = [*turns, turns[-1] + 1], [*self.made, NOTHING], [*self.made_for, _NOBODY]
+        for step, turn, made, made_for in zip(self.steps, *ends, strict=True):
+            self.starts.append(len(self.whats))
+            if turn != begun:
+                both = [*left, *received[turn]]
+                self.dos += _exchanged(len(left), len(received[turn]))
+                self.whats += both + both
+                left, begun = [], turn
+            self._step(step)
+            if made_for != _NOBODY:
+                left.append(made)
         return self._program()
 
     def posted(self, inbound: dict[int, list[int]]) -> Program:

@@ -103,16 +103,25 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two devices. `bytes_per_s` None: bytes take no time, only the latency does."""
+    """One direction between two devices. `bytes_per_s` None: bytes take no time, only the latency does.
+
+    `gap_s` is what a message between stages takes on top: a transfer is one operation of many messages' bytes, and begins early.
+    """
 
     bytes_per_s: Number | None = None
     latency_s: Number = 0
+    gap_s: Number = 0
 
     def __post_init__(self) -> None:
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s is {self.bytes_per_s}, but a link carries more than nothing; None is a link without limit")
-        if not self.latency_s >= 0:
-            raise ValueError(f"latency_s is {self.latency_s}, but nothing arrives before it left")
+        for name in ("latency_s", "gap_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but nothing arrives before it left")
+
+    def message_s(self, num_bytes: int) -> Number:
+        """What passes between stages."""
+        return self.gap_s + self.seconds(num_bytes)
 
     def seconds(self, num_bytes: int) -> Number:
         """Exact where bandwidth and latency are."""

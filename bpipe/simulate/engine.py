@@ -146,7 +146,7 @@ class _Run:
             else:
                 # A gradient is as large as the output of the stage before.
                 sent_bytes = self.costs.stages[group if group < num_stages else group - num_stages - 1].sent_bytes
-                paths.append(_Path(*self._ports(*parties), links.link(*parties).seconds(sent_bytes)))
+                paths.append(_Path(*self._ports(*parties), links.link(*parties).message_s(sent_bytes)))
         return paths
 
     def _ports(self, sender: int, receiver: int) -> tuple[int, int]:

@@ -78,7 +78,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
-    "passes": ("align evict forwards lower", "answered balance", "room"),
+    "passes": ("align evict forwards turns", "lower", "answered balance", "room"),
     "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
     "models": ("cluster model switches", "cluster_file flops layout", "profile saved", "memory", "compute"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 
@@ -25,6 +26,8 @@ from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
 from tests.unit.interleaving import fault_of
 from tests.unit.test_deadlock import REFILLED
 from tests.unit.test_overlap import OVERLAPPED
@@ -94,6 +97,36 @@ run 3F1; post 2B0>1B0; wait 2B0>1B0
 run 3B1; send 3B1>2B1; wait 3B1>2B1
 run 1B0; send 1B0>0B0; post 2B1>1B1; wait 1B0>0B0; wait 2B1>1B1
 run 1B1; send 1B1>0B1; wait 1B1>0B1
+"""
+
+# The last of three ranks with two chunks where the loop is told not to overlap, six micro-batches: three forwards, nine turns of a forward
+# and the backward behind it, three backwards. Behind the first group the ring closes: what rank 0 makes next comes from here.
+IN_TURNS = """\
+post 1F0>2F0; wait 1F0>2F0; run 2F0
+send 2F0>3F0; post 1F1>2F1; wait 2F0>3F0; wait 1F1>2F1; run 2F1
+send 2F1>3F1; post 1F2>2F2; wait 2F1>3F1; wait 1F2>2F2; run 2F2
+send 2F2>3F2; post 4F0>5F0; wait 2F2>3F2; wait 4F0>5F0; run 5F0
+run 5B0
+send 5B0>4B0; post 4F1>5F1; wait 5B0>4B0; wait 4F1>5F1; run 5F1
+run 5B1
+send 5B1>4B1; post 4F2>5F2; wait 5B1>4B1; wait 4F2>5F2; run 5F2
+run 5B2
+send 5B2>4B2; post 1F3>2F3; post 3B0>2B0; wait 5B2>4B2; wait 1F3>2F3; wait 3B0>2B0; run 2F3
+run 2B0
+send 2F3>3F3; send 2B0>1B0; post 1F4>2F4; post 3B1>2B1; wait 2F3>3F3; wait 2B0>1B0; wait 1F4>2F4; wait 3B1>2B1; run 2F4
+run 2B1
+send 2F4>3F4; send 2B1>1B1; post 1F5>2F5; post 3B2>2B2; wait 2F4>3F4; wait 2B1>1B1; wait 1F5>2F5; wait 3B2>2B2; run 2F5
+run 2B2
+send 2F5>3F5; send 2B2>1B2; post 4F3>5F3; wait 2F5>3F5; wait 2B2>1B2; wait 4F3>5F3; run 5F3
+run 5B3
+send 5B3>4B3; post 4F4>5F4; wait 5B3>4B3; wait 4F4>5F4; run 5F4
+run 5B4
+send 5B4>4B4; post 4F5>5F5; wait 5B4>4B4; wait 4F5>5F5; run 5F5
+run 5B5
+send 5B5>4B5; post 3B3>2B3; wait 5B5>4B5; wait 3B3>2B3; run 2B3
+send 2B3>1B3; post 3B4>2B4; wait 2B3>1B3; wait 3B4>2B4; run 2B4
+send 2B4>1B4; post 3B5>2B5; wait 2B4>1B4; wait 3B5>2B5; run 2B5
+send 2B5>1B5; wait 2B5>1B5
 """
 
 # Micro-batch 2 takes the host buffer in which 1 was. Evictions are waited for before the next computation, or a load; hosts before what
@@ -169,6 +202,31 @@ def test_megatrons_loop_for_one_stage_a_rank(p: int, m: int) -> None:
 
 def test_megatrons_loop_for_several_stages_a_rank() -> None:
     assert written(lower(build(ScheduleConfig("interleaved-1f1b", 2, 2, 2)), Exchange.MEGATRON_INTERLEAVED)) == INTERLEAVED
+
+
+def test_megatrons_interleaved_program_where_it_waits() -> None:
+    programs = written(lower(build(ScheduleConfig("interleaved-1f1b", 3, 6, 2)), Exchange.MEGATRON_TURNS))
+    assert programs.split("\n\n")[2] == IN_TURNS
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 3), (3, 2, 9), (4, 2, 8), (4, 3, 12), (5, 2, 10)])
+def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v: int, m: int) -> None:
+    """A forward and a backward take as long on every rank. Waiting behind each computation alone, the shorter waits for the longer."""
+    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, v))
+    free, gaps = Links(), Links(Link(gap_s=Fraction(1, 10)))
+    posted, turns, waiting = (
+        simulate(schedule, Costs((StageCost(1, 2),) * (p * v), links, exchange=exchange)).makespan_s
+        for links, exchange in ((free, Exchange.POSTED), (free, Exchange.MEGATRON_TURNS), (gaps, Exchange.MEGATRON_TURNS))
+    )
+    assert turns == posted
+    # Every rank sends a message a turn at least.
+    assert waiting >= turns + Fraction(1, 10) * m * v
+
+
+@pytest.mark.parametrize(("p", "m", "group"), [(3, 5, 5), (3, 10, 5), (4, 12, 6), (4, 12, 8), (5, 20, 6)])
+def test_a_loop_in_turns_closes_its_ring_whatever_the_group(p: int, m: int, group: int) -> None:
+    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, 2, group_size=group))
+    assert not blocked_ranks(schedule, Waits.IN_EVERY_OPERATION, Exchange.MEGATRON_TURNS)
 
 
 @pytest.mark.parametrize(("text", "expected"), [(REFILLED, WITH_TRANSFERS), (SHARDS_OF_TWO, TWO_SHARDS)])

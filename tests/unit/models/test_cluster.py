@@ -36,6 +36,17 @@ def test_a_file_says_everything_in_its_units(tmp_path: Path) -> None:
     assert device.source == str(path)
 
 
+def test_what_a_port_carries_and_what_a_message_takes_besides_may_be_said(tmp_path: Path) -> None:
+    usual, half = parse_cluster("a100-80g:4x8").device, parse_cluster("a100-80g:4x8@12.5").device
+    assert (usual.between_bytes_per_s, half.between_bytes_per_s) == (25e9, 12.5e9)
+    assert (usual.inside_gap_s, usual.between_gap_s) == (300e-6, 300e-6)
+    path = tmp_path / "cluster.toml"
+    path.write_text(OWN + "between_gap_us = 400\n")
+    assert (read_cluster(path).device.inside_gap_s, read_cluster(path).device.between_gap_s) == pytest.approx((300e-6, 400e-6))
+    with pytest.raises(ValueError, match=r"a port of 0\.0 GB/s carries nothing"):
+        parse_cluster("a100-80g:4x8@0.0")
+
+
 def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
     path = tmp_path / "half-the-ports.json"
     path.write_text(json.dumps({"nodes": 2, "gpus_per_node": 8, "device": {"like": "h100-80g", "between_gb_per_s": 25}}))

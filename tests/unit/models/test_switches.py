@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.compute import predict_costs, update_seconds
 from bpipe.models.layout import Setup
@@ -16,6 +17,7 @@ from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.document import configuration
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.predict import predict
 
 
 def setup(*on: str, **changes: Any) -> Setup:
@@ -51,9 +53,32 @@ def test_what_is_gathered_beside_forwards_takes_no_time_of_its_own() -> None:
     assert behind - update == pytest.approx(serial - reduced)
 
 
+def test_exchanges_that_block_cost_an_interleaved_pipeline_what_they_take() -> None:
+    chunks = {"chunks": 5, "layers": (2,) * 20, "schedule": "interleaved-1f1b", "global_batch": 64}
+    hidden, blocking = (predict(setup(*on, **chunks)) for on in ((), ("no_overlap_p2p_communication",)))
+    assert predict_costs(setup("no_overlap_p2p_communication", **chunks)).exchange is Exchange.MEGATRON_TURNS
+    # Five turns a micro-batch, two messages each, with a gap at least.
+    added = blocking.timing.pipeline_s - hidden.timing.pipeline_s
+    assert added > 5 * 2 * 300e-6 * blocking.setup.num_microbatches
+    # Without chunks Megatron's loop waits anyway.
+    assert predict_costs(setup("no_overlap_p2p_communication")) == predict_costs(setup())
+
+
+def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
+    """8 devices of a node lead 8 rings through its 8 ports; t of them on the same replica leave 8 / t."""
+    model = {"pipeline": 1, "layers": (40,), "global_batch": 64}
+    reduced = {t: update_seconds(setup(tensor=t, **model))[0][0] * t * 32 / t / (32 / t - 1) for t in (1, 2, 4, 8)}
+    assert [reduced[t] / reduced[8] for t in (4, 2, 1)] == pytest.approx([1 / 2, 1 / 4, 1 / 8], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("on", "changes", "message"),
     [
+        (
+            ("no_overlap_p2p_communication",),
+            {"pipeline": 2, "chunks": 2, "layers": (10,) * 4, "schedule": "interleaved-1f1b"},
+            "is for 3 or more pipeline ranks",
+        ),
         (("overlap_param_gather",), {}, "--overlap-param-gather needs --overlap-grad-reduce"),
         (("overlap_grad_reduce", "overlap_param_gather"), {"distributed_optimizer": False}, "is for the distributed optimizer"),
         (("grad_reduce_in_bf16",), {"precision": "fp16"}, "--grad-reduce-in-bf16 is for bf16, the precision is fp16"),
