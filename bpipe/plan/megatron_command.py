@@ -58,6 +58,7 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
     **dict.fromkeys(map(flag_of, SWITCHES), True),
     "--bpipe-vocabulary-input": True,
+    **dict.fromkeys(("--bpipe-differing-sizes", "--sft", "--dataloader-inter-document-masking"), True),
 }
 
 _EXPERTS, _OFFLOAD, _FSDP, _LOW = "mixtures of experts", "offloading", "sharding by FSDP", "8-bit and 4-bit training"
@@ -163,6 +164,7 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
             raise ValueError(f"{said}: {REFUSED[flag]}: not modelled; leave the flag out to predict the training without")
     notes: list[str] = []
     options = {**_model(found, notes), **_parallel(found), **_training(found, notes)}
+    _sizes_that_differ(found, notes)
     # The vocabulary may be the tokenizer's.
     vocabulary = next((VOCABULARIES.get(value) for flag, value in others if flag == "--tokenizer-type"), None)
     if vocabulary is not None:
@@ -353,6 +355,15 @@ def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "no_distributed_optimizer": not found.use_distributed_optimizer,
         **{name: getattr(found, name) for name in SWITCHES},
     }
+
+
+def _sizes_that_differ(found: argparse.Namespace, notes: list[str]) -> None:
+    """What is assumed of micro-batches that may differ in size."""
+    given = [flag_of(name) for name in ("bpipe_differing_sizes", "sft", "dataloader_inter_document_masking") if getattr(found, name)]
+    if given:
+        notes.append(
+            f"{given[0]}: micro-batches may differ in size; each is predicted as one full sequence, and host buffers without a reserve"
+        )
 
 
 def _attention(found: argparse.Namespace, notes: list[str]) -> str:

@@ -38,6 +38,7 @@ class SchedulingConfig:
     `own` is what our own loop runs, each iteration with its own number of micro-batches; None where Megatron's loops run. Where it splits
     backwards, `keep_weights_halves` says of what W is put off.
     `differing`: micro-batches of one stage may save differing sizes, by these arguments; a model's configuration may say it, too.
+    `unproven`: what is tried although it was never shown on a GPU.
     `report_iterations` are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
     is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
     `timers_interval` our timers are printed as Megatron prints its own.
@@ -60,6 +61,7 @@ class SchedulingConfig:
     poison: bool = False
     synchronous: bool = False
     differing: bool = False
+    unproven: tuple[str, ...] = ()
     report: str | None = None
     report_iterations: tuple[int, int] | None = None
     last_iteration: int | None = None
@@ -135,6 +137,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         poison=args.bpipe_poison,
         synchronous=args.bpipe_sync_transfers,
         differing=args.bpipe_differing_sizes or differ(args),
+        unproven=tuple(args.bpipe_unproven),
         report=args.bpipe_report,
         num_ranks=sizes.num_ranks,
         num_chunks=sizes.num_chunks,
@@ -163,7 +166,7 @@ def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tupl
     except ValueError as error:
         problems.append(str(error))
     if args.bpipe or own is not None or args.bpipe_report is not None:
-        problems += reasons(args, args.bpipe, own is not None)
+        problems += reasons(args, args.bpipe, own is not None, args.bpipe_unproven)
     problems += _audited(args, own is not None)
     end_where(problems)
     return own, how, plan

@@ -128,7 +128,7 @@ class Driver:
             # What only the model's configuration says; the arguments were judged at the start, if there were any.
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
-        refuse(config, self._config.balance, self._config.own is not None)
+        refuse(config, self._config.balance, self._config.own is not None, self._config.unproven)
         first = not self._engines
         engine = self._active = self._engine(program, config)
         if first and any(action.kind is Kind.BACKWARD_WEIGHT for slot in engine.schedule.ranks[self.rank] for action in slot.computations):

@@ -17,6 +17,7 @@ from bpipe.plan.options import memory
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.placement import PLACEMENTS
+from megatron.scheduling.refusals import UNPROVEN
 
 # How the output layer may be split in training, and how that is scheduled.
 _SPLIT = {
@@ -78,6 +79,13 @@ def _balancing(group: Any) -> None:
         help="Micro-batches of one stage may save differing sizes: host buffers get a reserve and grow between iterations, and a "
         "micro-batch that is too large for its own stays where it is, which is reported. Follows from dropless experts, packed sequences, "
         "variable lengths and partial recomputation by itself; a model of one's own has to say so.",
+    )
+    group.add_argument(
+        "--bpipe-unproven",
+        nargs="+",
+        choices=UNPROVEN,
+        default=[],
+        help="Try what is refused because it was never shown on a GPU. Compare the first losses with those of a run without --bpipe.",
     )
     group.add_argument(
         "--bpipe-poison",

@@ -26,7 +26,7 @@ class Refusal:
     """Something of Megatron's that `--bpipe` cannot do: its name in the documentation, when it applies, why, and the way out.
 
     What stands in the way of moving activations only, `moving`, does not hinder measuring them; what stands in the way of our own loop
-    only, `own_loop`, does not hinder Megatron's.
+    only, `own_loop`, does not hinder Megatron's. What was shown on a CPU only, with a stand-in, may be tried by the name `unproven`.
     """
 
     feature: str
@@ -35,6 +35,7 @@ class Refusal:
     remedy: str
     moving: bool = False
     own_loop: bool = False
+    unproven: str | None = None
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -45,15 +46,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --cuda-graph-impl none, and drop --enable-cuda-graph / --external-cuda-graph",
     ),
     Refusal(
-        "FP8 and FP4",
-        lambda s: s.fp8 is not None or s.fp4 is not None,
-        "FP8 and FP4 keep state beside activations",
-        "drop --fp8-format / --fp4-format",
+        "FP8",
+        lambda s: s.fp8 is not None,
+        "FP8 saves its values and scales in tensors that were moved with a stand-in only, on a CPU",
+        "drop --fp8-format, or try it with --bpipe-unproven fp8 and compare the first losses with a run without --bpipe",
+        unproven="fp8",
     ),
+    Refusal("FP4", lambda s: s.fp4 is not None, "FP4 keeps state beside activations", "drop --fp4-format"),
     Refusal(
         "activation offloading",
         lambda s: s.cpu_offloading or (s.cpu_offloading_num_layers or 0) > 0 or s.fine_grained_activation_offloading,
-        "activation offloading moves the same tensors",
+        "activation offloading saves tensors through hooks of autograd, and to look at one is to fetch it: who moves what cannot be told",
         "drop --cpu-offloading-num-layers / --fine-grained-activation-offloading",
     ),
     Refusal(
@@ -250,10 +253,15 @@ def _experts(settings: Settings) -> bool:
     return bool(settings.num_experts or settings.num_moe_experts)
 
 
-def reasons(settings: object, balance: bool, executor: bool = False) -> list[str]:
+# What `--bpipe-unproven` takes.
+UNPROVEN = tuple(refusal.unproven for refusal in REFUSALS if refusal.unproven is not None)
+
+
+def reasons(settings: object, balance: bool, executor: bool = False, unproven: Sequence[str] = ()) -> list[str]:
     """Why these settings cannot train with `--bpipe`, or by our loop, or cannot be measured with `--bpipe-report`: a line each, or none."""
     wanted = "--bpipe" if balance else "--bpipe-schedule" if executor else "--bpipe-report"
     asked = [refusal for refusal in REFUSALS if (balance or not refusal.moving) and (executor or not refusal.own_loop)]
+    asked = [refusal for refusal in asked if refusal.unproven not in unproven]
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in asked if refusal.applies(Settings(settings))]
 
 
@@ -262,9 +270,9 @@ def reasons_of(refusals: Sequence[Refusal], settings: object, wanted: str) -> li
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in refusals if refusal.applies(Settings(settings))]
 
 
-def refuse(settings: object, balance: bool, executor: bool = False) -> None:
+def refuse(settings: object, balance: bool, executor: bool = False, unproven: Sequence[str] = ()) -> None:
     """Raise ValueError with every reason. A script of one's own may set in its model what no flag says: give that model's configuration."""
-    end_where(reasons(settings, balance, executor))
+    end_where(reasons(settings, balance, executor, unproven))
 
 
 def end_where(problems: Sequence[str]) -> None:

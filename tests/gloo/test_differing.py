@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_training import same
 
@@ -60,3 +61,15 @@ def test_a_training_of_differing_sizes_equals_stock(rows: Outcome, row: str, tra
     name = f"{row}_{transport}"
     same(rows, name, f"{name}_balanced", 4)
     assert rows.reports(f"{name}_balanced")[0]["evictions"] > 0, "nothing was moved, so nothing was tested"
+    summaries = rows.reports(f"{name}_balanced")
+    stayed = sum(summary["stayed_microbatches"] for summary in summaries if "stayed_microbatches" in summary)
+    said = rows.logs[0].split(f"=== {name}_balanced\n")[1].split("===")[0]
+    assert ("were too large for their host buffers and stayed here; the bound was passed by" in said) == (stayed > 0)
+    assert summaries[0]["largest_bytes"]["0"] > 0
+    if row == "packed":
+        # Some packs are larger than the first, and in the second iteration there is room for all.
+        assert stayed > 0
+        assert summaries[0]["times_grown"] == 1
+        assert "too large for their host buffers; the bound was passed by" not in " ".join(
+            report_of(rows.report_folder(f"{name}_balanced")).answers
+        )

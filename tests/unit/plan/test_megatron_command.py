@@ -276,3 +276,9 @@ def test_absurd_numbers_are_refused() -> None:
         read_command(["torchrun", "--nproc_per_node", "8", "--nnodes", "1" * 30, "pretrain_gpt.py", *sizes])
     with pytest.raises(ValueError, match=r"--num-layers is 1+, but must be at most 1000000000000"):
         read_command([*sizes, "--num-layers", "1" * 30])
+
+
+@pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking", "--bpipe-differing-sizes"])
+def test_what_is_assumed_of_sizes_that_differ_is_said(flag: str) -> None:
+    (note,) = (note for note in read(flag).notes if "differ in size" in note)
+    assert note.startswith(f"{flag}: micro-batches may differ in size; each is predicted as one full sequence")

@@ -71,6 +71,19 @@ def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
     assert unknown.comparison.stages[0].moved_fraction is None
 
 
+def test_the_answers_say_what_found_too_little_room(tmp_path: Path) -> None:
+    """A peak above the bound would look like a fault of the schedule's."""
+    write_run(tmp_path)
+    path = tmp_path / "record_00000.jsonl"
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    lines[1] |= {"stayed_microbatches": 3, "stayed_bytes": 3 << 20, "passed_microbatches": 2, "passed_bytes": 2 << 20}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+    assert report_of(tmp_path).answers[-1] == (
+        "Micro-batches differ in size: 3 that were to leave stayed, being too large for their host buffers; the bound was passed by 2.0 MiB "
+        f"at most, on stage 0 in iteration {lines[1]['iteration']}. What is predicted takes each for as large as the largest."
+    )
+
+
 def test_the_answers_of_a_run_without_balancing(tmp_path: Path) -> None:
     answers = report(tmp_path / "a", balance="none").answers
     assert answers[1].startswith("Stage 0 (rank 0) is the memory bottleneck: 84.0 MiB of activations")

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron.scheduling.refusals import REFUSALS, differ, reasons, refuse
+from megatron.scheduling.refusals import REFUSALS, UNPROVEN, differ, reasons, refuse
 
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
-    "FP8 and FP4": [{"fp8": "hybrid"}, {"fp4": "e2m1"}],
+    "FP8": [{"fp8": "hybrid"}],
+    "FP4": [{"fp4": "e2m1"}],
     "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}, {"fine_grained_activation_offloading": True}],
     "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}],
     "paged stash": [{"moe_paged_stash": True}],
@@ -60,6 +61,15 @@ def test_every_refusal_is_tried() -> None:
 def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in REFUSALS if refusal.feature == feature)
     assert reasons(SimpleNamespace(**settings), True, executor=refusal.own_loop) == [f"--bpipe: {refusal.reason}; {refusal.remedy}"]
+
+
+def test_what_is_unproven_may_be_tried_by_its_name() -> None:
+    assert UNPROVEN == ("fp8",)
+    refuse(SimpleNamespace(fp8="hybrid"), balance=True, unproven=("fp8",))
+    with pytest.raises(ValueError, match="FP4 keeps state"):
+        refuse(SimpleNamespace(fp8="hybrid", fp4="e2m1"), balance=True, unproven=("fp8",))
+    with pytest.raises(ValueError, match="--bpipe-unproven fp8 and compare"):
+        refuse(SimpleNamespace(fp8="hybrid"), balance=True)
 
 
 def test_what_only_our_own_loop_cannot_do_trains_by_megatrons() -> None:
