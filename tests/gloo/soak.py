@@ -51,7 +51,7 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run of at least so many seconds and micro-batches. `fault` is (rank, moment, signal): what that process does to itself, in the
+    """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so. `fault` is (rank, moment, signal): what that process does to itself, in the
     second iteration of the first program unless the moment is "start"."""
 
     name: str
@@ -65,6 +65,7 @@ class Scenario:
     timeout_s: float = 60.0
     limit_s: float = 120.0
     fault: tuple[int, str, str] | None = None
+    differing: bool = False
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Record:
     transfers: int = 0
     different: list[str] = field(default_factory=list)
     outlived: int = 0
+    stayed: int = 0
+    grown: int = 0
     descriptors: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     resident_bytes: list[int] = field(default_factory=list)
@@ -106,8 +109,10 @@ class Rank:
         self.record.transport = self.connection.link.transport if self.connection and self.connection.link else None
         self.record.groups = len(distributed_c10d._world.pg_map)
         self.edges = connect_edges(neighbours(self.plans[0]), "gloo", scenario.timeout_s, CPU)
-        config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True)
-        self.engines = [Engine(plan, rank, self.connection.transport() if self.connection else None, config) for plan in self.plans]
+        differing = scenario.differing
+        config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True, differing=differing)
+        ends = [self.connection.transport(differing=differing) if self.connection else None for _ in self.plans]
+        self.engines = [Engine(plan, rank, end, config) for plan, end in zip(self.plans, ends, strict=True)]
         self.running = self.engines[0]
         self.iterations = 0
 
@@ -139,16 +144,27 @@ class Rank:
         self.record.microbatches += plan.num_microbatches
         self.record.transfers += 2 * num_transfers(plan, self.rank).evictions
         self.iterations += 1
+        if self.running.sizing is not None:
+            self.record.stayed += self.running.sizing.stayed.microbatches
+            self.record.grown = max(self.record.grown, self.running.sizing.num_grown)
+
+    def rows(self, number: int, microbatch: int) -> int:
+        """Of a micro-batch of this program. Where they differ, from a quarter on to what grows with the iterations, up to three times."""
+        rows = PROGRAMS[number][1]
+        if not self.scenario.differing:
+            return rows
+        most = min(3.0, 1.0 + self.iterations / 30)
+        return max(1, int(rows * random.Random(f"{self.iterations} {microbatch}").uniform(0.25, most)))
 
     def gradients(self, number: int, engine: Engine | None, alive: list[StorageWeakRef]) -> list[torch.Tensor]:
         """One iteration's gradients; without an engine nothing moves and no neighbour is asked."""
         for weight in self.weights.values():
             weight.grad = None
-        plan, rows = self.plans[number], PROGRAMS[number][1]
+        plan = self.plans[number]
 
         def part(stage: int, microbatch: int, *tokens: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator().manual_seed(1000 * self.iterations + microbatch)
-            received = torch.randn(rows, WIDTH, generator=generator).requires_grad_()
+            received = torch.randn(self.rows(number, microbatch), WIDTH, generator=generator).requires_grad_()
             hidden = torch.nn.functional.gelu(received @ self.weights[stage])
             alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (received, hidden))
             output = torch.softmax(hidden @ self.weights[stage].t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)

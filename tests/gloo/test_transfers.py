@@ -120,6 +120,19 @@ def test_a_long_soak_of_halves_in_groups(transport: str, tmp_path: Path) -> None
     print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of rank 0")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_a_long_soak_of_sizes_that_differ(transport: str, tmp_path: Path) -> None:
+    """Every micro-batch has rows of its own, and the largest grow: some stay at home, and host buffers grow and are given back."""
+    (outcome,) = run([Scenario(transport, transport, seconds=45.0, limit_s=300.0, differing=True)], tmp_path)
+    assert_nothing_lost_and_nothing_kept(outcome)
+    first = outcome.records[EVICTOR]
+    assert first["stayed"] > 0
+    assert first["grown"] > 1
+    print(f"{transport}: {first['microbatches']} micro-batches, {first['transfers']} transfers, {first['stayed']} stayed at home")
+
+
 def breaking(transport: str, rank: int, moment: str, what: str, how: tuple[str, int, int | None] = ("1f1b", 1, None)) -> Scenario:
     """`how`: a schedule, its chunks and its groups."""
     schedule, chunks, group = how

@@ -79,8 +79,8 @@ def test_the_answers_say_what_found_too_little_room(tmp_path: Path) -> None:
     lines[1] |= {"stayed_microbatches": 3, "stayed_bytes": 3 << 20, "passed_microbatches": 2, "passed_bytes": 2 << 20}
     path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
     assert report_of(tmp_path).answers[-1] == (
-        "Micro-batches differ in size: 3 that were to leave stayed, being too large for their host buffers; the bound was passed by 2.0 MiB "
-        f"at most, on stage 0 in iteration {lines[1]['iteration']}. What is predicted takes each for as large as the largest."
+        "Micro-batches differ in size: 3 that were to leave stayed, being too large for their host buffers; the bound was passed by 2.0 "
+        f"MiB at most, on stage 0 in iteration {lines[1]['iteration']}. What is predicted takes each for as large as the largest."
     )
 
 
