@@ -51,8 +51,9 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so. `fault` is (rank, moment, signal): what that process does to itself, in the
-    second iteration of the first program unless the moment is "start"."""
+    """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so. `fault` is (rank, moment, signal): what that
+    process does to itself, in the second iteration of the first program unless the moment is "start".
+    """
 
     name: str
     transport: str
