@@ -114,8 +114,7 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
     # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
     forward = products + (10.5 * between + inside) / rates.memory + FORWARD_KERNELS * KERNEL_S
     backward = 2 * products + (14 * between + 1.5 * inside + _accumulated(setup)) / rates.memory + BACKWARD_KERNELS * KERNEL_S
-    # With sequence parallelism two gathers and two scatters each way, without it two reductions of twice the bytes.
-    collectives = 4 * _gather_s(setup, rates)
+    collectives, _ = layer_collective_seconds(setup)
     core_forward, core_backward = core_seconds(setup, rates)
     forward += core_forward + collectives
     backward += core_backward + collectives
@@ -124,6 +123,13 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
     elif setup.recompute == "selective":
         backward += core_forward
     return forward, backward
+
+
+def layer_collective_seconds(setup: Setup) -> tuple[float, float]:
+    """Of these a layer's tensor-parallel collectives: two gathers and two scatters each way with sequence parallelism, without it two
+    reductions of twice the bytes. A layer that is recomputed goes forward twice."""
+    collectives = 4 * _gather_s(setup, _Rates.of(setup))
+    return collectives, collectives * (2 if setup.recompute == "full" else 1)
 
 
 def _accumulated(setup: Setup) -> float:

@@ -47,6 +47,10 @@ COMMUNICATOR_BYTES = 688 * MIB
 # allocated once and do not fragment. Runs that failed report up to 20 % of all memory (Vad-R1 issue 11 on GitHub: 14.15 of 70.85 GiB).
 FRAGMENTATION = Fraction(3, 20)
 
+# Above this share of a device's memory torch's allocator may give back and ask again in every iteration. Three configurations of GPT-3 96B
+# took 1.3 to 1.6 times as long as with half the micro-batch (Kim et al. 2023, table 7), and their devices must have been nearly full.
+TIGHT = 0.95
+
 # Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while weights are updated: a
 # copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the distributed optimizer), which divides the
 # last two by the data-parallel size.
@@ -88,6 +92,11 @@ class RankMemory:
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with so little to spare that the allocator may have to give memory back and ask again."""
+        return TIGHT * self.limit_bytes < self.peak_bytes <= self.limit_bytes
 
 
 def parameter_bytes(setup: Setup) -> tuple[int, int, int, int]:

@@ -69,15 +69,30 @@ class Profile:
             )
         return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
 
-    def apply(self, setup: Setup, costs: Costs) -> Costs:
-        """The costs with what was measured in place of what was predicted."""
+    @property
+    def is_of_one_rank(self) -> bool:
+        """Whether a tensor-parallel rank was measured alone, which `bpipe profile` says by naming how many there are."""
+        return "tensor" in dict(self.measured)
+
+    def apply(self, setup: Setup, costs: Costs, collectives: tuple[float, float] = (0.0, 0.0)) -> Costs:
+        """The costs with what was measured in place of what was predicted.
+
+        `collectives` are seconds of a layer's tensor-parallel ones, forward and backward: what was measured of one rank alone lacks them.
+        """
         entries = self.entries_for(setup)
+        missing = collectives if self.is_of_one_rank else (0.0, 0.0)
         first = None if setup.input_shards else 0
         last = None if setup.is_sharded else setup.num_stages - 1
         return replace(
             costs,
             stages=tuple(
-                _with_entry(_with_halves(cost, entry, num_layers, setup.keeps_halves), entry, num_layers, stage == first, stage == last)
+                _with_collectives(
+                    _with_entry(
+                        _with_halves(cost, entry, num_layers, setup.keeps_halves), entry, num_layers, stage == first, stage == last
+                    ),
+                    entry,
+                    (num_layers * missing[0], num_layers * missing[1]),
+                )
                 for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
             ),
             shards=tuple(_shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards),
@@ -108,6 +123,20 @@ def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bo
         return cost
     share = entry.backward_s * _scale(entry, num_layers) / cost.backward_s
     return replace(cost, input_s=cost.input_s * share, weight_s=cost.weight_s * share)
+
+
+def _with_collectives(cost: StageCost, entry: Entry, missing: tuple[float, float]) -> StageCost:
+    """On top of what the entry gives; what is predicted has them."""
+    forward, backward = missing
+    changes: dict[str, Any] = {}
+    if entry.forward_s is not None:
+        changes["forward_s"] = cost.forward_s + forward
+    if entry.backward_s is not None:
+        changes["backward_s"] = cost.backward_s + backward
+    if cost.input_s is not None and (entry.input_s is not None or entry.backward_s is not None):
+        # Gradients of inputs are what goes round.
+        changes["input_s"] = cost.input_s + backward
+    return replace(cost, **changes)
 
 
 def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, last: bool) -> StageCost:

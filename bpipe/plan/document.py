@@ -82,6 +82,7 @@ def _stage(prediction: SetupPrediction, memory: RankMemory) -> dict[str, Any]:
         "peak_bytes": memory.peak_bytes,
         "limit_bytes": memory.limit_bytes,
         "fits": memory.fits,
+        "is_tight": memory.is_tight,
         "evictions": prediction.transfers[memory.rank],
         "exposed_transfer_s": prediction.timing.exposed_s[memory.rank],
     }

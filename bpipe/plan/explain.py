@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from bpipe.generate.families import default
 from bpipe.models.layout import Setup
+from bpipe.models.memory import TIGHT
 from bpipe.models.saved import kept_share
 from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.search import Closest, Found, Outcome
@@ -52,6 +53,18 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
         f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with --bpipe-keep-weights-halves none the "
         f"fullest rank needs {_gib(other.peak_bytes)} instead of {_gib(peak)} GiB, and an iteration takes {other.iteration_s:.3f} "
         f"instead of {prediction.timing.iteration_s:.3f} s"
+    )
+
+
+def tight(prediction: SetupPrediction) -> str | None:
+    """A warning where all fits, and hardly."""
+    worst = max(prediction.memory, key=lambda rank: rank.peak_bytes / rank.limit_bytes)
+    if not prediction.fits or not worst.is_tight:
+        return None
+    share = f"{100 * worst.peak_bytes / worst.limit_bytes:.0f} %"
+    return (
+        f"rank {worst.rank} needs {share} of its device: above {100 * TIGHT:.0f} % the allocator may give memory back and ask again; "
+        "published runs there lost 20 to 40 % of their time, which is not predicted"
     )
 
 

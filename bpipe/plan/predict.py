@@ -10,7 +10,7 @@ from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import num_transfers
-from bpipe.models.compute import predict_costs
+from bpipe.models.compute import layer_collective_seconds, predict_costs
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, predict_memory
@@ -79,7 +79,7 @@ class SetupPrediction:
 
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
     costs = predict_costs(setup)
-    return costs if profile is None else profile.apply(setup, costs)
+    return costs if profile is None else profile.apply(setup, costs, layer_collective_seconds(setup))
 
 
 def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:

@@ -15,6 +15,7 @@ from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.document import configuration
+from bpipe.plan.explain import tight
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import predict
@@ -62,6 +63,18 @@ def test_exchanges_that_block_cost_an_interleaved_pipeline_what_they_take() -> N
     assert added > 5 * 2 * 300e-6 * blocking.setup.num_microbatches
     # Without chunks Megatron's loop waits anyway.
     assert predict_costs(setup("no_overlap_p2p_communication")) == predict_costs(setup())
+
+
+def test_a_rank_that_hardly_fits_is_warned_of() -> None:
+    plain = predict(setup())
+    fullest = max(rank.peak_bytes for rank in plain.memory)
+    assert not any(rank.is_tight for rank in plain.memory)
+    assert tight(plain) is None
+    nearly = predict(setup(budget_bytes=(int(fullest / 0.97),) * 4))
+    assert nearly.fits
+    assert "needs 97 % of its device: above 95 % the allocator may" in (tight(nearly) or "")
+    # What does not fit at all is said elsewhere.
+    assert tight(predict(setup(budget_bytes=(fullest - 1,) * 4))) is None
 
 
 def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
