@@ -145,7 +145,7 @@ def table(prediction: SetupPrediction) -> str:
         f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}"
         f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",
         f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
-        f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_makespan:.1f} % of the iteration, "
+        f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, "
         f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
     if timing.simulated < setup.num_microbatches:

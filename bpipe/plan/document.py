@@ -54,6 +54,7 @@ def document(prediction: SetupPrediction) -> dict[str, Any]:
         "mfu_formula": prediction.formula,
         "peak_flops_per_s": setup.cluster.device.peak_flops_per_s,
         "bubble_percent": 100 * timing.bubble_of_makespan,
+        "bubble_of_pipeline_percent": 100 * timing.bubble_of_pipeline,
         "bubble_of_span_percent": 100 * timing.bubble_of_span,
         "exposed_transfer_s": max(timing.exposed_s),
         "transfer_bytes": bandwidth.transfer_bytes if bandwidth else 0,

@@ -50,6 +50,11 @@ class Timing:
     bubble_of_span: float
     simulated: int
 
+    @property
+    def bubble_of_pipeline(self) -> float:
+        """1 - computing / pipeline over all ranks: what reduction and update last is none of it."""
+        return 1 - (1 - self.bubble_of_makespan) * self.iteration_s / self.pipeline_s
+
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:

@@ -18,7 +18,7 @@ from bpipe.plan.document import configuration
 from bpipe.plan.explain import tight
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.predict import predict
+from bpipe.plan.predict import predict, simulation_of, whole_timing
 
 
 def setup(*on: str, **changes: Any) -> Setup:
@@ -75,6 +75,15 @@ def test_a_rank_that_hardly_fits_is_warned_of() -> None:
     assert "needs 97 % of its device: above 95 % the allocator may" in (tight(nearly) or "")
     # What does not fit at all is said elsewhere.
     assert tight(predict(setup(budget_bytes=(fullest - 1,) * 4))) is None
+
+
+def test_one_rank_alone_has_no_bubble_whatever_it_reduces() -> None:
+    alone = predict(setup(pipeline=1, tensor=1, layers=(40,), global_batch=64)).timing
+    assert alone.bubble_of_makespan > 0.05
+    assert alone.bubble_of_pipeline == pytest.approx(0, abs=1e-9)
+    eight = simulation_of(setup(), None)
+    busy = sum(eight.busy_s(rank) for rank in range(4))
+    assert whole_timing(eight).bubble_of_pipeline == pytest.approx(1 - float(busy / (4 * eight.pipeline_s)))
 
 
 def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
