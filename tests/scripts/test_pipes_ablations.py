@@ -39,17 +39,19 @@ def test_what_is_taken_away_costs_what_it_should() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [8, 32])
 @pytest.mark.parametrize("vocabulary", [1024, 51200])
-def test_the_table_of_when_to_take_it(vocabulary: int) -> None:
+def test_the_table_of_when_to_take_it(vocabulary: int, microbatches: int) -> None:
     cells = []
-    for schedule, v, group in (("interleaved-1f1b", 2, None), ("zb-v", 2, None), ("grouped-interleaved", 4, 8), ("bitpipe", 2, None)):
+    one_pipe = (("interleaved-1f1b", 2, None), ("zb-v", 2, None), ("grouped-interleaved", 4, 8))
+    for schedule, v, group in (*one_pipe, ("bitpipe", 2, None), ("bitpipe", 4, None)):
         setup = Setup(
             model=replace(PRESETS["gpt3-13b"], num_layers=32, vocabulary=vocabulary),
             cluster=parse_cluster("a100-80g:1x8"),
             tensor=1,
             pipeline=8,
             micro_batch=1,
-            global_batch=32,
+            global_batch=microbatches,
             sequence=PRESETS["gpt3-13b"].sequence,
             layers=(32 // 8 // v,) * 8 * v,
             recompute="none",
@@ -60,4 +62,4 @@ def test_the_table_of_when_to_take_it(vocabulary: int) -> None:
         )
         fullest = max(rank.peak_bytes for rank in predict_memory(setup)) / 2**30
         cells.append(f"{float(simulation_of(setup).makespan_s):.2f} s, {fullest:.1f}")
-    assert re.search(rf"^\| {vocabulary} \| {re.escape(' | '.join(cells))} \|$", PAGE, re.MULTILINE), cells
+    assert re.search(rf"^\| {vocabulary} \| {microbatches} \| {re.escape(' | '.join(cells))} \|$", PAGE, re.MULTILINE), cells

@@ -229,6 +229,15 @@ def test_the_middle_of_bitpipe_is_relieved_too() -> None:
         assert (max(held(schedule)), max(held(balanced))) == (before, after)
 
 
+@pytest.mark.parametrize(("name", "v"), CASES)
+@pytest.mark.parametrize(("p", "m"), [(4, 2), (4, 6), (6, 12), (8, 8), (8, 24), (12, 48)])
+def test_the_first_rank_holds_what_plans_count_on(name: str, v: int, p: int, m: int) -> None:
+    """Plans leave sizes out that it shows not to fit, and moving things later lets a rank hold less."""
+    ahead = FAMILIES[name].ahead
+    assert ahead is not None
+    assert peak_counts(generate(name, p, m, v))[0] >= ahead(p, m, v, 1)
+
+
 # p, m, and what 1F1B, interleaved 1F1B with two chunks, Chimera and BitPipe with two chunks take.
 TABLE = {
     (4, 4): (21, Fraction(33, 2), 16, 14),
