@@ -46,7 +46,8 @@ ENDED = {
     "order": "--bpipe-timeout|did not pass",
     "no-lookup": "--bpipe-timeout|did not pass",
     "weight": "param_gather_handle is None",
-    "statistics": "not depend on the losses",
+    # Memory that nobody has filled may hold what makes a loss infinite.
+    "statistics": "not depend on the losses|Unexpected result -?(inf|nan)",
     "sum": "not depend on the losses",
     "early": "not depend on the losses",
 }
