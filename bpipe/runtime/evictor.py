@@ -196,6 +196,8 @@ class Evictor:
         activations.storages, activations.lengths = [found.storage for found in movable], lengths
         activations.roots, activations.inputs = (), ()
         self._layout.make_room(host_buffer, action.stage, self.sizing.rooms)
+        if self._transport.one_sided:
+            self._transport.grow()
         with self._streams.outbound():  # [1]
             activations.pending = (
                 self._transport.put(host_buffer, _bytes_of(activations.storages)) if self._travels(activations) else Done()

@@ -92,6 +92,9 @@ class OneSided(Evicting, Protocol):
     def learn(self) -> dict[int, tuple[int, ...]]:
         """Acceptor that lends: the evictor's next announcement. Blocks until it is there."""
 
+    def grow(self) -> None:
+        """Evictor: the layout may have grown, and an acceptor lends the same whether anything is put or not."""
+
     def lend(self, nbytes: int) -> None:
         """Acceptor that lends: make the next piece of the layout, of so many bytes. Does not wait for the partner, unless it fails."""
 

@@ -213,10 +213,13 @@ class Reaching:
     def lend(self, nbytes: int) -> None:
         self._access.lend(nbytes)
 
-    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+    def grow(self) -> None:
         for nbytes in self._layout.pieces[self._num_pieces :]:
             self._access.grow(nbytes)
             self._num_pieces += 1
+
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        self.grow()
         return self._move(self._outbound, host_buffer, tensors, lambda region: region.write_all, _BufferState.FREE, _BufferState.HOLDING)
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:

@@ -148,6 +148,9 @@ class Lent:
     def _free(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if on_cuda(self._device) else 0
 
+    def grow(self) -> None:
+        raise AssertionError("an acceptor has nothing to reach")
+
     def announce(self, sizes: Sizes) -> Pending:
         raise AssertionError("an acceptor has nothing to announce")
 

@@ -68,6 +68,9 @@ class Rank:
         """Train the pattern's iterations, each twice: with the engine, and with nothing moved."""
         if pattern["release"]:
             self.engine.release()
+            if self.engine.sizing is not None:
+                # As a new run, or the largest pattern so far would leave room for all that come.
+                self.engine.sizing.most_bytes.clear()
         wrong, stayed = [], []
         for iteration, sizes in enumerate(pattern["iterations"]):
             found = self.gradient(sizes, iteration, self.engine)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_training import same
 
@@ -23,7 +22,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "dropless": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall"),
     "dropless_gathered": (*DROPLESS, "--moe-token-dispatcher-type", "allgather"),
     "dropless_interleaved": (*DROPLESS, *INTERLEAVED, "--moe-token-dispatcher-type", "alltoall"),
-    "dropless_split": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-schedule", "zb-h1"),
+    "dropless_by_our_loop": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-executor"),
     "packed": (*PACKED, "--global-batch-size", "8"),
     "lengths": ("--differing", "lengths"),
     "partial": ("--differing", "partial"),
@@ -34,8 +33,8 @@ ALWAYS = (("dropless", "gloo"), ("packed", "peer"), ("lengths", "gloo"), ("parti
 
 
 def stock(flags: Sequence[str]) -> list[str]:
-    """Without our own schedule: Megatron's 1F1B gives the same bits."""
-    return [flag for flag in flags if flag not in ("--bpipe-schedule", "zb-h1")]
+    """Without our own loop: Megatron's gives the same bits."""
+    return [flag for flag in flags if flag != "--bpipe-executor"]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +66,6 @@ def test_a_training_of_differing_sizes_equals_stock(rows: Outcome, row: str, tra
     assert ("were too large for their host buffers and stayed here; the bound was passed by" in said) == (stayed > 0)
     assert summaries[0]["largest_bytes"]["0"] > 0
     if row == "packed":
-        # Some packs are larger than the first, and in the second iteration there is room for all.
+        # Some packs are larger than the first; once all have left there is room for all.
         assert stayed > 0
-        assert summaries[0]["times_grown"] == 1
-        assert "too large for their host buffers; the bound was passed by" not in " ".join(
-            report_of(rows.report_folder(f"{name}_balanced")).answers
-        )
+        assert summaries[0]["times_grown"] > 0

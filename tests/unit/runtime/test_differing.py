@@ -60,9 +60,9 @@ class Differing(Model):
         return Keeping.apply(made, *kept) if kept else made  # type: ignore[no-any-return,no-untyped-call]
 
 
-def trained(schedule: Schedule, kind: str, pattern: Pattern) -> Pipeline:
+def trained(schedule: Schedule, kind: str, pattern: Pattern, timeout_s: float = 20.0) -> Pipeline:
     """The pipeline that ran it; its gradients were those of the model in one piece."""
-    pipeline = Pipeline(schedule, kind, timeout_s=20.0, model=Differing(schedule.num_stages, pattern), differing=True)
+    pipeline = Pipeline(schedule, kind, timeout_s, model=Differing(schedule.num_stages, pattern), differing=True)
     found = pipeline.run(len(pattern))
     model = Differing(schedule.num_stages, pattern)
     assert all(map(torch.equal, found, in_one_piece(schedule.num_stages, schedule.num_microbatches, len(pattern), model)))
@@ -111,6 +111,16 @@ def test_a_stage_of_which_nothing_moves_at_first_moves_once_it_can(kind: str) ->
     assert sizing.num_grown == 1
     assert sizing.stayed == StayedAtHome()
     assert sizing.moved_bytes[0] == 4000
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_iteration_in_which_all_stayed_hangs_nobody(kind: str, iterations: int) -> None:
+    """The acceptor lent its memory, the evictor never reached for it: one waited to hear that it was closed, the other had not opened it.
+
+    What was lent and not taken was taken for what was lent next.
+    """
+    trained(PLAN, kind, [[[2000], *[[90_000]] * 7], [[200_000]] * 8, [[2000]] * 8][:iterations], timeout_s=5.0)
 
 
 SIZES = st.lists(st.sampled_from([1, 7, 511, 512, 513, 3000, 9000]), max_size=3)
