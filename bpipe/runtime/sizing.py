@@ -101,6 +101,7 @@ class Sizing:
     def release(self) -> None:
         """Rooms are announced anew; what was seen stays known."""
         self.rooms.clear()
+        self.moved_bytes.clear()
 
     def _room(self, stage: int) -> tuple[int, ...]:
         most = self.most_bytes[stage]

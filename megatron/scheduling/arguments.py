@@ -61,7 +61,7 @@ class SchedulingConfig:
     poison: bool = False
     synchronous: bool = False
     differing: bool = False
-    unproven: tuple[str, ...] = ()
+    unproven: str | None = None
     report: str | None = None
     report_iterations: tuple[int, int] | None = None
     last_iteration: int | None = None
@@ -137,7 +137,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         poison=args.bpipe_poison,
         synchronous=args.bpipe_sync_transfers,
         differing=args.bpipe_differing_sizes or differ(args),
-        unproven=tuple(args.bpipe_unproven),
+        unproven=args.bpipe_unproven,
         report=args.bpipe_report,
         num_ranks=sizes.num_ranks,
         num_chunks=sizes.num_chunks,

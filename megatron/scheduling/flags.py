@@ -82,9 +82,8 @@ def _balancing(group: Any) -> None:
     )
     group.add_argument(
         "--bpipe-unproven",
-        nargs="+",
         choices=UNPROVEN,
-        default=[],
+        default=None,
         help="Try what is refused because it was never shown on a GPU. Compare the first losses with those of a run without --bpipe.",
     )
     group.add_argument(

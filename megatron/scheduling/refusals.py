@@ -257,11 +257,11 @@ def _experts(settings: Settings) -> bool:
 UNPROVEN = tuple(refusal.unproven for refusal in REFUSALS if refusal.unproven is not None)
 
 
-def reasons(settings: object, balance: bool, executor: bool = False, unproven: Sequence[str] = ()) -> list[str]:
+def reasons(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> list[str]:
     """Why these settings cannot train with `--bpipe`, or by our loop, or cannot be measured with `--bpipe-report`: a line each, or none."""
     wanted = "--bpipe" if balance else "--bpipe-schedule" if executor else "--bpipe-report"
     asked = [refusal for refusal in REFUSALS if (balance or not refusal.moving) and (executor or not refusal.own_loop)]
-    asked = [refusal for refusal in asked if refusal.unproven not in unproven]
+    asked = [refusal for refusal in asked if refusal.unproven is None or refusal.unproven != unproven]
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in asked if refusal.applies(Settings(settings))]
 
 
@@ -270,7 +270,7 @@ def reasons_of(refusals: Sequence[Refusal], settings: object, wanted: str) -> li
     return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in refusals if refusal.applies(Settings(settings))]
 
 
-def refuse(settings: object, balance: bool, executor: bool = False, unproven: Sequence[str] = ()) -> None:
+def refuse(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> None:
     """Raise ValueError with every reason. A script of one's own may set in its model what no flag says: give that model's configuration."""
     end_where(reasons(settings, balance, executor, unproven))
 

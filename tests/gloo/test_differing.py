@@ -18,7 +18,7 @@ PACKED = ("--differing", "packed", "--micro-batch-size", "1", "--sft", "--spec",
 COMMON = ("--global-batch-size", "16", "--train-iters", "4")
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
 
-ROWS: dict[str, tuple[str, ...]] = {
+ROWS = {
     "dropless": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall"),
     "dropless_gathered": (*DROPLESS, "--moe-token-dispatcher-type", "allgather"),
     "dropless_interleaved": (*DROPLESS, *INTERLEAVED, "--moe-token-dispatcher-type", "alltoall"),

@@ -65,9 +65,9 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
 
 def test_what_is_unproven_may_be_tried_by_its_name() -> None:
     assert UNPROVEN == ("fp8",)
-    refuse(SimpleNamespace(fp8="hybrid"), balance=True, unproven=("fp8",))
+    refuse(SimpleNamespace(fp8="hybrid"), balance=True, unproven="fp8")
     with pytest.raises(ValueError, match="FP4 keeps state"):
-        refuse(SimpleNamespace(fp8="hybrid", fp4="e2m1"), balance=True, unproven=("fp8",))
+        refuse(SimpleNamespace(fp8="hybrid", fp4="e2m1"), balance=True, unproven="fp8")
     with pytest.raises(ValueError, match="--bpipe-unproven fp8 and compare"):
         refuse(SimpleNamespace(fp8="hybrid"), balance=True)
 
