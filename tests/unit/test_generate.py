@@ -180,14 +180,15 @@ def test_no_other_file_names_a_schedule() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.ahead is not None])
-def test_the_first_rank_computes_as_many_forwards_before_its_first_backward_as_is_said(name: str) -> None:
-    """Searches count with it: so much is held, whatever comes behind."""
+def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
+    """Searches count with it before any schedule is made."""
     family = FAMILIES[name]
     assert family.ahead is not None
-    for p, v, m in ((2, 1, 1), (2, 1, 7), (4, 2, 3), (4, 2, 7), (4, 2, 12), (4, 2, 17), (5, 3, 2), (5, 3, 19), (8, 4, 5), (8, 4, 26)):
-        chunks = v if family.max_chunks is None else 1
+    for p, v, m in ((2, 2, 2), (2, 2, 7), (4, 2, 4), (4, 2, 7), (4, 2, 12), (4, 2, 17), (5, 3, 5), (5, 3, 19), (8, 4, 8), (8, 4, 26)):
+        if family.num_pipes == 2 and p in (2, 5):
+            continue
+        chunks = v if family.max_chunks is None else family.max_chunks
         for group in (family.usual_group(p), p) if family.takes_groups else (1,):
             asked = Asked(min(group, m)) if family.takes_groups else Asked()
-            first = [slot.compute.kind for slot in family.generate(p, m, chunks, asked).ranks[0] if slot.compute is not None]
-            before = next(number for number, kind in enumerate(first) if kind is not Kind.FORWARD)
-            assert before >= family.ahead(p, m, chunks, group), (p, chunks, m, group)
+            most = peak_counts(family.generate(p, m, chunks, asked))[0]
+            assert most >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
