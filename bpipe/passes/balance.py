@@ -15,7 +15,7 @@ from operator import add
 
 from bpipe.ir.action import OTHER_END, Action
 from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
-from bpipe.ir.hosts import default_partners, in_pairs, pairing
+from bpipe.ir.hosts import default_partners, halved, in_pairs, pairing
 from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.evict import OverBound, Plan, plan_evictions
@@ -81,7 +81,7 @@ def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Sched
     check_input(schedule, (1,) * schedule.num_ranks, memory)
     curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
     peaks = [max(curve) for curve in curves]
-    chosen = given or default_partners(peaks)
+    chosen = given or _usual(schedule, peaks)
     bound = max(_together([curves[rank] for rank in pair], memory) for pair in pairs_of(chosen))
     found: dict[Pair, tuple[int, Shared]] = {}
     for pair in pairs_of(chosen):
@@ -99,7 +99,12 @@ def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Sched
 
 def choose_partners(schedule: Schedule, partners: Sequence[int] | None) -> tuple[int, ...]:
     """The given partners, or those that the ranks' peaks suggest."""
-    return default_partners(peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
+    return _usual(schedule, peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
+
+
+def _usual(schedule: Schedule, peaks: Sequence[Count]) -> tuple[int, ...]:
+    """Of two pipes mirror images hold about alike, and hosts are in the same half: partners by peaks alone level no lower there."""
+    return halved(schedule.num_ranks) if schedule.layout.num_pipes > 1 else default_partners(peaks)
 
 
 def pairs_of(partners: Sequence[int]) -> list[Pair]:
