@@ -197,13 +197,6 @@ def remember_docstrings() -> None:
     arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
-def make_less_data() -> None:
-    """Each process that reads data shuffles all that there may be, three million samples, and trains on some fifty of them."""
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.size = 5000
-
-
 def import_all() -> dict[str, str]:
     """Returns what that leaves in the environment."""
     given = dict(os.environ)
@@ -217,7 +210,6 @@ def import_all() -> dict[str, str]:
     for name in PRELOADED:
         importlib.import_module(name)
     remember_docstrings()
-    make_less_data()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a forked process has only the thread that forked, and here are {len(threads)}"
     # A collection that wrote into what is there now would copy it for every rank.
