@@ -124,7 +124,7 @@ def main() -> None:
     assert functions() != own
     balanced = train()
     try:
-        train(num_moe_experts=2, add_bias_linear=False)
+        train(recompute_granularity="selective", recompute_modules=["mlp"])
     except ValueError as error:
         print(f"refused: {error}", flush=True)
     installed.remove()

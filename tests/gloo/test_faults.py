@@ -158,7 +158,7 @@ REFUSED = [
     (["--bpipe-report-iterations", "5-3"], "--bpipe-report-iterations 5-3: must be a number or two with a hyphen, such as 3-5"),
     (["--bpipe-report-iterations", "3-5"], "--bpipe-report-iterations 3-5: the training ends with iteration 3; choose from 1-3"),
     (["--bpipe-report", "/proc/self/status/here"], "error: --bpipe-report /proc/self/status/here: Not a directory\n"),
-    (["--bpipe", "--num-experts", "2"], "--bpipe: how much a mixture of experts saves depends on where the router sends the tokens"),
+    (["--bpipe", "--recompute-granularity", "selective", "--recompute-modules", "mlp"], "--bpipe: Megatron's own recomputation of the MLP"),
 ]
 ENDED = "ended with status 2\n"
 # What Megatron refuses itself.

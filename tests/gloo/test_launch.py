@@ -143,7 +143,7 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
     # A program for each of the two numbers of micro-batches, made once although both come twice.
     for line in said:
         assert outcome.logs[0].count(line) == 1, outcome.logs[0]
-    assert "refused: this run cannot start:\n  --bpipe: how much a mixture of experts saves" in outcome.logs[0]
+    assert "refused: this run cannot start:\n  --bpipe: Megatron's own recomputation of the MLP" in outcome.logs[0]
 
 
 @pytest.mark.timeout(120)
