@@ -37,7 +37,9 @@ step() {
     shift
     printf -- '--- %s\n' "$name"
     STATUS=0
+    local begin=$SECONDS
     run_logged "$ROOT/runs/test/${1}.log" "" "$PYTHON" -m "$@" || STATUS=$?
+    printf -- '--- %s: %d:%02d min\n' "$name" $(((SECONDS - begin) / 60)) $(((SECONDS - begin) % 60))
     if ((STATUS > 128)); then exit "$STATUS"; fi
     if ((STATUS > 0)); then FAILED+=("$name"); fi
 }
@@ -59,7 +61,8 @@ test_step() {
         if [[ -n "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ]]; then folders+=("$folder"); fi
     done
     if ((${#folders[@]} > 0)); then
-        step "$name" pytest "${options[@]}" "${PYTEST_OPTIONS[@]}" "${folders[@]}"
+        # The longest are shown, so that whoever makes the suite longer sees it.
+        step "$name" pytest --durations=10 "${options[@]}" "${PYTEST_OPTIONS[@]}" "${folders[@]}"
         # A choice of tests (-k, -m) may well choose none in one of the folders.
         if ((STATUS == NO_TESTS_CHOSEN && ${#PYTEST_OPTIONS[@]} > 0)); then unset "FAILED[-1]"; fi
     fi
