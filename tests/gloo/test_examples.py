@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.gloo.conftest import _free_ports, finish, start
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("train_gpt3_13b.sh", "train_gpt3_96b.sbatch", "train_gpt3_134b.sbatch", "train_llama_65b.sbatch", "smoke_8gpu.sh")
 
@@ -29,7 +31,7 @@ from megatron.training import arguments
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 WANTED = sys.argv[1].split()
-for command in json.load(sys.stdin):
+for command in json.load(open(sys.argv[2])):
     torchrun = get_args_parser().parse_args(command)
     nodes, gpus = parse_min_max_nnodes(torchrun.nnodes)[1], int(torchrun.nproc_per_node)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(nodes * gpus), LOCAL_WORLD_SIZE=str(gpus))
@@ -68,22 +70,17 @@ def commands_of(script: str) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def parsed() -> dict[str, list[dict[str, Any]]]:
+def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     commands = {script: commands_of(script) for script in SCRIPTS}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     # As common.sh and smoke_8gpu.sh set it; Megatron's --deterministic-mode asks for it.
-    environment |= {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    ended = subprocess.run(
-        [sys.executable, "-c", PARSE, " ".join(WANTED)],
-        input=json.dumps([command for those in commands.values() for command in those]),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-3000:]
-    found = [json.loads(line.removeprefix("PARSED ")) for line in ended.stdout.splitlines() if line.startswith("PARSED ")]
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    folder = tmp_path_factory.mktemp("examples")
+    script, asked = folder / "parse.py", folder / "commands.json"
+    script.write_text(PARSE)
+    asked.write_text(json.dumps([command for those in commands.values() for command in those]))
+    ended = finish(start(1, [str(script), " ".join(WANTED), str(asked)], folder, _free_ports(1)[0], environment), folder, 240)
+    assert ended.codes == [0], ended.logs[0][-3000:]
+    found = [json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")]
     return {script: [found.pop(0) for _ in those] for script, those in commands.items()}
 
 

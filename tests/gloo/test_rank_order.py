@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bpipe.placement import Part, Topology
 from megatron.scheduling.placement import rank_of
+from tests.gloo.conftest import _free_ports, finish, start
 
-ROOT = Path(__file__).resolve().parents[2]
 ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 # tensor, context, pipeline, data; among them the sizes of the paper's runs and odd ones.
 SIZES = [(1, 1, 4, 1), (1, 1, 16, 1), (2, 1, 4, 2), (4, 1, 8, 1), (4, 1, 12, 1), (2, 2, 4, 3), (1, 3, 5, 2), (8, 1, 4, 2), (2, 1, 1, 4)]
@@ -38,15 +34,15 @@ print("ANSWERS", json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def megatron_groups() -> dict[tuple[tuple[int, ...], bool], dict[str, list[list[int]]]]:
+def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[tuple[int, ...], bool], dict[str, list[list[int]]]]:
     asked = list(product(SIZES, ORDERS))
     question = json.dumps([(sizes, ORDERS[order]) for sizes, order in asked])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "NO_VCS_VERSION": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", ASK_MEGATRON, question], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("ANSWERS ")]
+    folder = tmp_path_factory.mktemp("groups")
+    script = folder / "ask.py"
+    script.write_text(ASK_MEGATRON)
+    ended = finish(start(1, [str(script), question], folder, _free_ports(1)[0]), folder, 240)
+    assert ended.codes == [0], ended.logs[0][-3000:]
+    (line,) = [line for line in ended.logs[0].splitlines() if line.startswith("ANSWERS ")]
     answers: list[Any] = json.loads(line.removeprefix("ANSWERS "))
     return dict(zip(asked, answers, strict=True))
 
