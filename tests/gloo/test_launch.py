@@ -55,7 +55,13 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
 
 SCRIPTS = [
     pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2"), 3, id="gpt"),
-    pytest.param("plain_script.py", ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2"), 2, id="gpt_interleaved"),
+    pytest.param(
+        "plain_script.py",
+        ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2"),
+        2,
+        id="gpt_interleaved",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("plain_script_bert.py", ("--num-layers", "4"), 3, id="bert", marks=pytest.mark.slow),
     pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), 3, id="hybrid", marks=pytest.mark.slow),
 ]
@@ -155,6 +161,8 @@ def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert f"rank {rank}: stock and two pipes are equal" in log
 
 
+# Eight ranks that each import for themselves.
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
     """Rank 2 dies in its third iteration; torchrun restarts all ranks, which go on from the checkpoint of the second."""

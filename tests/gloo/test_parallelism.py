@@ -122,11 +122,11 @@ OVERLAPS = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-p
 
 # Two ranks in another dimension, eight in all.
 WIDE_ROWS = {
-    "tensor": ("--tensor-model-parallel-size", "2"),
+    "tensor": ("--tensor-model-parallel-size", "2", "--global-batch-size", "16"),
     "sequence": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "data": (),
     "data_other_order": ("--use-tp-pp-dp-mapping",),
-    "distributed_optimizer": OVERLAPS,
+    "distributed_optimizer": (*OVERLAPS, "--global-batch-size", "16"),
     "interleaved_overlaps": (*INTERLEAVED, *OVERLAPS),
     "interleaved_unaligned": (*INTERLEAVED, *OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"),
     "interleaved_early_gather": (*INTERLEAVED, *OVERLAPS, "--overlap-param-gather-with-optimizer-step", "--ckpt-format", "torch"),
@@ -199,7 +199,7 @@ def wide_rows(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest)
     cases = []
     for name, arguments in chosen(WIDE_ROWS, request).items():
         cases += pair(name, [*common, *arguments])
-    sharded = [*common, "--use-distributed-optimizer", "--train-iters", "4"]
+    sharded = [*common, "--global-batch-size", "16", "--use-distributed-optimizer", "--train-iters", "4"]
     cases += [
         Case("sharded", [*sharded, *BPIPE, "--save", "{folder}/sharded", "--save-interval", "2"]),
         Case("sharded_resumed", [*sharded, *BPIPE, "--load", "{folder}/sharded", "--ckpt-step", "2"]),

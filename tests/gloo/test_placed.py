@@ -158,7 +158,7 @@ FROM_STOCK = {
     "sharded_loaded_in_parallel": ((*TWO, *BY_LAYER), 2, 3, ("--ckpt-fully-parallel-load",)),
     "all_reduced": ((*TWO, "--use-tp-pp-dp-mapping"), 2, 3, ("--ckpt-fully-parallel-load",)),
 }
-ALWAYS = ("tied", "sharded")
+ALWAYS = ("tied",)
 Placed = Callable[..., Outcome]
 
 

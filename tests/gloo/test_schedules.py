@@ -130,13 +130,15 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 SLACK = {"quiet_experts": INPUT_BYTES}
 
 ALWAYS = ("m8", "interleaved_quiet")
+# Of these, what others show beside something else.
+NOT_ALWAYS = ("balanced_gloo", "grouped", "grouped_of_3", "grouped_whole")
 Rows = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
 
 def compared(rows: Rows) -> list[Any]:
     """Every run of ours by its row."""
     return [
-        pytest.param(row, ours, marks=() if row in ALWAYS else pytest.mark.slow, id=f"{row}-{ours}")
+        pytest.param(row, ours, marks=() if row in ALWAYS and ours not in NOT_ALWAYS else pytest.mark.slow, id=f"{row}-{ours}")
         for row, (_, which) in rows.items()
         for ours in which
     ]

@@ -116,33 +116,34 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two", "interlaced", "input"), FP32),
     "vocabulary_tied_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two", "input"), FP32),
 }
-ALWAYS = ("vocabulary_m8", "vocabulary_tied")
-# Of these, what the other ways of them show besides is not worth its seconds each time.
-NOT_ALWAYS = ("two_balanced", *INPUTS, *SPLIT_INPUTS)
-ALWAYS_TOO = ("vocabulary_tied", "input")
-
-
-def always(row: str, ours: str) -> bool:
-    return (row in ALWAYS and ours not in NOT_ALWAYS) or (row, ours) == ALWAYS_TOO
+# Every algorithm, one of them balanced, one weight of both layers, and the embedding in shards, too.
+ALWAYS = {
+    *(("vocabulary_m8", ours) for ours in ("one", "two", "interlaced", "balanced")),
+    *(("vocabulary_tied", ours) for ours in ("one", "input")),
+}
 
 
 def compared(rows: dict[str, Any]) -> list[Any]:
     return [
-        pytest.param(row, ours, marks=() if always(row, ours) else pytest.mark.slow, id=f"{row}-{ours}")
+        pytest.param(row, ours, marks=() if (row, ours) in ALWAYS else pytest.mark.slow, id=f"{row}-{ours}")
         for row, (_, which, _) in rows.items()
         for ours in which
     ]
 
 
 def cases(rows: dict[str, Any], request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
-    wanted = asked_for(request, "row")
+    """Of each row that a test asks for, stock's and what it is compared with; tests that name a row alone look at its first."""
+    wanted = asked_for(request, "row", "ours") | {(row, "one") for (row,) in asked_for(request, "row")}
+    wanted |= {(row, ours) for row, *both in asked_for(request, "row", "plain", "moved") for ours in both}
+    wanted |= {(row, "interlaced") for row, _ in asked_for(request, "row", "held")}
     found = []
     for name, (flags, which, _) in rows.items():
-        if (name,) not in wanted:
+        of_row = [ours for ours in which if (name, ours) in wanted]
+        if not of_row:
             continue
         flags = (*(() if "tied" in name else UNTIED), *common, *flags)
         found.append(Case(name, flags))
-        for ours in which:
+        for ours in of_row:
             case = f"{name}_{ours}"
             found.append(Case(case, [*flags, *(flag.format(case=case) for flag in OURS[ours])]))
     return found
@@ -217,7 +218,7 @@ def test_shards_train_what_the_whole_layer_does(four: Outcome, row: str, ours: s
 
 BALANCED = [
     ("vocabulary_m8", "one", "balanced"),
-    ("vocabulary_tied", "one", "balanced"),
+    pytest.param("vocabulary_tied", "one", "balanced", marks=pytest.mark.slow),
     pytest.param("vocabulary_bf16", "one", "balanced", marks=pytest.mark.slow),
     pytest.param("vocabulary_m8", "two", "two_balanced", marks=pytest.mark.slow),
     pytest.param("vocabulary_bf16", "two", "two_balanced", marks=pytest.mark.slow),
