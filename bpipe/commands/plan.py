@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, print_json
+from bpipe.commands.front import picture_file, show
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import positive
@@ -59,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output").add_argument
     output("--rows", type=positive, default=10, metavar="N", help="how many configurations to show (default 10)")
+    output("--front", action="store_true", help="what is fastest for every amount of memory, up to twice what a device has")
+    output("--plot", metavar="FILE", help="with --front: draw it, .svg or .png, or write it as a page, .html")
     output("--format", choices=("table", "json"), default="table")
     output("--emit-args", type=positive, metavar="ROW", help="print only the Megatron flags of a row, the first is 1")
 
@@ -93,6 +96,11 @@ def run(asked: argparse.Namespace) -> int:
         switches=switches_of(options),
     )
     bar = _Bar()
+    if options.front:
+        found = show(space, options.format, picture_file(options.plot), row, bar.show)
+        return NO_ROWS if found.winner is None else 0
+    if options.plot is not None:
+        raise ValueError("--plot draws a front: give --front, too, or leave it out")
     outcome = search(space, max(options.rows, row or 0), bar.show)
     if options.memory is not None:
         outcome = _sending_what_must(outcome, cluster.device.memory_bytes)

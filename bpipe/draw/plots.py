@@ -167,6 +167,48 @@ def ranking_chart(rows: Sequence[Ranked], title: str) -> Figure:
     return figure
 
 
+@dataclass(frozen=True, slots=True)
+class FrontPoint:
+    """One configuration on a front: what a device needs, and seconds of an iteration. `group`: what it shares colour and marker with."""
+
+    peak_bytes: int
+    iteration_s: float
+    group: str
+
+
+def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | None, title: str) -> Figure:
+    """Memory to the right, seconds upwards, steps between the points: less of both is nowhere to be had. `limit_bytes` is a dashed line."""
+    if not points:
+        raise ValueError("there is no point to draw")
+    figure, axes = _figure(9, 5.2, title)
+    gib = [point.peak_bytes / 2**30 for point in points]
+    seconds = [point.iteration_s for point in points]
+    axes.step(gib, seconds, where="post", color="#999999", linewidth=1, gid="front")
+    colours, markers = (BLUE, VERMILION, GREEN, SKY), "os^Dv"
+    for number, group in enumerate(dict.fromkeys(point.group for point in points)):
+        colour, marker = colours[number % len(colours)], markers[number % len(markers)]
+        mine = [place for place, point in enumerate(points) if point.group == group]
+        axes.scatter([gib[at] for at in mine], [seconds[at] for at in mine], s=42, c=colour, marker=marker, edgecolors=BLACK,
+                     linewidths=0.6, label=group, zorder=3, gid=f"group-{number}")  # fmt: skip
+    # A number on each that is apart from the one named before; the table has the others.
+    wide, high = max(gib) - min(gib) or 1, max(seconds) - min(seconds) or 1
+    named: list[tuple[float, float]] = []
+    for place, (x, y) in sorted(enumerate(zip(gib, seconds, strict=True)), key=lambda one: one[0] != winner):
+        if all(abs(x - other) > 0.025 * wide or abs(y - level) > 0.05 * high for other, level in named):
+            named.append((x, y))
+            weight = "bold" if place == winner else "normal"
+            axes.annotate(str(place + 1), (x, y), (5, 5), textcoords="offset points", fontsize=8.5, fontweight=weight)
+    if winner is not None:
+        axes.scatter([gib[winner]], [seconds[winner]], s=190, facecolors="none", edgecolors=BLACK, linewidths=1.4, zorder=4, gid="winner")
+    axes.axvline(limit_bytes / 2**30, color=BLACK, linestyle="--", linewidth=1, gid="limit")
+    axes.annotate(f"{limit_bytes / 2**30:.1f} GiB a device", (limit_bytes / 2**30, 1), (4, -4), xycoords=("data", "axes fraction"),
+                  textcoords="offset points", va="top", fontsize=8.5)  # fmt: skip
+    axes.set(xlabel="what the fullest rank needs, GiB a device", ylabel="iteration, s")
+    axes.grid(color="#dddddd", linewidth=0.7)
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
+    return figure
+
+
 def to_svg(figure: Figure) -> str:
     """The same text every time: no date, ids from a fixed salt."""
     image = io.StringIO()

@@ -125,6 +125,12 @@ def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
     return bound + max(sum(float(stages[stage].optimizer_s) for stage in setup.stages_of(rank)) for rank in range(p))
 
 
+def by_bound(space: Space) -> list[tuple[float, Setup]]:
+    """All that the profile covers, each behind its lower bound of seconds, the lowest first."""
+    setups = (setup for setup in enumerate_setups(space) if space.profile is None or space.profile.conflict(setup) is None)
+    return sorted(((lower_bound_s(setup, space.profile), setup) for setup in setups), key=lambda one: one[0])
+
+
 def _is_made_slowly(setup: Setup) -> bool:
     """Whether its orders are found by trying, so that even to ask what it holds takes long."""
     return setup.splits or setup.num_pipes > 1

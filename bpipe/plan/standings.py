@@ -30,10 +30,14 @@ def lines(outcome: Outcome) -> list[str]:
 
 def needs(outcome: Outcome) -> list[str]:
     """What the rows' schedules need of the trainer, as far as it is not simply there."""
-    setups = [found.prediction.setup for found in outcome.rows]
-    halves = any(setup.splits and setup.kernels == "gpu" for setup in setups)
-    pipes = any(setup.num_pipes > 1 for setup in setups)
-    return [*([HALVES] if halves else []), *([AS_A_V] if any(map(_is_a_v, setups)) else []), *([TWO_PIPES] if pipes else [])]
+    found = {need for row in outcome.rows for need in needs_of(row.prediction.setup)}
+    return [need for need in (HALVES, AS_A_V, TWO_PIPES) if need in found]
+
+
+def needs_of(setup: Setup) -> list[str]:
+    """The same of one setup."""
+    halves = setup.splits and setup.kernels == "gpu"
+    return [need for need, there in ((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)) if there]
 
 
 def documents(outcome: Outcome) -> list[dict[str, Any]]:

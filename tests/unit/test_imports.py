@@ -87,6 +87,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "document megatron_command megatron_flags search",
         "explain options vocabulary",
         "standings",
+        "front",
     ),
     "record": ("keys", "rooms", "format", "one_run write", "read"),
     "report": (

@@ -1,0 +1,90 @@
+"""`bpipe plan --front`: what is fastest for every amount of memory. In: a space, flags. Out: a table or JSON; a picture or page."""
+
+from __future__ import annotations
+
+import html
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from bpipe.commands.flags import print_json
+from bpipe.plan.front import Front, Point, find_front, front_document, remarks, what_is, words
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.space import Space
+
+SUFFIXES = (".svg", ".png", ".html")
+
+
+def picture_file(name: str | None) -> Path | None:
+    """Where to draw. Raises ValueError for what is not drawn."""
+    if name is None:
+        return None
+    if Path(name).suffix not in SUFFIXES:
+        raise ValueError(f"--plot {name}: the name must end in {', '.join(SUFFIXES)}")
+    return Path(name)
+
+
+def show(space: Space, form: str, plot: Path | None, row: int | None, progress: Callable[[str, int, int], None]) -> Front:
+    """Search, draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
+    front = find_front(space, progress)
+    progress("front", 1, 1)
+    title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
+    if plot is not None:
+        plot.write_bytes(_drawn(front, title, plot.suffix))
+    if row is not None:
+        if row > len(front.points):
+            raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
+        print(shlex.join(megatron_flags(front.points[row - 1].prediction.setup)))
+    elif form == "json":
+        print_json({"front": front_document(front)})
+    else:
+        print("\n".join(words(front)))
+    return front
+
+
+def _drawn(front: Front, title: str, suffix: str) -> bytes:
+    try:
+        from bpipe.draw.plots import FrontPoint, front_chart, to_png, to_svg
+    except ImportError:
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out") from None
+    points = [FrontPoint(point.peak_bytes, point.iteration_s, _group(point)) for point in front.points]
+    # A page has the title as its head.
+    figure = front_chart(points, front.limit_bytes, front.winner, "" if suffix == ".html" else title)
+    if suffix == ".png":
+        return to_png(figure)
+    svg = to_svg(figure)
+    return (svg if suffix == ".svg" else page(front, title, svg)).encode()
+
+
+def _group(point: Point) -> str:
+    setup = point.prediction.setup
+    shards = f", vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
+    return f"{setup.schedule}{shards}{', balanced' if setup.balance != 'none' else ''}"
+
+
+_STYLE = """body { font: 15px/1.5 sans-serif; margin: 2rem auto; max-width: 70rem; color: #111; }
+table { border-collapse: collapse; width: 100%; }
+th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } tr.winner { font-weight: bold; background: #eef5fb; }
+tr.large { color: #666; } code { font-size: .85em; overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }"""
+
+
+def page(front: Front, title: str, svg: str) -> str:
+    """One file that needs nothing else: the picture, a row a point with its flags, and the words below the table."""
+    rows = []
+    for place, point in enumerate(front.points):
+        kind = "winner" if place == front.winner else "large" if point.peak_bytes > front.limit_bytes else "fits"
+        setup = point.prediction.setup
+        numbers = (f"{place + 1}", f"{point.peak_bytes / 2**30:.1f}", f"{point.iteration_s:.3f}", f"{100 * point.prediction.mfu:.2f}")
+        cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
+        flags = f"<details><summary>flags</summary><code>{html.escape(shlex.join(megatron_flags(setup)))}</code></details>"
+        rows.append(f'<tr class="{kind}">{cells}<td>{html.escape(what_is(front, place))}{flags}</td></tr>')
+    notes = "".join(f"<p>{html.escape(line)}</p>" for line in (words(front)[0], *remarks(front)))
+    head = "".join(f'<th class="number">{name}</th>' for name in ("", "GiB a device", "iteration, s", "MFU, %")) + "<th>configuration</th>"
+    drawing = svg[svg.index("<svg") :]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n'
+        f"<body><h1>{html.escape(title)}</h1>\n{drawing}\n{notes}\n<table><thead><tr>{head}</tr></thead><tbody>\n"
+        + "\n".join(rows)
+        + "\n</tbody></table></body></html>\n"
+    )

@@ -1,0 +1,205 @@
+"""Find what is fastest for every amount of memory: the Pareto front of a space. In: the Space. Out: a `Front`, by rising memory.
+
+A configuration is on it where none that takes no longer needs less memory, balanced ones, other schedules and recomputation among them. The
+device's own memory says only which point wins. Configurations come by the lower bounds of their times, and what is beaten by bounds alone
+is asked neither for memory nor for time: what is found is what predicting all would find. Knows no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from bpipe.models.layout import Setup
+from bpipe.models.memory import least_bytes, least_shared_bytes, predict_memory
+from bpipe.plan.document import document
+from bpipe.plan.explain import describe
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
+from bpipe.plan.search import Progress, by_bound
+from bpipe.plan.space import Space
+from bpipe.plan.standings import needs_of
+
+# Up to so many times the device's memory: beyond, nobody could give it.
+MOST_TIMES = Fraction(2)
+
+# What no schedule here does, in a sentence each.
+OUTSIDE = (
+    "Seq1F1B and SlimPipe also cut each sequence into k slices that pass one after the other: a rank then holds at most 1 + (p - 1) / k "
+    "micro-batches instead of 1F1B's p; use it instead when the sequence is long.",
+)
+
+
+class Point(NamedTuple):
+    """A configuration on the front: what its fullest rank needs, seconds of its iteration, and what that says of it."""
+
+    peak_bytes: int
+    iteration_s: float
+    prediction: SetupPrediction
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """`points` by rising memory, and so by falling time. `limit_bytes`: what a device has. `most_bytes`: beyond, nothing was looked at.
+
+    `num_configurations` were looked at, `num_simulated` of them simulated.
+    """
+
+    points: tuple[Point, ...]
+    limit_bytes: int
+    most_bytes: int
+    num_configurations: int
+    num_simulated: int
+
+    @property
+    def winner(self) -> int | None:
+        """The place of the fastest that fits; None where nothing does."""
+        fitting = [place for place, point in enumerate(self.points) if point.peak_bytes <= self.limit_bytes]
+        return fitting[-1] if fitting else None
+
+
+def find_front(space: Space, progress: Progress = lambda what, done, total: None) -> Front:
+    """Of all configurations up to `MOST_TIMES` the device's memory."""
+    limit = space.cluster.device.memory_bytes
+    most = int(MOST_TIMES * limit)
+    candidates = by_bound(space)
+    held = _Held()
+    for done, (bound_s, setup) in enumerate(candidates):
+        progress("front", done, len(candidates))
+        if _may_stand(held, setup, bound_s, most):
+            timing = steady_timing(setup, costs_of(setup, space.profile))
+            held.add(max(rank.peak_bytes for rank in predict_memory(setup)), timing, setup)
+    progress("front", len(candidates), len(candidates))
+    points = (
+        Point(peak, timing.iteration_s, predict(setup, space.profile, formula=space.formula, timing=timing))
+        for peak, timing, setup in held.rows
+    )
+    return Front(tuple(points), limit, most, len(candidates), held.num_added)
+
+
+def _may_stand(held: _Held, setup: Setup, bound_s: float, most: int) -> bool:
+    """What it needs is asked in steps: cheap bounds first."""
+    return not any(needs > most or held.beats(needs, bound_s) for needs in _rising(setup))
+
+
+def _rising(setup: Setup) -> Iterable[int]:
+    """Less than it needs, nearer to it each time; then what it does."""
+    yield least_bytes(setup)
+    if setup.balance != "none":
+        yield least_shared_bytes(setup)
+    yield max(rank.peak_bytes for rank in predict_memory(setup))
+
+
+class _Held:
+    """What nothing beats so far, by rising memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, Timing, Setup]] = []
+        self.num_added = 0
+
+    def beats(self, needs: int, seconds: float) -> bool:
+        """Whether something known needs no more and takes no longer."""
+        return any(peak <= needs and timing.iteration_s <= seconds for peak, timing, _ in self.rows)
+
+    def add(self, needs: int, timing: Timing, setup: Setup) -> None:
+        self.num_added += 1
+        seconds = timing.iteration_s
+        if not self.beats(needs, seconds):
+            kept = [row for row in self.rows if not (needs <= row[0] and seconds <= row[1].iteration_s)]
+            self.rows = sorted((*kept, (needs, timing, setup)), key=lambda row: row[0])
+
+
+# -- in words and for programs ----------------------------------------------------------------------------------------------------------
+
+
+def words(front: Front) -> list[str]:
+    """The table, which point wins, how far those beside it are, and what lies outside."""
+    head = f"{front.num_configurations} configurations, {front.num_simulated} simulated"
+    if not front.points:
+        return [f"{head}: none needs less than {_gib(front.most_bytes)} GiB a device, {float(MOST_TIMES):g} times what one has"]
+    lines = [f"{head}: for every amount of memory the fastest, up to {_gib(front.most_bytes)} GiB a device"]
+    for place, point in enumerate(front.points):
+        mark = "*" if place == front.winner else " " if point.peak_bytes <= front.limit_bytes else "-"
+        lines.append(
+            f"{mark}{place + 1:3}. {_gib(point.peak_bytes):>6} GiB {point.iteration_s:9.3f} s  MFU {100 * point.prediction.mfu:5.2f} %  "
+            f"{what_is(front, place)}"
+        )
+    return [*lines, *remarks(front)]
+
+
+def what_is(front: Front, place: int) -> str:
+    """One point in words, with the numbers of what it needs of the trainer."""
+    prediction, every = front.points[place].prediction, _needs(front)
+    numbers = "".join(f" [{every.index(need) + 1}]" for need in needs_of(prediction.setup))
+    return f"{describe(prediction.setup)}{_moved(prediction)}{numbers}"
+
+
+def remarks(front: Front) -> list[str]:
+    """What stands below the table."""
+    return [*(f"[{number}] {need}" for number, need in enumerate(_needs(front), 1)), standing(front), *OUTSIDE]
+
+
+def _needs(front: Front) -> list[str]:
+    return list(dict.fromkeys(need for point in front.points for need in needs_of(point.prediction.setup)))
+
+
+def standing(front: Front) -> str:
+    """Which point wins at the memory there is, and how far the ones beside it are."""
+    winner, has = front.winner, f"{_gib(front.limit_bytes)} GiB"
+    if winner is None:
+        first = front.points[0]
+        return (
+            f"Nothing fits into {has}: the least that is needed is {_gib(first.peak_bytes)} GiB, {_apart(first, front.limit_bytes)} more."
+        )
+    mine = front.points[winner]
+    parts = [f"With {has} row {winner + 1} wins (*): {mine.iteration_s:.3f} s in {_gib(mine.peak_bytes)} GiB."]
+    if winner + 1 < len(front.points):
+        above = front.points[winner + 1]
+        gain = 100 * (1 - above.iteration_s / mine.iteration_s)
+        parts.append(f"The next needs {_apart(above, front.limit_bytes)} more than there is, and takes {gain:.1f} % less time.")
+    else:
+        parts.append("No memory makes it faster.")
+    if winner:
+        below = front.points[winner - 1]
+        more = 100 * (below.iteration_s / mine.iteration_s - 1)
+        parts.append(f"The one before needs {(mine.peak_bytes - below.peak_bytes) / 2**30:.1f} GiB less, and takes {more:.1f} % more.")
+    return " ".join(parts)
+
+
+def _apart(point: Point, limit: int) -> str:
+    return f"{(point.peak_bytes - limit) / 2**30:.1f} GiB"
+
+
+def _moved(prediction: SetupPrediction) -> str:
+    bandwidth = prediction.bandwidth
+    if bandwidth is None:
+        return ""
+    return f", moves {bandwidth.transfer_bytes / 1e9:.2f} GB at {bandwidth.required_bytes_per_s / 1e9:.0f} GB/s"
+
+
+def front_document(front: Front) -> dict[str, Any]:
+    """What `--front --format json` promises (docs/planning.md)."""
+    return {
+        "limit_bytes": front.limit_bytes,
+        "most_bytes": front.most_bytes,
+        "configurations": front.num_configurations,
+        "simulated": front.num_simulated,
+        "winner": None if front.winner is None else front.winner + 1,
+        "standing": standing(front) if front.points else None,
+        "points": [
+            {
+                "peak_bytes": point.peak_bytes,
+                **document(point.prediction),
+                "needs": needs_of(point.prediction.setup),
+                "megatron_flags": megatron_flags(point.prediction.setup),
+            }
+            for point in front.points
+        ],
+        "outside": list(OUTSIDE),
+    }
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"

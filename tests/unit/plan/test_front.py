@@ -1,0 +1,84 @@
+"""The front of memory against time: it is that of predicting everything, it says which point wins, and it is drawn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.model import gpt
+from bpipe.plan.front import Front, find_front, standing, words
+from bpipe.plan.predict import predict
+from bpipe.plan.space import Space, enumerate_setups
+
+# One head, so nothing is tensor parallel, and too many weights for one rank: pairs have something to share.
+SPACE = Space(
+    gpt("deep", 32, 8192, 1, sequence=4096),
+    parse_cluster("a100-80g:8"),
+    16,
+    4096,
+    recompute=("none", "full"),
+    schedules=("1f1b", "interleaved-1f1b", "1f1b-split", "v-half", "chimera"),
+    max_chunks=2,
+    max_micro_batch=2,
+)
+MODEL = ["--num-layers", "16", "--hidden-size", "4096", "--num-attention-heads", "32", "--sequence", "2048", "--vocabulary", "50304"]
+FLAGS = ["plan", *MODEL, "--cluster", "a100-80g:4"]
+FEW = ["--global-batch", "8", "--schedule", "1f1b", "zb-h1", "--max-micro-batch", "1", "--max-chunks", "1", "--recompute", "none"]
+
+
+@pytest.fixture(scope="module")
+def front() -> Front:
+    return find_front(SPACE)
+
+
+def test_it_is_the_front_of_predicting_everything(front: Front) -> None:
+    every = []
+    for setup in enumerate_setups(SPACE):
+        found = predict(setup)
+        every.append((max(rank.peak_bytes for rank in found.memory), found.timing.iteration_s))
+    every = [one for one in every if one[0] <= front.most_bytes]
+    wanted = {one for one in every if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in every)}
+    assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(wanted)
+    assert front.num_simulated < len(every) / 2
+    # Both kinds are on it, so that neither could be left out of the search.
+    assert {point.prediction.setup.balance for point in front.points} == {"none", "bpipe"}
+
+
+def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
+    peaks = [point.peak_bytes for point in front.points]
+    middle = len(peaks) // 2
+    between = replace(front, limit_bytes=(peaks[middle] + peaks[middle + 1]) // 2)
+    assert between.winner == middle
+    said = standing(between)
+    assert f"row {middle + 1} wins (*): {front.points[middle].iteration_s:.3f} s" in said
+    assert f"The next needs {(peaks[middle + 1] - between.limit_bytes) / 2**30:.1f} GiB more than there is" in said
+    lines = words(between)
+    assert [line[0] for line in lines[1 : 1 + len(peaks)]] == [" "] * middle + ["*"] + ["-"] * (len(peaks) - middle - 1)
+    assert lines[-1].startswith("Seq1F1B and SlimPipe")
+    assert "No memory makes it faster" in standing(replace(front, limit_bytes=peaks[-1]))
+    assert standing(replace(front, limit_bytes=1)).startswith("Nothing fits into 0.0 GiB: the least that is needed is")
+
+
+def test_the_command_prints_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "front.html"
+    assert main([*FLAGS, *FEW, "--front", "--format", "json", "--plot", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)["front"]
+    text = page.read_text()
+    assert text.count("<tr class=") == len(found["points"])
+    assert text.count('<tr class="winner">') == 1
+    assert 'id="winner"' in text
+    flags = found["points"][found["winner"] - 1]["megatron_flags"]
+    assert main([*FLAGS, *FEW, "--front", "--emit-args", str(found["winner"])]) == 0
+    assert capsys.readouterr().out.split() == flags
+
+
+def test_what_cannot_be_drawn_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, *FEW, "--front", "--plot", "front.pdf"]) == 2
+    assert "the name must end in .svg, .png, .html" in capsys.readouterr().err
+    assert main([*FLAGS, *FEW, "--plot", "front.svg"]) == 2
+    assert "--plot draws a front: give --front, too" in capsys.readouterr().err
