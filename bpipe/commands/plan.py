@@ -22,7 +22,7 @@ from bpipe.models.profile import read_profile
 from bpipe.plan import standings
 from bpipe.plan.budget import MemoryBudget, within_budget
 from bpipe.plan.document import document
-from bpipe.plan.explain import costly_halves, describe, only_balanced, verdict
+from bpipe.plan.explain import costly_halves, describe, only_balanced, replicas_apart, verdict
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
@@ -228,7 +228,7 @@ def _lines(number: int, found: Found) -> list[str]:
             f"     transfers of {bandwidth.transfer_bytes / 1e9:.2f} GB need {bandwidth.required_bytes_per_s / 1e9:.1f} GB/s "
             f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
-    lines += [f"     {text}" for text in (only_balanced(found), costly_halves(prediction)) if text]
+    lines += [f"     {text}" for text in (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup)) if text]
     flags = [*split_flags(prediction.setup.layers, prediction.setup.pipeline), *schedule_flags(prediction.setup)]
     return [*lines, f"     {shlex.join(flags)}"] if flags else lines
 

@@ -14,7 +14,7 @@ from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
 from bpipe.models.profile import read_profile
 from bpipe.plan import budget
 from bpipe.plan.document import document
-from bpipe.plan.explain import costly_halves, describe, tight
+from bpipe.plan.explain import costly_halves, describe, replicas_apart, tight
 from bpipe.plan.options import filled, memory, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.program import BALANCES
@@ -157,7 +157,7 @@ def table(prediction: SetupPrediction) -> str:
             f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady phase), "
             f"the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
-    lines += [remark for remark in (costly_halves(prediction), tight(prediction)) if remark]
+    lines += [remark for remark in (costly_halves(prediction), replicas_apart(setup), tight(prediction)) if remark]
     titles = (
         "rank",
         "layers",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from typing import Any
 
 from bpipe.generate.families import FAMILIES, default
 from bpipe.ir.layout import Layout, Vocabulary
@@ -246,6 +247,14 @@ class Setup:
         return _paired_places(*sizes) if self.num_pipes > 1 else _places(*sizes, self.balance != "none", self.how.partners)
 
 
+_FIELDS = tuple(one.name for one in fields(Setup))
+
+
+def setup_from_values(values: Mapping[str, Any]) -> Setup:
+    """Of values by the names of its fields; others are left aside."""
+    return Setup(**{name: values[name] for name in _FIELDS if name in values})
+
+
 @lru_cache(maxsize=1024)
 def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
     return FAMILIES[schedule].layout(pipeline, chunks)
@@ -302,9 +311,13 @@ def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -
     """Layers of each stage, or None where there is no such split. Uneven: what does not divide goes, one each, to the stages before the
     last.
 
-    The last has the output layer besides, and early stages hold most micro-batches: so the first is the next to be spared.
+    The last has the output layer besides, and early stages hold most micro-batches: so the first is the next to be spared. Where there is
+    a stage or two more than layers, the last has the output layer alone, then the first the embedding.
     """
     each, rest = divmod(num_layers, num_stages)
+    spared = num_stages - num_layers
+    if allow_uneven and num_layers and spared in (1, 2):
+        return (*(0,) * (spared - 1), *(1,) * num_layers, 0)
     if not each or (rest and not allow_uneven):
         return None
     return (*(each,) * (num_stages - 1 - rest), *(each + 1,) * rest, each)

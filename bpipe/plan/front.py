@@ -65,23 +65,23 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
     limit = space.cluster.device.memory_bytes
     most = int(MOST_TIMES * limit)
     candidates = by_bound(space)
-    held = _Held()
+    known = _Unbeaten()
     for done, (bound_s, setup) in enumerate(candidates):
         progress("front", done, len(candidates))
-        if _may_stand(held, setup, bound_s, most):
+        if _may_stand(known, setup, bound_s, most):
             timing = steady_timing(setup, costs_of(setup, space.profile))
-            held.add(max(rank.peak_bytes for rank in predict_memory(setup)), timing, setup)
+            known.add(max(rank.peak_bytes for rank in predict_memory(setup)), timing, setup)
     progress("front", len(candidates), len(candidates))
     points = (
         Point(peak, timing.iteration_s, predict(setup, space.profile, formula=space.formula, timing=timing))
-        for peak, timing, setup in held.rows
+        for peak, timing, setup in known.rows
     )
-    return Front(tuple(points), limit, most, len(candidates), held.num_added)
+    return Front(tuple(points), limit, most, len(candidates), known.num_added)
 
 
-def _may_stand(held: _Held, setup: Setup, bound_s: float, most: int) -> bool:
+def _may_stand(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> bool:
     """What it needs is asked in steps: cheap bounds first."""
-    return not any(needs > most or held.beats(needs, bound_s) for needs in _rising(setup))
+    return not any(needs > most or known.beats(needs, bound_s) for needs in _rising(setup))
 
 
 def _rising(setup: Setup) -> Iterable[int]:
@@ -92,7 +92,7 @@ def _rising(setup: Setup) -> Iterable[int]:
     yield max(rank.peak_bytes for rank in predict_memory(setup))
 
 
-class _Held:
+class _Unbeaten:
     """What nothing beats so far, by rising memory."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from bpipe.generate.families import FAMILIES, default
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import Cluster, parse_cluster
-from bpipe.models.layout import KEPT_HALVES, Setup, split_layers
+from bpipe.models.layout import KEPT_HALVES, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model, find_model
 from bpipe.models.switches import SWITCHES, Switches, flag_of
 from bpipe.plan.budget import MemoryBudget, read_asked
@@ -128,33 +128,21 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
     bounds = getattr(options, "bound", None)
     if bounds is not None and options.balance == BALANCES[0]:
         raise ValueError("--bound says how to balance: give --balance bpipe, too, or leave it out")
-    return Setup(
-        model=model,
-        cluster=cluster,
-        tensor=options.tensor,
-        pipeline=options.pipeline,
-        micro_batch=options.micro_batch,
-        global_batch=options.global_batch or options.micro_batch * replicas,
-        sequence=model.sequence,
-        layers=layers,
-        recompute=options.recompute,
-        attention=options.attention,
-        schedule=schedule,
-        chunks=options.chunks,
-        balance=options.balance,
-        precision=options.precision,
-        distributed_optimizer=not options.no_distributed_optimizer,
-        sequence_parallel=not options.no_sequence_parallel,
-        kernels=options.kernels,
-        group=options.group,
-        delay=options.delay,
-        keep_weights_halves=options.keep_weights_halves,
-        # A launch as it stands splits nothing.
-        vocabulary_parallel=getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
-        input_shards=getattr(options, "input_shards", False),
-        switches=switches_of(options),
-        how=BalanceConfig(bounds),
-    )
+    # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits nothing.
+    others = {
+        "model": model,
+        "cluster": cluster,
+        "global_batch": options.global_batch or options.micro_batch * replicas,
+        "sequence": model.sequence,
+        "layers": layers,
+        "schedule": schedule,
+        "distributed_optimizer": not options.no_distributed_optimizer,
+        "sequence_parallel": not options.no_sequence_parallel,
+        "vocabulary_parallel": getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
+        "switches": switches_of(options),
+        "how": BalanceConfig(bounds),
+    }
+    return setup_from_values({**vars(options), **others})
 
 
 def setup_from(words: Sequence[str], cluster: str, vocabulary: int, kernels: str) -> Setup:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
-from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, split_layers
+from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.profile import Profile
 from bpipe.models.switches import Switches
@@ -83,6 +83,7 @@ def divisors(number: int) -> list[int]:
 def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
     """Every configuration under the papers' constraints, each unbalanced first and then balanced. `cuts` counts what was not possible."""
     cuts = Counter() if cuts is None else cuts
+    common = {one.name: getattr(space, one.name) for one in fields(space)}
     for tensor, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
@@ -94,26 +95,8 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                         if balance != "none" and pipeline == 1:
                             cuts["pairs"] += 1
                             continue
-                        yield Setup(
-                            model=space.model,
-                            cluster=space.cluster,
-                            tensor=tensor,
-                            pipeline=pipeline,
-                            micro_batch=micro_batch,
-                            global_batch=space.global_batch,
-                            sequence=space.sequence,
-                            layers=choice.layers,
-                            recompute=recompute,
-                            attention=space.attention,
-                            schedule=choice.schedule,
-                            chunks=choice.chunks,
-                            group=choice.group,
-                            balance=balance,
-                            precision=space.precision,
-                            distributed_optimizer=space.distributed_optimizer,
-                            kernels=space.kernels,
-                            switches=space.switches,
-                        )
+                        chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
+                        yield setup_from_values({**common, **chosen, "balance": balance, **choice._asdict()})
 
 
 def num_grids(space: Space) -> int:

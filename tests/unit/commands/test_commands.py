@@ -37,6 +37,19 @@ def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None
     assert (plain["fits"], plain["balanced"], plain["available_bytes_per_s"]) == (False, False, None)
 
 
+def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Balancing cost 4 % with 0 s exposed, and nothing said why: pairs share nodes, so gradients are reduced between nodes."""
+    flags = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:4x8", "--tensor", "4", "--pipeline", "4", "--chunks", "5"]
+    flags += ["--global-batch", "32"]
+    said = re.search(r"takes ([\d.]+) instead of ([\d.]+) s", output(capsys, *flags, "--balance", "bpipe"))
+    assert said is not None
+    times = [json.loads(output(capsys, *flags, "--balance", one, "--format", "json"))["iteration_time_s"] for one in ("bpipe", "none")]
+    assert float(said[1]) - float(said[2]) == pytest.approx(times[0] - times[1], rel=0.1)
+    assert "instead of" not in output(capsys, *flags)
+    # Where replicas were apart before, balancing changes nothing of that.
+    assert "replicas" not in output(capsys, *BALANCED)
+
+
 def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Under sequence parallelism waiting halves hold more than their forwards saved: said, with the way out, which then holds."""
     split = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--tensor", "8", "--pipeline", "8", "--global-batch", "32"]

@@ -184,6 +184,11 @@ def test_uneven_splits_leave_less_to_the_ends() -> None:
     assert split_layers(126, 16) is None
     assert split_layers(126, 16, allow_uneven=True) == (7, *(8,) * 14, 7)
     assert split_layers(80, 8, allow_uneven=True) == (10,) * 8
+    # NVIDIA's own layout of it: the ends have the embedding and the output layer alone.
+    assert split_layers(126, 128, allow_uneven=True) == (0, *(1,) * 126, 0)
+    assert split_layers(127, 128, allow_uneven=True) == (*(1,) * 127, 0)
+    assert split_layers(125, 128, allow_uneven=True) is None
+    assert split_layers(126, 128) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
