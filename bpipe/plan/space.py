@@ -159,7 +159,7 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
         # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
         uneven = space.uneven and num_layers % pipeline != 0
         for chunks in family.chunks(space.max_chunks):
-            layers = split_layers(num_layers, pipeline * chunks, uneven)
+            layers = _layers_of(schedule, num_layers, pipeline, chunks, uneven)
             if layers is None:
                 cuts["chunks"] += 1
                 continue
@@ -168,6 +168,14 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
                 continue
             for group in _groups(schedule, pipeline, num_microbatches):
                 yield _Choice(schedule, chunks, layers, group)
+
+
+def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneven: bool) -> tuple[int, ...] | None:
+    """None where they do not go over so many stages. Ends without layers were never trained where one rank has both."""
+    layers = split_layers(num_layers, pipeline * chunks, uneven)
+    placements = FAMILIES[schedule].layout(pipeline, chunks).placements
+    ends_meet = len(placements) > 1 or placements[0][0] == placements[0][-1]
+    return None if layers is not None and 0 in layers and ends_meet else layers
 
 
 def _groups(schedule: str, pipeline: int, num_microbatches: int) -> tuple[int | None, ...]:

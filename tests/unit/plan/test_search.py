@@ -97,8 +97,11 @@ def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
     assert found.num_fitting > 10
     best = found.rows[0].prediction.setup
     assert len(set(best.layers)) == 2
-    assert "--account-for-loss-in-pipeline-split" in megatron_flags(best)
-    assert "layers 1-2" in describe(best)
+    # As NVIDIA lays it: 128 stages, the ends the embedding and the output layer alone.
+    assert best.layers == (0, *(1,) * 126, 0)
+    assert megatron_flags(best)[megatron_flags(best).index("--pipeline-model-parallel-layout") + 1] == "E|(t|)*126L"
+    # A rank with both ends would have no layer at all.
+    assert not any(0 in one.layers for one in enumerate_setups(replace(found.space, schedules=("zb-v", "bitpipe"))))
 
 
 @pytest.mark.parametrize(
