@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from terra.backend.operations import Given, Made, Step
-from terra.run.cell import Cell, below_autograd, undispatched
-from terra.run.issue import Call, Leaf, Outer, Outers
+from terra.run.cell import Cell, Form, below_autograd, undispatched
+from terra.run.issue import Call, Outer, Outers, Source
 from terra.run.runner import Block, Program
 from terra.run.state import State
 from terra.trace.graph import Node
@@ -41,13 +41,26 @@ class Gathering:
     def add(self, call: Call, node: Node, made: Made, outers: Outers, owner: Any) -> list[Cell]:
         """Returns cells for what it makes."""
         self.calls.append((call, node, made))
-        sources = [self._source(leaf, outers) if isinstance(leaf, Leaf) else self._feed(leaf) for leaf in call.leaves]
+        known, fed, sources = self._sources, self.fed, []
+        for leaf in call.leaves:
+            kind = type(leaf)
+            if kind is Cell and not leaf.is_shared:
+                source = known.get(id(leaf))
+                if source is None:
+                    source = known[id(leaf)] = 3 * len(fed) + _CELL
+                    fed.append(leaf)
+            elif kind is Outer or kind is Cell:
+                source = self._outer(leaf, call, outers)
+            else:
+                source = 3 * len(fed) + _FED
+                fed.append(leaf)
+            sources.append(source)
         self.signature += node.number, id(made), tuple(sources)
         cells = []
         for form in made.outputs:
-            if form is not None and not isinstance(form, int):
+            if type(form) is Form:
                 cell = Cell(owner, form)
-                self._sources[id(cell)] = 3 * len(self.made) + _MADE
+                known[id(cell)] = 3 * len(self.made) + _MADE
                 self.made.append(cell)
                 cells.append(cell)
         return cells
@@ -55,28 +68,21 @@ class Gathering:
     def key(self) -> tuple[Any, ...]:
         return tuple(self.signature)
 
-    def _feed(self, value: Any) -> int:
-        self.fed.append(value)
-        return 3 * (len(self.fed) - 1) + _FED
-
-    def _source(self, leaf: Leaf, outers: Outers) -> int:
-        source = leaf.source
-        if source.is_shared or (isinstance(source, Outer) and source.is_host and not leaf.is_written):
-            return self._copied(source)
-        key = source.tensor if isinstance(source, Outer) else source
-        known = self._sources.get(id(key))
+    def _outer(self, source: Source, call: Call, outers: Outers) -> int:
+        """A tensor from outside, or memory that Python has too."""
+        is_written = any(source is each for each in call.written)
+        if source.is_shared or (isinstance(source, Outer) and source.is_host and not is_written):
+            # As it is now: Python may write it before the block runs.
+            value: Any = source.tensor if isinstance(source, Outer) else source.value
+            self.fed.append(_copy(value))
+            return 3 * (len(self.fed) - 1) + _FED
+        assert isinstance(source, Outer)
+        known = self._sources.get(id(source.tensor))
         if known is None:
-            known = 3 * len(self.fed) + (_FED if isinstance(source, Outer) else _CELL)
-            self._sources[id(key)] = known
-            self.fed.append(key)
-            if isinstance(source, Outer):
-                outers.own(source)
+            known = self._sources[id(source.tensor)] = 3 * len(self.fed) + _FED
+            self.fed.append(source.tensor)
+            outers.own(source)
         return known
-
-    def _copied(self, source: Cell | Outer) -> int:
-        """As it is now: Python may write it before the block runs."""
-        value: Any = source.tensor if isinstance(source, Outer) else source.value
-        return self._feed(_copy(value))
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

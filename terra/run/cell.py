@@ -133,9 +133,24 @@ class Placeholder(torch.Tensor):
 
 
 def _blank(cls: type, form: Form) -> Any:
-    return torch.Tensor._make_wrapper_subclass(
-        cls, form.shape, strides=form.stride, storage_offset=form.offset, dtype=form.dtype, device=form.device
-    )
+    make = _makers.get(form)
+    if make is None:
+        make = _makers[form] = _maker(form)
+    return make(cls, form.shape)
+
+
+# Grows by a program's forms, less than a kilobyte each.
+_makers: dict[Form, Callable[[type, tuple[int, ...]], Any]] = {}
+
+
+def _maker(form: Form) -> Callable[[type, tuple[int, ...]], Any]:
+    """Makes what looks like this. What is so anyway is not told, for each setting takes time to be read."""
+    settings: dict[str, Any] = {"dtype": form.dtype}
+    if form.offset or form.stride != torch.empty(form.shape, device="meta").stride():
+        settings |= {"strides": form.stride, "storage_offset": form.offset}
+    if form.device.type != "cpu":
+        settings["device"] = form.device
+    return functools.partial(torch.Tensor._make_wrapper_subclass, **settings)
 
 
 def _first(*given: Any) -> Cell:

@@ -17,7 +17,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from terra.run.cell import READS, Placeholder, undispatched
-from terra.run.state import SETTERS, Generator
+from terra.run.state import SETTERS, Generator, Generators
 
 _BASE: Any = torch._C.TensorBase
 # With tensors of other types than these, optimizers and the clipping of gradients go another way, one tensor at a time.
@@ -54,6 +54,10 @@ def closed(session: Waits) -> None:
     _remove_unless_used()
 
 
+def is_any_open() -> bool:
+    return bool(_sessions)
+
+
 def _wait() -> None:
     for session in _here():
         session.drain()
@@ -78,7 +82,7 @@ def _install() -> None:
     for types in _FOREACH_TYPES:
         types.append(Placeholder)
     if torch.cuda.is_initialized():
-        _put(torch.cuda, "default_generators", tuple(Generator(each, _wait) for each in torch.cuda.default_generators))
+        _put(torch.cuda, "default_generators", Generators(torch.cuda.default_generators, _wait))
 
 
 def _put(owner: Any, name: str, by: Any) -> None:

@@ -7,6 +7,7 @@ only where they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,18 @@ _SIZED_BY_DATA = frozenset(
 )
 _BESIDE = frozenset({"profiler", "inductor", "prim"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
-_NUMBERS = frozenset({int, float, complex})
 
 
 class Tensor:
     """In a template: a tensor stands here."""
+
+
+class Argument(NamedTuple):
+    """What is known of an operation's argument: `counts`: its integers may be sizes, and floats too where its function says so."""
+
+    name: str
+    counts: bool
+    is_written: bool
 
 
 class Function:
@@ -49,16 +57,17 @@ class Function:
             or any("Tensor" not in str(each.type) for each in schema.returns)
         )
         self.moves = torch.Tag.inplace_view in tags
-        self.writes = frozenset(each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write)
-        self.makes_views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
-        self.names = tuple(each.name for each in schema.arguments)
-        # A number where a tensor or any number may stand is no size.
-        self._sizes = frozenset(each.name for each in schema.arguments if "int" in str(each.type).lower())
         self.floats_count = name.startswith(_SIZED_BY_FLOATS)
+        self.arguments = tuple(_argument(each, self.floats_count) for each in schema.arguments)
+        self.by_name = {each.name: each for each in self.arguments}
+        self.writes = any(each.is_written for each in self.arguments)
+        self.makes_views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
 
-    def counts(self, name: str) -> bool:
-        """Whether the integers of this argument may be sizes."""
-        return self.floats_count or name in self._sizes
+
+def _argument(declared: Any, floats_count: bool) -> Argument:
+    # A number where a tensor or any number may stand is no size.
+    counts = floats_count or "int" in str(declared.type).lower()
+    return Argument(declared.name, counts, declared.alias_info is not None and declared.alias_info.is_write)
 
 
 class Outer(NamedTuple):
@@ -74,80 +83,144 @@ class Outer(NamedTuple):
     is_shared: bool = False
 
 
-class Leaf(NamedTuple):
-    """A tensor among the arguments: the placeholder's cell, or the one from outside."""
+# Where a tensor among the arguments comes from.
+Source = Cell | Outer
 
-    tensor: torch.Tensor
-    source: Cell | Outer
-    is_written: bool
+
+def value_of(source: Source) -> torch.Tensor:
+    return source.tensor if isinstance(source, Outer) else source.fetch()
 
 
 class Call:
-    """`leaves` are tensors, as `Leaf`, and numbers, in order."""
+    """`leaves` are tensors, as their sources, and numbers, in order; `tensors`, `sources` and `forms` those of the tensors."""
 
-    __slots__ = ("forms", "function", "has_shared", "is_awaited", "is_host", "leaves", "num_positional", "sizes", "template")
+    __slots__ = (
+        *("forms", "function", "has_shared", "is_awaited", "is_host", "leaves", "num_positional", "outers"),
+        *("sizes", "sources", "template", "tensors", "written"),
+    )
 
     def __init__(self, function: Function, outers: Outers, args: Any, kwargs: Any) -> None:
-        self.function = function
+        self.function, self.outers = function, outers
         self.leaves: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
+        self.sources: list[Source] = []
         self.forms: list[Any] = []
         self.sizes: list[Any] = []
+        self.written: list[Source] = []
         self.is_awaited = function.is_awaited
         self.is_host, self.has_shared = True, False
         self.num_positional = len(args)
-        template = [self._part(each, name, outers) for each, name in zip(args, function.names, strict=False)]
-        for name, each in kwargs.items():
-            template += name, self._part(each, name, outers)
+        template = []
+        for value, argument in zip(args, function.arguments, strict=False):
+            kind = type(value)
+            template.append((_TAKERS.get(kind) or _taker(kind))(self, value, argument))
+        for name, value in kwargs.items():
+            kind = type(value)
+            template.append(name)
+            template.append((_TAKERS.get(kind) or _taker(kind))(self, value, function.by_name[name]))
         self.template = tuple(template)
-        self.is_host = self.is_host and bool(self.forms)
-
-    def _part(self, value: Any, name: str, outers: Outers) -> Any:
-        kind = type(value)
-        if kind is Placeholder:
-            cell = value.cell
+        if not self.forms:
             self.is_host = False
-            if cell.owner is not outers.owner:
-                cell.fetch()
-            if outers.lent and cell.value is not None and not cell.is_shared:
-                cell.is_shared = has_shared_memory(cell.value)
-            self.has_shared = self.has_shared or cell.is_shared
-            return self._tensor(Leaf(value, cell, name in self.function.writes), cell.form)
-        if kind in _NUMBERS:
-            self.leaves.append(value)
-            if self.function.counts(name) and (kind is int or self.function.floats_count):
-                self.sizes.append(value)
-            return kind
-        if kind is list or kind is tuple:
-            return ("[", *(self._part(each, name, outers) for each in value))
-        if isinstance(value, torch.Tensor):
-            outer = outers.of(value)
-            self.is_host = self.is_host and outer.is_host
-            self.is_awaited = self.is_awaited or not outer.is_plain
-            self.has_shared = self.has_shared or outer.is_shared
-            return self._tensor(Leaf(value, outer, name in self.function.writes), outer.form)
-        if isinstance(value, (torch.ScriptObject, torch.Generator, torch.UntypedStorage, torch.TypedStorage)):
-            # Process groups and the like are other objects each time; a generator is read behind our back.
-            self.is_awaited, self.is_host = True, False
-            return kind
-        return value
-
-    def _tensor(self, leaf: Leaf, form: Any) -> type[Tensor]:
-        self.leaves.append(leaf)
-        self.forms.append(form)
-        if self.function.is_index and leaf.tensor.dtype in (torch.bool, torch.uint8) and len(self.forms) > 1:
-            self.is_awaited = True
-        return Tensor
 
     @property
     def reaches_shared(self) -> bool:
         """Whether it writes memory that Python may have too, or makes a view of it: then it must be that memory and no copy of it."""
-        return self.has_shared and (
-            self.function.makes_views or any(type(leaf) is Leaf and leaf.is_written and leaf.source.is_shared for leaf in self.leaves)
-        )
+        return self.has_shared and (self.function.makes_views or any(source.is_shared for source in self.written))
 
-    @property
     def result_key(self) -> tuple[Any, ...]:
         return self.function, self.template, tuple(self.forms), tuple(self.sizes)
+
+
+# -- what is taken of an argument, by its type -------------------------------------------------------------------------------------------
+
+
+def _placeholder(call: Call, value: Placeholder, argument: Argument) -> type:
+    cell, outers = value.cell, call.outers
+    call.is_host = False
+    if cell.owner is not outers.owner:
+        cell.fetch()
+    if outers.lent and cell.value is not None and not cell.is_shared:
+        cell.is_shared = has_shared_memory(cell.value)
+    return _tensor(call, value, cell, argument)
+
+
+def _outer(call: Call, value: torch.Tensor, argument: Argument) -> type:
+    outer = call.outers.of(value)
+    if not outer.is_host:
+        call.is_host = False
+    if not outer.is_plain:
+        call.is_awaited = True
+    return _tensor(call, value, outer, argument)
+
+
+def _tensor(call: Call, value: torch.Tensor, source: Source, argument: Argument) -> type:
+    call.leaves.append(source)
+    call.tensors.append(value)
+    call.sources.append(source)
+    call.forms.append(source.form)
+    if source.is_shared:
+        call.has_shared = True
+    if argument.is_written:
+        call.written.append(source)
+    if call.function.is_index and len(call.forms) > 1 and value.dtype in (torch.bool, torch.uint8):
+        call.is_awaited = True
+    return Tensor
+
+
+def _integer(call: Call, value: int, argument: Argument) -> type:
+    call.leaves.append(value)
+    if argument.counts:
+        call.sizes.append(value)
+    return int
+
+
+def _real(call: Call, value: float | complex, argument: Argument) -> type:
+    call.leaves.append(value)
+    if call.function.floats_count:
+        call.sizes.append(value)
+    return type(value)
+
+
+def _several(call: Call, values: Any, argument: Argument) -> Any:
+    parts: list[Any] = ["["]
+    for value in values:
+        kind = type(value)
+        parts.append((_TAKERS.get(kind) or _taker(kind))(call, value, argument))
+    return tuple(parts)
+
+
+def _another_each_time(call: Call, value: Any, argument: Argument) -> type:
+    """Process groups and the like are other objects each time; a generator is read behind our back."""
+    call.is_awaited, call.is_host = True, False
+    return type(value)
+
+
+def _setting(call: Call, value: Any, argument: Argument) -> Any:
+    return value
+
+
+_Taker = Callable[[Call, Any, Argument], Any]
+_TAKERS: dict[type, _Taker] = {
+    Placeholder: _placeholder,
+    torch.Tensor: _outer,
+    torch.nn.Parameter: _outer,
+    int: _integer,
+    float: _real,
+    complex: _real,
+    list: _several,
+    tuple: _several,
+}
+
+
+def _taker(kind: type) -> _Taker:
+    """Of a type that was not met before."""
+    if issubclass(kind, torch.Tensor):
+        found: _Taker = _outer
+    elif issubclass(kind, (torch.ScriptObject, torch.Generator, torch.UntypedStorage, torch.TypedStorage)):
+        found = _another_each_time
+    else:
+        found = _setting
+    return _TAKERS.setdefault(kind, found)
 
 
 class Outers:

@@ -27,10 +27,11 @@ from terra.backend import operations, script
 from terra.backend.operations import Made
 from terra.run import guards
 from terra.run.blocks import Compiler, Gathering, Variants
-from terra.run.cell import Cell, Form, Placeholder, below_autograd, form_of, has_shared_memory, is_plain
-from terra.run.issue import Call, Function, Leaf, Outer, Outers, rebuilt
+from terra.run.cell import Placeholder
+from terra.run.issue import Call, Function, Outers
+from terra.run.results import Results, run_below, values
 from terra.run.runner import Runner
-from terra.run.state import State
+from terra.run.state import State, current
 from terra.trace.graph import END, Key, Node, TraceGraph
 from terra.trace.place import Sites
 
@@ -38,6 +39,8 @@ from terra.trace.place import Sites
 BLOCK = 32
 # And where the next step may go on otherwise: so that behind a branch blocks are again those that are known. Fewer cost more than they are.
 BLOCK_TO_FORK = 8
+# The mode's own, of torch's wrapper around it, and of `issue`: the innermost of every operation, the same for all.
+FRAMES_OF_ISSUE = 3
 # Steps that may be pending when the next one begins: all of them keep their batches.
 STEPS_AHEAD = 2
 # Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever more.
@@ -78,8 +81,8 @@ class Session:
         self._sites = Sites()
         self._mode = _Issued(self)
         self._functions: dict[int, Function] = {}
-        self._made: dict[Any, Made] = {}
         self._outers = Outers(self)
+        self._results = Results(self, self._outers)
         self._variants = Variants(_BACKENDS[backend], lambda node: str(self._sites.places[_site(node)]))
         self._trace: list[Key] = []
         self._node = self.graph.start
@@ -106,9 +109,9 @@ class Session:
             self._ends.popleft().wait()
         if self._phase is not Phase.WARM_UP:
             self._outers.forget()
-            if max(len(self._variants), len(self._made)) > _MOST_KNOWN:
+            if max(len(self._variants), len(self._results.known)) > _MOST_KNOWN:
                 self._variants.clear()
-                self._made.clear()
+                self._results.known.clear()
             self._trace.clear()
             self._node = self.graph.start
             self._stepping = self._phase
@@ -181,29 +184,28 @@ class Session:
     # -- operations ------------------------------------------------------------------------------------------------------------------
 
     def issue(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        function = self._function(operation)
+        # By identity, for torch's operations are hashed by Python; the function keeps its operation.
+        function = self._functions.get(id(operation)) or self._function(operation)
         if function.is_beside:
             return operation(*args, **kwargs)
         if function.is_lift and type(args[0]) is not Placeholder:
             return args[0]
         call = Call(function, self._outers, args, kwargs)
-        key: Key = (function, call.template, self._sites.here())
+        key: Key = (function, call.template, self._sites.here(FRAMES_OF_ISSUE))
         self._trace.append(key)
         node = self._found(key)
         if call.is_host and not function.is_random:
-            return _run(operation, args, kwargs)
-        if node is not None and not call.is_awaited and not call.reaches_shared:
-            made = self._made.get(call.result_key)
+            return run_below(operation, args, kwargs)
+        if node is not None and not call.is_awaited and not (call.has_shared and call.reaches_shared):
+            made = self._results.known.get(call.result_key())
             if made is not None:
                 return self._gather(call, node, made)
-        return self._now(call, args, kwargs)
+        # In this thread, when all that was issued before has run.
+        self.drain()
+        return self._results.hand_out(call, run_below(operation, *values(args, kwargs)))
 
     def _function(self, operation: Any) -> Function:
-        """By identity, for torch's operations are hashed by Python; the function keeps its operation."""
-        found = self._functions.get(id(operation))
-        if found is None:
-            found = self._functions[id(operation)] = Function(operation)
-        return found
+        return self._functions.setdefault(id(operation), Function(operation))
 
     def _found(self, key: Key) -> Node | None:
         """The node in the graph, or None where the step is traced, if it was not till now."""
@@ -222,18 +224,17 @@ class Session:
         self._stepping = Phase.TRACE
 
     def _gather(self, call: Call, node: Node, made: Made) -> Any:
-        state = State(torch.is_grad_enabled(), torch.get_num_threads())
-        gathered = self._gathered
-        if gathered is not None and gathered.state != state:
+        gathered, state = self._gathered, current()
+        if gathered is None or gathered.state != state:
             self._commit()
-            gathered = None
-        if gathered is None:
-            gathered = self._gathered = Gathering(state)
-        cells = iter(gathered.add(call, node, made, self._outers, self))
-        if len(gathered) >= (BLOCK_TO_FORK if node.is_fork else BLOCK):
+            gathered = self._gathered = Gathering(State(*state))
+        cells = gathered.add(call, node, made, self._outers, self)
+        if len(gathered.calls) >= (BLOCK_TO_FORK if node.is_fork else BLOCK):
             self._commit()
-        tensors = [leaf.tensor for leaf in call.leaves if type(leaf) is Leaf]
-        outputs = [None if form is None else tensors[form] if type(form) is int else Placeholder(next(cells)) for form in made.outputs]
+        if made.is_one and cells:
+            return Placeholder(cells[0])
+        new = iter(cells)
+        outputs = [call.tensors[form] if type(form) is int else form and Placeholder(next(new)) for form in made.outputs]
         return outputs[0] if made.is_one else (outputs or None)
 
     def _commit(self) -> None:
@@ -241,83 +242,20 @@ class Session:
         if gathered is not None:
             self._runner.put(self._variants.block(gathered))
 
-    def _now(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run it in this thread, when all that was issued before has run."""
-        self.drain()
-        found = _run(call.function.operation, *_values(args, kwargs))
-        return self._handed_out(call, found)
-
-    def _handed_out(self, call: Call, found: Any) -> Any:
-        """Placeholders with their values, and what of the result depends on forms alone."""
-        tensors = [leaf for leaf in call.leaves if type(leaf) is Leaf]
-        for leaf in tensors:
-            # As where the runner gets them.
-            if isinstance(leaf.source, Outer) and not leaf.source.is_shared and (leaf.is_written or not leaf.source.is_host):
-                self._outers.own(leaf.source)
-        given = {id(_value(leaf)): place for place, leaf in reversed(list(enumerate(tensors)))}
-        is_one = isinstance(found, torch.Tensor)
-        outputs = [found] if is_one else list(found) if isinstance(found, (tuple, list)) else None
-        if outputs is None or not all(each is None or isinstance(each, torch.Tensor) for each in outputs):
-            if found is None:
-                self._remember(call, tensors, Made((), False))
-            return found
-        handed: list[Any] = []
-        forms: list[Form | int | None] = []
-        for each in outputs:
-            place = None if each is None else given.get(id(each))
-            if each is None or not is_plain(each):
-                handed.append(each)
-                forms.append(None)
-            elif place is not None:
-                leaf = tensors[place]
-                if isinstance(leaf.tensor, Placeholder) and leaf.tensor.cell.form != form_of(each):
-                    leaf.tensor.become(Cell(self, form_of(each), each, leaf.tensor.cell.is_shared))
-                handed.append(leaf.tensor)
-                forms.append(place)
-            else:
-                form = form_of(each)
-                handed.append(Placeholder(Cell(self, form, each, has_shared_memory(each))))
-                forms.append(form)
-        if all(each is None or is_plain(each) for each in outputs):
-            self._remember(call, tensors, Made(tuple(forms), is_one))
-        return handed[0] if is_one else handed
-
-    def _remember(self, call: Call, tensors: Sequence[Leaf], made: Made) -> None:
-        still = all(form_of(_value(leaf)) == form for leaf, form in zip(tensors, call.forms, strict=True) if isinstance(form, Form))
-        if not call.is_awaited and not call.function.moves and still:
-            self._made.setdefault(call.result_key, made)
-
     def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """An operation on placeholders where no step is: it runs as it is. What it makes stays a placeholder only if it looks at one."""
         self.drain()
         function = self._function(operation)
+        found = run_below(operation, *values(args, kwargs))
         if function.makes_views or function.writes:
-            return self._handed_out(Call(function, self._outers, args, kwargs), _run(operation, *_values(args, kwargs)))
-        return _run(operation, *_values(args, kwargs))
+            return self._results.hand_out(Call(function, self._outers, args, kwargs), found)
+        return found
 
 
 def _site(node: Node) -> int:
     site = node.key[2]
     assert isinstance(site, int)
     return site
-
-
-def _value(leaf: Leaf) -> torch.Tensor:
-    source = leaf.source
-    return source.tensor if isinstance(source, Outer) else source.fetch()
-
-
-def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    def value(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cell.fetch() if isinstance(tensor, Placeholder) else tensor
-
-    return rebuilt(args, value), {name: rebuilt(each, value) for name, each in kwargs.items()}
-
-
-def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Below autograd, which has seen it."""
-    with below_autograd():
-        return operation(*args, **kwargs)
 
 
 class _Issued(TorchDispatchMode):

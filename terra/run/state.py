@@ -6,7 +6,7 @@ who reads or sets it in Python waits until all that was issued before has run (`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,9 @@ class State(NamedTuple):
     num_threads: int
 
 
-def current() -> State:
-    return State(torch.is_grad_enabled(), torch.get_num_threads())
+def current() -> tuple[bool, int]:
+    """This thread's `State`, unnamed: it is asked for every operation."""
+    return torch.is_grad_enabled(), torch.get_num_threads()
 
 
 def begin() -> None:
@@ -68,3 +69,16 @@ class Generator:
             return found(*(each.cell.fetch() if hasattr(each, "cell") else each for each in args))
 
         return waiting
+
+
+class Generators:
+    """Stands where `torch.cuda` looks up its default generators. Looked up as they are asked for: another's stand-in may have no end."""
+
+    def __init__(self, generators: Sequence[torch.Generator], before: Callable[[], None]) -> None:
+        self._generators, self._before = generators, before
+
+    def __getitem__(self, index: int) -> Generator:
+        return Generator(self._generators[index], self._before)
+
+    def __len__(self) -> int:
+        return len(self._generators)

@@ -7,6 +7,8 @@ by autograd's sequence number, which a node keeps from its forward.
 
 from __future__ import annotations
 
+import bisect
+import dis
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -126,7 +128,10 @@ class Sites:
 
     def __init__(self) -> None:
         self.places: list[Place] = []
+        # By all that is looked at, and by the same with each instruction's beginning.
         self._numbers: dict[tuple[int | str, ...], int] = {}
+        self._settled: dict[tuple[int | str, ...], int] = {}
+        self._starts: dict[int, list[int]] = {}
         # A number stands for a code object by its address: no other may come to lie there.
         self._codes: dict[int, CodeType] = {}
         self._lines = Places()
@@ -143,10 +148,10 @@ class Sites:
     def end(self) -> None:
         self._outermost = None
 
-    def here(self) -> int:
-        """Of the operation that is being dispatched; to be called from one place only, for its own frames count too."""
-        frames: list[int | str] = []
-        frame: FrameType | None = sys._getframe(1)
+    def here(self, above: int) -> int:
+        """Of the operation that is being dispatched. So many frames of those that called this are none of the program's."""
+        frames: list[int] = []
+        frame: FrameType | None = sys._getframe(1 + above)
         while frame is not None:
             frames += id(frame.f_code), frame.f_lasti
             if frame is self._outermost:
@@ -154,25 +159,39 @@ class Sites:
             frame = frame.f_back
         node: Any = torch._C._current_autograd_node()
         if node is None:
-            site = self._number(tuple(frames), None, -1)
+            key = tuple(frames)
+            site = self._numbers.get(key)
+            if site is None:
+                site = self._new(key, (), None, above)
             self._forwards.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
             return site
         number = node._sequence_nr()
         if number != _NO_FORWARD:
             self._last_forward = self._forwards.get(number, -1)
         # What adds to a leaf has no forward: it belongs to the node that ran before.
-        return self._number((*frames, node.name(), self._last_forward), node, self._last_forward)
+        of_node = node.name(), self._last_forward
+        site = self._numbers.get((*frames, *of_node))
+        return self._new(tuple(frames), of_node, node, above) if site is None else site
 
-    def _number(self, key: tuple[int | str, ...], node: Any, forward: int) -> int:
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self.places)
-            self.places.append(self._place(node, forward))
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None:
-                self._codes[id(frame.f_code)] = frame.f_code
-                frame = frame.f_back
+    def _new(self, frames: tuple[int, ...], of_node: tuple[str | int, ...], node: Any, above: int) -> int:
+        """Of a key that was not met: another place, or a place that Python came to in a quicker way than before."""
+        frame: FrameType | None = sys._getframe(2 + above)
+        while frame is not None:
+            self._codes[id(frame.f_code)] = frame.f_code
+            frame = frame.f_back
+        settled = [part for code, at in zip(frames[::2], frames[1::2], strict=True) for part in (code, self._start(code, at))]
+        number = self._settled.setdefault((*settled, *of_node), len(self.places))
+        if number == len(self.places):
+            self.places.append(self._place(node, self._last_forward if node is not None else -1))
+        self._numbers[(*frames, *of_node)] = number
         return number
+
+    def _start(self, code: int, at: int) -> int:
+        """Where the instruction begins that is being run: Python calls a property from its end when it has seen it a few times."""
+        starts = self._starts.get(code)
+        if starts is None:
+            starts = self._starts[code] = [each.offset for each in dis.get_instructions(self._codes[code])]
+        return starts[bisect.bisect_right(starts, at) - 1]
 
     def _place(self, node: Any, forward: int) -> Place:
         if node is None:

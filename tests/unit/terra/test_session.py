@@ -172,6 +172,29 @@ def test_a_step_that_ends_early_falls_back(session: terra.Session) -> None:
     assert weight.tolist() == [31.0] * 3
 
 
+class Holder:
+    """Its property is a function of Python's, which Python calls in a quicker way when it has seen it a few times."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(3)
+
+    @property
+    def doubled(self) -> torch.Tensor:
+        return self.weight * 2
+
+
+def test_a_property_stays_one_place(session: terra.Session) -> None:
+    """A Megatron stage was traced three times, for a hook reads `param.grad.data`: from then on the place was another instruction."""
+    holder, turns = Holder(), count(1)
+
+    def step() -> torch.Tensor:
+        return sum((holder.doubled for _ in range(next(turns))), start=torch.zeros(3))
+
+    for _ in range(12):
+        run(session, step)
+    assert (session.traces, session.fallbacks, session.co_executed) == (2, 0, 9)
+
+
 def test_steps_do_not_nest(session: terra.Session) -> None:
     with session:
         with pytest.raises(RuntimeError, match="holds no other"), session:

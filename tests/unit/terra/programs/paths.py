@@ -6,9 +6,11 @@ in a backward autograd's node too, and the token of the operation whose gradient
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class _Tokens(TorchDispatchMode):
     def _token(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
         leaves, shape = tree_flatten((args, kwargs))
         settings = tuple(repr(leaf) if isinstance(leaf, _SETTINGS) else type(leaf) for leaf in leaves)
-        stack = tuple((frame.f_code, frame.f_lasti) for frame in self._frames())
+        stack = tuple((frame.f_code, _instruction(frame.f_code, frame.f_lasti)) for frame in self._frames())
         token: Hashable = (func, settings, repr(shape), stack)
         node: Any = torch._C._current_autograd_node()
         if node is None:
@@ -70,3 +72,9 @@ class _Tokens(TorchDispatchMode):
             found.append(frame)
             frame = frame.f_back
         return found
+
+
+@functools.cache
+def _instruction(code: CodeType, at: int) -> int:
+    """Which one: Python calls some from their beginning, and from their end when it has seen them a few times."""
+    return sum(each.offset <= at for each in dis.get_instructions(code))

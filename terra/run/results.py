@@ -1,0 +1,78 @@
+"""Hand out what an operation made that ran at once, in the program's thread. In: its call and result. Out: placeholders with their values.
+
+What it made of which forms is remembered here: the next time it need not run before the program goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terra.backend.operations import Made
+from terra.run.cell import Cell, Form, Owner, Placeholder, below_autograd, form_of, has_shared_memory, is_plain
+from terra.run.issue import Call, Outer, Outers, rebuilt, value_of
+
+
+def run_below(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Below autograd, which has seen it."""
+    with below_autograd():
+        return operation(*args, **kwargs)
+
+
+def values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments with their placeholders' values, waited for."""
+
+    def value(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cell.fetch() if isinstance(tensor, Placeholder) else tensor
+
+    return rebuilt(args, value), {name: rebuilt(each, value) for name, each in kwargs.items()}
+
+
+class Results:
+    """Of one session. `known`: by `Call.result_key`, what an operation makes."""
+
+    def __init__(self, owner: Owner, outers: Outers) -> None:
+        self.known: dict[Any, Made] = {}
+        self._owner, self._outers = owner, outers
+
+    def hand_out(self, call: Call, found: Any) -> Any:
+        self._own(call)
+        is_one = isinstance(found, torch.Tensor)
+        outputs = [found] if is_one else list(found) if isinstance(found, (tuple, list)) else None
+        if outputs is None or not all(each is None or isinstance(each, torch.Tensor) for each in outputs):
+            if found is None:
+                self._remember(call, Made((), False))
+            return found
+        arguments = {id(value_of(source)): place for place, source in reversed(list(enumerate(call.sources)))}
+        handed, forms = zip(*(self._one(call, each, arguments) for each in outputs), strict=True) if outputs else ((), ())
+        if all(each is None or is_plain(each) for each in outputs):
+            self._remember(call, Made(tuple(forms), is_one))
+        return handed[0] if is_one else list(handed)
+
+    def _one(self, call: Call, output: torch.Tensor | None, arguments: Mapping[int, int]) -> tuple[Any, Form | int | None]:
+        """An output as the program gets it, and its form, or which argument it is."""
+        if output is None or not is_plain(output):
+            return output, None
+        place = arguments.get(id(output))
+        if place is None:
+            form = form_of(output)
+            return Placeholder(Cell(self._owner, form, output, has_shared_memory(output))), form
+        given = call.tensors[place]
+        if isinstance(given, Placeholder) and given.cell.form != form_of(output):
+            given.become(Cell(self._owner, form_of(output), output, given.cell.is_shared))
+        return given, place
+
+    def _own(self, call: Call) -> None:
+        """As where the runner gets them."""
+        for source in call.sources:
+            if not isinstance(source, Outer) or source.is_shared:
+                continue
+            if not source.is_host or any(source is each for each in call.written):
+                self._outers.own(source)
+
+    def _remember(self, call: Call, made: Made) -> None:
+        still = all(form_of(value_of(each)) == form for each, form in zip(call.sources, call.forms, strict=True) if isinstance(form, Form))
+        if not call.is_awaited and not call.function.moves and still:
+            self.known.setdefault(call.result_key(), made)
