@@ -6,7 +6,8 @@ Knows no tensors and imports no Megatron. What the settings do not have does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,7 +273,17 @@ def reasons_of(refusals: Sequence[Refusal], settings: object, wanted: str) -> li
 
 def refuse(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> None:
     """Raise ValueError with every reason. A script of one's own may set in its model what no flag says: give that model's configuration."""
-    end_where(reasons(settings, balance, executor, unproven))
+    end_where([*reasons(settings, balance, executor, unproven), *(_of_sessions() if balance else ())])
+
+
+def _of_sessions() -> Iterator[str]:
+    """Asked of what is loaded: whoever trains without a session never loads it."""
+    guards = sys.modules.get("terra.run.guards")
+    if guards is not None and guards.is_any_open():
+        yield (
+            "a terra.Session is open: under it a stage saves placeholders, whose memory is not there when --bpipe looks for it; close the "
+            "session, or train without --bpipe"
+        )
 
 
 def end_where(problems: Sequence[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import terra
 from megatron.scheduling.refusals import REFUSALS, UNPROVEN, differ, reasons, refuse
 
 # Settings that are refused, by feature; several where several names lead to one feature.
@@ -112,3 +114,12 @@ def test_what_only_moving_must_not_meet_is_measured() -> None:
 def test_all_reasons_come_at_once_and_name_what_was_asked_for() -> None:
     with pytest.raises(ValueError, match=r"^this run cannot start:\n  --bpipe-report: FP8.*\n  --bpipe-report: paged stash"):
         refuse(SimpleNamespace(fp8="hybrid", moe_paged_stash=True), balance=False)
+
+
+def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
+    """BPipe would look for the memory of placeholders."""
+    with contextlib.closing(terra.Session()):
+        refuse(SimpleNamespace(), balance=False)
+        with pytest.raises(ValueError, match=r"a terra\.Session is open: .* close the session, or train without --bpipe"):
+            refuse(SimpleNamespace(), balance=True)
+    refuse(SimpleNamespace(), balance=True)
