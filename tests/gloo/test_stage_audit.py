@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ def test_a_stage_is_told_what_upstreams_issues_report(tmp_path: Path) -> None:
     assert {("core/rerun_state_machine.py", "host reads"), ("moe/moe_utils.py", "host reads")} <= found
     assert {("moe/moe_utils.py", "scalar changes"), ("moe/moe_utils.py", "shape varies")} <= found
     assert ("tensor_parallel/random.py", "random state set") in found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_megatrons_optimizer_is_looked_at_in_its_whole_script(tmp_path: Path) -> None:
+    """What stages have not: the script is audited as any other, on one rank."""
+    found = tmp_path / "found.json"
+    stage = (*TINY, "--num-layers", "1", "--global-batch-size", "4", "--train-iters", "9", "--log-num-zeros-in-grad")
+    # Before the script is loaded Megatron is not, so that no process can be forked that has.
+    processes = start(1, ["-m", "terra", "audit", "--json", str(found), *LAUNCH, *stage], tmp_path, _free_ports(1)[0], cold=True)
+    outcome = finish(processes, tmp_path, 300)
+    assert outcome.codes == [1], outcome.logs[0][-3000:]
+    document = json.loads(found.read_text())
+    assert document["steps"] == 3
+    said = {("/".join(each["file"].split("/")[-2:]), each["kind"], each["operation"]) for each in document["findings"]}
+    # Zeros are counted on the host, and so is the norm where Transformer Engine does not do it; Adam's numbers are Python's.
+    assert ("optimizer/clip_grads.py", "host_read", "_local_scalar_dense") in said
+    assert any(file == "optimizer/optimizer.py" and kind == "scalar" for file, kind, _ in said)
+    # A kind that no setting of these brings is not there.
+    assert not any(kind == "generator" for _, kind, _ in said)
 
 
 @pytest.mark.timeout(90)
