@@ -165,6 +165,7 @@ class _ZeroStatistics(dict[str, int]):
 
 def _replace_rng() -> None:
     """One generator serves as the CPU's and as the device's. Looked up where torch does, for others may have put one of theirs there."""
+    random: Any = torch.random
     get_state: Callable[[], torch.Tensor] = torch.get_rng_state
     set_state: Callable[[torch.Tensor], None] = torch.set_rng_state
     for module in (torch.cuda, torch.cuda.random):
@@ -172,9 +173,9 @@ def _replace_rng() -> None:
             module,
             get_rng_state=lambda device="cuda": get_state(),
             set_rng_state=lambda new_state, device="cuda": set_state(new_state),
-            manual_seed=lambda seed: torch.random.default_generator.manual_seed(seed) and None,
-            manual_seed_all=lambda seed: torch.random.default_generator.manual_seed(seed) and None,
-            initial_seed=lambda: torch.random.default_generator.initial_seed(),
+            manual_seed=lambda seed: random.default_generator.manual_seed(seed) and None,
+            manual_seed_all=lambda seed: random.default_generator.manual_seed(seed) and None,
+            initial_seed=lambda: random.default_generator.initial_seed(),
         )
     _replace(torch.cuda, default_generators=_Generators())
 
