@@ -33,6 +33,7 @@ from bpipe.generate.families import (
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
+from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.listing import write_listing, write_listing_json
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
@@ -186,6 +187,7 @@ def _add_arguments(parser: Parser) -> None:
         help="where an order is chosen for --bound: host buffers count all the time, as in a training",
     )
     add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: fullest with emptiest)")
+    add("--hosts", choices=ARRANGEMENTS, help="who hosts: the other of a pair, or in a pool any rank with room (default pair)")
     add(
         "--after-input",
         "--kept",
@@ -211,8 +213,9 @@ def _schedule(options: argparse.Namespace) -> None:
     if options.messages and (form not in ("grid", "json") or options.format == "grid"):
         own = "runtime writes torch's messages itself" if form == "runtime" else f"a {form} has no room for messages"
         raise ValueError(f"--messages is written as text, or with --format json: {own}, leave one of them out")
-    if options.balance == "none" and (options.bound or options.partners):
-        raise ValueError(f"{'--bound' if options.bound else '--partners'} says how to balance: give --balance bpipe, too, or leave it out")
+    said = next((name for name in ("bound", "partners", "hosts") if getattr(options, name)), None)
+    if options.balance == "none" and said:
+        raise ValueError(f"--{said} says how to balance: give --balance bpipe, too, or leave it out")
     schedule = _generated(options) if options.input is None else _imported(options)
     if options.messages:
         content = _listed(schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)).encode()
@@ -248,7 +251,7 @@ def _generated(options: argparse.Namespace) -> Schedule:
         options.stages,
         options.microbatches,
         options.chunks or FAMILIES[options.schedule].usual_chunks,
-        balancing(options.balance, options.bound, options.partners, options.buffers_stay),
+        balancing(options.balance, options.bound, options.partners, options.buffers_stay, options.hosts),
         _group_of(options),
         vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
         input_shards=options.input_shards,
@@ -305,7 +308,8 @@ def _imported(options: argparse.Namespace) -> Schedule:
     try:
         if options.after_input is not None:
             schedule = with_after_input(schedule, options.after_input)
-        return adopt(align(schedule) if options.align else schedule, balancing(options.balance, options.bound, options.partners))
+        how = balancing(options.balance, options.bound, options.partners, hosts=options.hosts)
+        return adopt(align(schedule) if options.align else schedule, how)
     except ValueError as error:
         raise ValueError(f"{source_of(options.input)}: {error}") from None
 

@@ -22,6 +22,7 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
 from bpipe.ir.action import Action
+from bpipe.ir.hosts import ARRANGEMENTS, PAIR, POOL
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
 from bpipe.ir.program import Exchange
@@ -29,6 +30,7 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import header, read_csv, write_rows
 from bpipe.names import unknown
 from bpipe.passes.balance import balance, keeps, occupied_counts
+from bpipe.passes.pool import pool, pool_within
 from bpipe.passes.room import Rooms, fit
 
 # What commands and files call no `BalanceConfig`, and one.
@@ -46,17 +48,24 @@ class BalanceConfig:
 
     `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on. `buffers_stay`:
     where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full. `rooms`, in
-    place of bounds: what each rank has room for in bytes.
+    place of bounds: what each rank has room for in bytes. `hosts`: "pair", or "pool", in which any rank with room hosts for any other; then
+    host buffers count all the time, and `nodes[rank]` says which ranks are near each other, where not all are.
     """
 
     bounds: tuple[int, ...] | None = None
     partners: tuple[int, ...] | None = None
     buffers_stay: bool = False
     rooms: Rooms | None = None
+    hosts: str = PAIR
+    nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rooms is not None and self.bounds is not None:
             raise ValueError("bounds and rooms both say how to balance: give one of them")
+        if self.hosts not in ARRANGEMENTS:
+            raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
+        if self.hosts == POOL and self.partners is not None:
+            raise ValueError("partners are pairs, and in a pool any rank hosts for any other: give partners, or hosts pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,8 @@ class ScheduleConfig:
     @property
     def room(self) -> RankRoom | None:
         """What orders are made for: one bound for all, where nobody chose the groups or the pairs, and the family makes orders for one."""
-        bounds = None if self.balance is None or self.balance.partners is not None else self.balance.bounds
+        how = self.balance
+        bounds = None if how is None or how.partners is not None or how.hosts == POOL else how.bounds
         if self.written is not None or FAMILIES[self.schedule].within is None or self.group_size is not None or bounds is None:
             return None
         return RankRoom(bounds[0], self.after_input) if len(set(bounds)) == 1 else None
@@ -181,13 +191,20 @@ class ScheduleConfig:
 
 
 def balancing(
-    name: str, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None, buffers_stay: bool = False
+    name: str,
+    bounds: Sequence[int] | None = None,
+    partners: Sequence[int] | None = None,
+    buffers_stay: bool = False,
+    hosts: str | None = None,
 ) -> BalanceConfig | None:
     """What a command or a file means by such a name."""
     if name not in BALANCES:
         raise ValueError(unknown("balance", name, BALANCES))
     if name != BALANCES[0]:
-        return BalanceConfig(None if bounds is None else tuple(bounds), None if partners is None else tuple(partners), buffers_stay)
+        given = (None if bounds is None else tuple(bounds), None if partners is None else tuple(partners))
+        return BalanceConfig(*given, buffers_stay, hosts=hosts or PAIR)
+    if hosts is not None:
+        raise ValueError(f'hosts {hosts} says how to balance, but balance is "none": choose balance "bpipe" or leave it out')
     if bounds is not None or partners is not None:
         raise ValueError('bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out')
     return None
@@ -324,9 +341,10 @@ def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
     """The balancing pass with one bound for each rank, one for all, or the smallest for all."""
     p = schedule.num_ranks
     if how.rooms is not None:
-        return fit(schedule, how.rooms, how.partners)
-    if how.bounds is None:
-        return balance(schedule, None, how.partners)
-    if len(how.bounds) not in (1, p):
+        return pool(schedule, how.rooms, how.nodes or ()) if how.hosts == POOL else fit(schedule, how.rooms, how.partners)
+    if how.bounds is not None and len(how.bounds) not in (1, p):
         raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
-    return balance(schedule, how.bounds * (p if len(how.bounds) == 1 else 1), how.partners)
+    bounds = None if how.bounds is None else how.bounds * (p if len(how.bounds) == 1 else 1)
+    if how.hosts == POOL:
+        return pool_within(schedule, bounds, how.nodes or ())
+    return balance(schedule, bounds, how.partners)

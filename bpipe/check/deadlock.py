@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured
+from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, num_measured
 from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Numbering, Program, Transfer
 from bpipe.ir.schedule import Schedule
@@ -82,9 +82,10 @@ class _Board:
         self.in_two_steps = needs.in_two_steps
         # By sender and receiver, the numbers of what passes so, in order.
         self.transfers: dict[tuple[int, int], list[int]] = {}
-        # By evictor: by what leaves it, in order, of how many of its stages it has told the sizes by then; and the numbers of these.
-        self.told_by: dict[int, dict[Hosting, int]] = {}
-        self.told: dict[int, list[int]] = {}
+        # By evictor and host: by what leaves the one for the other, in order, of how many stages it has told it the sizes by then; and the
+        # numbers of these.
+        self.told_by: dict[tuple[int, int], dict[Hosting, int]] = {}
+        self.told: dict[tuple[int, int], list[int]] = {}
         # By host: what it takes, in order, and which of that may make a buffer grow: none of that stage of that rank was in it before.
         self.hosted: dict[int, dict[Hosting, bool]] = {}
         self.waiting: dict[int, list[_RankWalk]] = {}
@@ -113,19 +114,24 @@ class _Board:
     def telling(self, program: Program) -> dict[int, int]:
         """Where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it tells there, its number."""
         rank, dos = program.rank, program.dos
-        told_by = self.told_by[rank] = num_measured(self.schedule, rank)
-        left = {stay.stage for stay in told_by}
+        stages_to: dict[int, set[int]] = {}
+        for stay, host in hosts_of(self.schedule, rank).items():
+            stages_to.setdefault(host, set()).add(stay.stage)
+        left = set().union(*stages_to.values())
         places = {}
+        by_stage: dict[int, int] = {}
         for index, what in enumerate(program.whats) if left else ():
             if dos[index] == _RUN and isinstance(what, Action) and what.kind is Kind.FORWARD and what.stage in left:
                 left.remove(what.stage)
                 behind = index + 1
                 while dos[behind : behind + 1] == _SENDING:
                     behind += 1
-                places[behind] = self._expect(1)
+                places[behind] = by_stage[what.stage] = self._expect(1)
             if not left:
                 break
-        self.told[rank] = list(places.values())
+        for host, stages in stages_to.items():
+            self.told_by[rank, host] = num_measured(self.schedule, rank, host)
+            self.told[rank, host] = [number for stage, number in by_stage.items() if stage in stages]
         return places
 
     def growing(self, host: int) -> dict[Hosting, bool]:
@@ -147,13 +153,13 @@ class _RankWalk:
         self.program, self.board, self.waits = program, board, waits
         # The transfers that nobody has waited for, the last one by direction, and the number of each by its half.
         self.outstanding: list[int] = []
-        self.last: dict[tuple[int, int], int] = {}
+        self.last: dict[bool, int] = {}
         self.halves = Numbering()
         self.started: dict[int, int] = {}
         self.last_sent: dict[tuple[int, ...], int] = {}
         self.telling = board.telling(program)
         # What leaves this rank, in the order of the program, and how much has come to it.
-        self.leaving = iter(board.told_by[program.rank])
+        self.leaving = iter(hosts_of(board.schedule, program.rank))
         self.num_hosted = 0
         self.index = 0
         self.run = self._run()
@@ -223,10 +229,11 @@ class _RankWalk:
             grows = transfer.receiver != self.program.rank and self.board.growing(transfer.receiver).get(stay, False)
         number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
         if self.waits >= Waits.ONE_QUEUE:
-            before = self.last.get(transfer[1:])
+            # One stream a direction, whoever is at the other end.
+            before = self.last.get(transfer.is_outbound)
             if before is not None:
                 yield from self._until(before)
-            self.last[transfer[1:]] = number
+            self.last[transfer.is_outbound] = number
         self.board.arrive(number)
         if grows or self.waits >= Waits.AT_ISSUE:
             yield from self._until(number)
@@ -235,12 +242,12 @@ class _RankWalk:
 
     def _sizes(self, evictor: int) -> Iterator[int]:
         """Wait for the sizes of what comes now; the last that an evictor tells come after all others."""
-        board = self.board
-        told = board.told[evictor]
+        board, link = self.board, (evictor, self.program.rank)
+        told = board.told.get(link)
         if told and board.missing[told[-1]]:
             stay = next(islice(board.growing(self.program.rank), self.num_hosted - 1, None))
             # How many of its stages it has told of by then: without them there is no room.
-            count = board.told_by[evictor].get(stay, 0)
+            count = board.told_by[link].get(stay, 0)
             if count:
                 yield from self._until(told[count - 1])
 
@@ -264,5 +271,5 @@ class _RankWalk:
             if number in numbers:
                 nth = numbers.index(number)
                 return Blocked(own, slot, f"transfer {nth} from rank {sender} to rank {receiver}", sender if receiver == own else receiver)
-        evictor = next(rank for rank, numbers in self.board.told.items() if number in numbers)
+        evictor = next(rank for (rank, _), numbers in self.board.told.items() if number in numbers)
         return Blocked(own, slot, f"the sizes of what {self.program.whats[self.index]} brings", evictor)

@@ -16,6 +16,7 @@ from bpipe.commands.launch import add_launch_arguments, launch_document, lines, 
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import positive
 from bpipe.generate.families import FAMILIES, SEARCHED
+from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import Cluster
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
+    add("--hosts", choices=ARRANGEMENTS, help="of balanced rows, who hosts: the other of a pair, or in a pool any with room (default pair)")
     add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
     add(
@@ -94,6 +96,7 @@ def run(asked: argparse.Namespace) -> int:
         profile=None if options.profile is None else read_profile(options.profile),
         formula=options.flops_formula,
         switches=switches_of(options),
+        hosts=options.hosts,
     )
     bar = _Bar()
     if options.front:

@@ -9,10 +9,11 @@ from bpipe.commands.flags import add_model_arguments, add_training_arguments, cl
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.flag_types import numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
+from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
 from bpipe.models.profile import read_profile
-from bpipe.plan import budget
+from bpipe.plan import budget, fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import costly_halves, describe, replicas_apart, tight
 from bpipe.plan.options import filled, memory, setup_of
@@ -24,6 +25,8 @@ from bpipe.simulate.report import Simulation
 MOST_COMPUTATIONS = 100_000
 
 MEMORY = "with --balance bpipe: all that a device may hold, for all ranks or each; only what must leaves. auto: what the device has"
+
+HOSTS = "with --balance bpipe, who hosts: the other of a pair, or in a pool any rank with room (default pair)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--balance", choices=BALANCES, help="default none")
     add("--bound", type=numbers, metavar="N|N,N,...", help="with --balance bpipe: most micro-batches of a chunk, for all ranks or each")
     add("--memory", type=memory, metavar="GIB|GIB,GIB,...|auto", help=MEMORY)
+    add("--hosts", choices=ARRANGEMENTS, help=HOSTS)
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
     add(
         "--vocabulary-parallel",
@@ -84,17 +88,17 @@ def run(options: argparse.Namespace) -> None:
     if simulation is not None and plot is not None:
         plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
     if options.format == "json":
-        plans = {} if plan is None else {"plan": budget.document(plan)}
+        plans = {} if plan is None else {"plan": fit.document(plan)}
         print_json({**document(prediction), **plans, **({"launch": launch_document(reading)} if reading else {})})
     else:
         for line in lines(reading) if reading else ():
             print(line)
-        for line in () if plan is None else budget.lines(plan):
+        for line in () if plan is None else fit.lines(plan):
             print(line)
         print(table(prediction), end="")
 
 
-def budgeted(options: argparse.Namespace, setup: Setup) -> tuple[Setup, budget.Fit | None]:
+def budgeted(options: argparse.Namespace, setup: Setup) -> tuple[Setup, fit.Fit | None]:
     """Within the budget that is asked for, and the plan. Raises ValueError where no plan keeps it."""
     if options.memory is None:
         return setup, None

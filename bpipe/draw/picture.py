@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.host_buffers import guests_of
+from bpipe.ir.hosts import OWN_MEMORY, partners_of
 from bpipe.ir.memory import Count, live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -113,6 +115,8 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     for rank in range(schedule.num_ranks):
         y = MARGIN_TOP + rank * lane_height
         picture.words.append(Word(MARGIN_LEFT - 8, y + BOX_HEIGHT / 2, f"rank {rank}", 12, "end"))
+        for line, text in enumerate(_pooled(schedule, rank)):
+            picture.words.append(Word(MARGIN_LEFT - 8, y + BOX_HEIGHT + 8 + 10 * line, text, 8, "end"))
         for slot, cell in enumerate(schedule.ranks[rank]):
             x = MARGIN_LEFT + slot * SLOT_WIDTH
             _computation(picture, x, y, cell, schedule.num_chunks > 1)
@@ -120,6 +124,15 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
                 _transfer(picture, x, y + BOX_HEIGHT + 2, index, len(cell.transfers), action)
         _curve(picture, y + BOX_HEIGHT + MOVE_HEIGHT + 4, curves[rank], top, None if schedule.bounds is None else schedule.bounds[rank])
     return picture
+
+
+def _pooled(schedule: Schedule, rank: int) -> list[str]:
+    """Of a pool: where a rank's activations go, and whose come to it."""
+    if schedule.hosts is None or partners_of(schedule.hosts) is not None:
+        return []
+    to, of = schedule.hosts[rank], guests_of(schedule, rank)
+    named = ("own" if host == OWN_MEMORY else str(host) for host in to)
+    return [text for text in (f"to {','.join(named)}" if to else "", f"for {','.join(map(str, of))}" if of else "") if text]
 
 
 def stack(pictures: Sequence[Picture]) -> Picture:

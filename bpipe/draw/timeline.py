@@ -10,6 +10,7 @@ import math
 
 from bpipe.draw.picture import Picture, Shape, Word, draw_legend, pointed
 from bpipe.ir.action import SHARDS, Kind
+from bpipe.ir.host_buffers import guests_of
 from bpipe.simulate.report import Simulation, Timed
 
 WIDTH = 1600
@@ -95,14 +96,9 @@ def _bound_bytes(simulation: Simulation, rank: int) -> int | None:
     schedule, stages = simulation.schedule, simulation.costs.stages
     if schedule.bounds is None:
         return None
-    partner = schedule.partners[rank] if schedule.partners else rank
     own = [stages[stage].saved_bytes for stage in schedule.layout.stages_of(rank)]
-    hosted = [stages[stage].moved_bytes for stage in schedule.layout.stages_of(partner)] if _hosts(simulation, rank) else []
+    hosted = [stages[stage].moved_bytes for guest in guests_of(schedule, rank) for stage in schedule.layout.stages_of(guest)]
     return schedule.bounds[rank] * max(*own, *hosted, 0)
-
-
-def _hosts(simulation: Simulation, rank: int) -> bool:
-    return any(timed.action.kind is Kind.HOST for timed in simulation.transfers[rank])
 
 
 def _ticks(span: float) -> tuple[float, list[float]]:

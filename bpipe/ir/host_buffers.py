@@ -1,16 +1,19 @@
 """Give every hosted micro-batch one of its acceptor's host buffers. In: a Schedule and a rank. Out: which buffer each hosting takes.
 
 A buffer is taken from the start of the HOST's slot in the grid to the end of the RETURN's, so a buffer returned in a slot is free only in
-the next. Both ends of a pair compute this, each on its own: same schedule, same answer. Knows no tensors, no bytes.
+the next. A rank that hosts for several has buffers of its own for each: whoever fills one never has to wait for somebody it does not know.
+Both ends of a pair compute this, each on its own: same schedule, same answer. Knows no tensors, no bytes.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.schedule import Schedule
 
 
@@ -23,10 +26,15 @@ class Hosting(NamedTuple):
 
 
 def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
-    """The host buffer of every hosting on `rank`, in the order in which they begin. Uses the fewest there can be, numbered from 0."""
+    """The host buffer of every hosting on `rank`, in the order in which they begin. Uses the fewest there can be, numbered from 0.
+
+    Of several ranks that it hosts for each has its own numbers.
+    """
+    rank_of = schedule.layout.rank_of
     assigned: dict[Hosting, int] = {}
     stays: dict[tuple[int, int], Hosting] = {}
-    free: list[int] = []
+    # By the rank it hosts for.
+    free: dict[int, list[int]] = {}
     num_buffers = 0
     for slot in schedule.ranks[rank]:
         returned = []
@@ -34,25 +42,85 @@ def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
             key = (action.stage, action.microbatch)
             if action.kind is Kind.HOST:
                 stays[key] = Hosting(*key, stays[key].nth + 1 if key in stays else 0)
-                if free:
-                    assigned[stays[key]] = heapq.heappop(free)
+                empty = free.setdefault(rank_of(*key), [])
+                if empty:
+                    assigned[stays[key]] = heapq.heappop(empty)
                 else:
                     assigned[stays[key]] = num_buffers
                     num_buffers += 1
             elif action.kind is Kind.RETURN:
-                returned.append(assigned[stays[key]])
-        for index in returned:
-            heapq.heappush(free, index)
+                returned.append((rank_of(*key), assigned[stays[key]]))
+        for evictor, index in returned:
+            heapq.heappush(free[evictor], index)
     return assigned
 
 
-def num_measured(schedule: Schedule, evictor: int) -> dict[Hosting, int]:
-    """By what leaves a rank, in that order: how many of its stages that ever leave have run a forward before it leaves.
+def evicted_to(schedule: Schedule, rank: int) -> Iterator[int]:
+    """For each eviction of a rank, in order, the rank that hosts it: the rank itself for its own host memory."""
+    hosts = () if schedule.hosts is None else schedule.hosts[rank]
+    if len(hosts) == 1 and OWN_MEMORY not in hosts:
+        return repeat(hosts[0])
+    return _evicted_to_one_of([host for host in hosts if host != OWN_MEMORY], schedule, rank)
 
-    By its first forward a stage is measured: so many sizes its acceptors can know by then, and must.
+
+def _evicted_to_one_of(hosts: Sequence[int], schedule: Schedule, rank: int) -> Iterator[int]:
+    for slot, cell in enumerate(schedule.ranks[rank]):
+        for action in cell.transfers:
+            if action.kind is Kind.EVICT:
+                other = Action(action.stage, Kind.HOST, action.microbatch)
+                yield next((host for host in hosts if other in schedule.ranks[host][slot].transfers), rank)
+
+
+def hosts_of(schedule: Schedule, evictor: int) -> dict[Hosting, int]:
+    """By what leaves a rank, in that order: the rank that hosts it, the rank itself for its own host memory."""
+    nth: dict[tuple[int, int], int] = {}
+    found: dict[Hosting, int] = {}
+    host_of_next = evicted_to(schedule, evictor)
+    for slot in schedule.ranks[evictor]:
+        for action in slot.transfers:
+            if action.kind is Kind.EVICT:
+                key = (action.stage, action.microbatch)
+                nth[key] = nth.get(key, -1) + 1
+                found[Hosting(*key, nth[key])] = next(host_of_next)
+    return found
+
+
+def stays_by_host(schedule: Schedule, evictor: int) -> dict[int, list[Hosting]]:
+    """By host of a rank, ascending: what leaves for it, in order."""
+    found: dict[int, list[Hosting]] = {}
+    for stay, host in hosts_of(schedule, evictor).items():
+        found.setdefault(host, []).append(stay)
+    return dict(sorted(found.items()))
+
+
+def links_of(schedule: Schedule) -> set[tuple[int, int]]:
+    """Who sends, and to whom."""
+    return {(rank, host) for rank in range(schedule.num_ranks) for host in hosts_of(schedule, rank).values()}
+
+
+def guests_of(schedule: Schedule, host: int) -> tuple[int, ...]:
+    """The ranks whose activations a rank hosts, ascending."""
+    hosted = (one for slot in schedule.ranks[host] for one in slot.transfers if one.kind is Kind.HOST)
+    return tuple(sorted({schedule.layout.rank_of(one.stage, one.microbatch) for one in hosted}))
+
+
+def num_buffers_for(schedule: Schedule, host: int) -> dict[int, int]:
+    """By rank whose activations a rank hosts, ascending: how many host buffers it has for it."""
+    rank_of = schedule.layout.rank_of
+    taken: dict[int, set[int]] = {}
+    for stay, buffer in host_buffers(schedule, host).items():
+        taken.setdefault(rank_of(stay.stage, stay.microbatch), set()).add(buffer)
+    return {guest: len(buffers) for guest, buffers in sorted(taken.items())}
+
+
+def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, int]:
+    """By what leaves a rank for a host, in that order: how many of its stages that ever do have run a forward before it leaves.
+
+    By its first forward a stage is measured: so many sizes the host can know by then, and must.
     """
     row = schedule.ranks[evictor]
-    unmeasured = {action.stage for slot in row if slot.transfers for action in slot.transfers if action.kind is Kind.EVICT}
+    of_host = {stay for stay, where in hosts_of(schedule, evictor).items() if where == host}
+    unmeasured = {stay.stage for stay in of_host}
     count = 0
     measured: dict[Hosting, int] = {}
     stays: dict[tuple[int, int], int] = {}
@@ -61,7 +129,8 @@ def num_measured(schedule: Schedule, evictor: int) -> dict[Hosting, int]:
             if action.kind is Kind.EVICT:
                 key = (action.stage, action.microbatch)
                 stays[key] = stays.get(key, -1) + 1
-                measured[Hosting(*key, stays[key])] = count
+                if Hosting(*key, stays[key]) in of_host:
+                    measured[Hosting(*key, stays[key])] = count
         for one in slot.computations if unmeasured else ():
             if one.kind is Kind.FORWARD and one.stage in unmeasured:
                 unmeasured.remove(one.stage)

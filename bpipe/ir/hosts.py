@@ -13,6 +13,9 @@ Hosts = tuple[tuple[int, ...], ...]
 
 OWN_MEMORY = -1
 
+# Who may host, as commands and files say it: the other rank of a pair, or any rank with room.
+PAIR, POOL = ARRANGEMENTS = ("pair", "pool")
+
 # In text: joins the hosts of one rank; a rank's own host memory; a rank without hosts.
 _BESIDE, _OWN, _NOBODY = "+", "own", "none"
 

@@ -7,11 +7,10 @@ profile is given, it replaces what it measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.hosts import halved, mirrored
+from bpipe.ir.hosts import POOL, Hosts, halved, in_pairs, mirrored
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
@@ -26,6 +25,7 @@ from bpipe.models.saved import (
     shard_bytes,
     stage_bytes,
 )
+from bpipe.program import BALANCES, built
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
 # What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
@@ -206,18 +206,28 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
     return tokens, tokens + 2 * (element + parameter_bytes(setup)[1]) * rows * setup.model.hidden_size / rates.memory
 
 
+def _hosts(setup: Setup) -> Hosts:
+    """Who hosts, of a pool as it is planned."""
+    if setup.balance != BALANCES[0] and setup.how.hosts == POOL:
+        # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
+        count = setup.num_microbatches if setup.how.rooms else min(setup.num_microbatches, setup.pipeline)
+        return built(setup.program(count)).hosts or ()
+    # With two pipes mirror images have nothing for each other.
+    return in_pairs((halved if setup.num_pipes > 1 else mirrored)(setup.pipeline))
+
+
 def links(setup: Setup) -> Links:
     device = setup.cluster.device
     inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
     return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s), setup.nodes())
 
 
-def one_sided(links: Links, partners: Sequence[int]) -> frozenset[int]:
-    """The ranks whose partner, `partners[rank]`, is on their node.
+def one_sided(links: Links, hosts: Hosts) -> frozenset[int]:
+    """The ranks whose hosts are all on their node.
 
-    There `--bpipe-transport auto` reaches into its memory; between nodes both have to meet.
+    There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet.
     """
-    return frozenset(rank for rank, partner in enumerate(partners) if not links.crosses(rank, partner))
+    return frozenset(rank for rank, of_rank in enumerate(hosts) if not any(links.crosses(rank, host) for host in of_rank))
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
@@ -291,8 +301,7 @@ def predict_costs(setup: Setup) -> Costs:
         tuple(stages),
         joined,
         _exchange(setup),
-        # With two pipes mirror images have nothing for each other.
-        one_sided(joined, (halved if setup.num_pipes > 1 else mirrored)(setup.pipeline)),
+        one_sided(joined, _hosts(setup)),
         eager=setup.switches.overlap_grad_reduce,
         replicas_apart=not setup.replicas_share_nodes(),
     )

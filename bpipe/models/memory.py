@@ -14,7 +14,8 @@ from operator import le, mul, sub
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import READING, Action, Kind
-from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.host_buffers import num_buffers_for
+from bpipe.ir.hosts import POOL
 from bpipe.ir.memory import Memory, live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import EVENLY, Setup
@@ -182,34 +183,45 @@ def overhead_bytes(setup: Setup) -> int:
     return CONTEXT_BYTES + sum(sizes)
 
 
+def link_bytes(setup: Setup) -> int:
+    """What a rank's communicators with one more rank of another node take, one for each direction; inside a node peer copies need none."""
+    return 0 if setup.kernels == "cpu" else 2 * COMMUNICATOR_OF_TWO_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class HeldCounts:
     """What one rank of a schedule holds at its fullest, whatever the sizes of its stages.
 
     `moments` are all that no other exceeds: for every one of `stages`, which are its own, how many micro-batches are held as saved and how
-    many between the halves of their backward. DeviceBesides there are `num_buffers` host buffers for any of `hosted`, its partner's stages.
+    many between the halves of their backward. Besides there are host buffers, of `hosted`: how many, and for any of which stages.
     """
 
     stages: tuple[int, ...]
     moments: tuple[tuple[int, ...], ...]
-    num_buffers: int
-    hosted: tuple[int, ...]
+    hosted: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def num_buffers(self) -> int:
+        return sum(count for count, _ in self.hosted)
 
     def num_bytes(self, saved: Sequence[int], after_input: Sequence[int]) -> tuple[int, int]:
         """Of own micro-batches at their most, and of host buffers, which are allocated throughout. Sizes are those of every stage."""
         sizes = [*(saved[stage] for stage in self.stages), *(after_input[stage] for stage in self.stages)]
         own = max(sum(map(mul, moment, sizes)) for moment in self.moments)
-        return own, self.num_buffers * max(saved[stage] for stage in self.hosted)
+        return own, sum(count * max(saved[stage] for stage in stages) for count, stages in self.hosted)
 
 
 def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
     """One a rank."""
-    partners = schedule.partners or range(schedule.num_ranks)
     stages = [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
     splits = bool(schedule.split_stages)
     return tuple(
-        HeldCounts(stages[rank], _moments(schedule, rank, stages[rank], splits), num_host_buffers(schedule, rank), stages[partner])
-        for rank, partner in enumerate(partners)
+        HeldCounts(
+            stages[rank],
+            _moments(schedule, rank, stages[rank], splits),
+            tuple((count, stages[guest]) for guest, count in num_buffers_for(schedule, rank).items()),
+        )
+        for rank in range(schedule.num_ranks)
     )
 
 
@@ -357,19 +369,20 @@ def least_bytes(setup: Setup) -> int:
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance == "none":
         return max(least, _state_bytes(setup, counts[0]) + held + working[0] + int(_fragmentation(setup) * (held + working[0])))
-    # Whoever has the rest of it, one of the two holds half.
-    return max(least, _state_bytes(setup, min(counts)) + held // 2 + min(working) + int(_fragmentation(setup) * (held // 2 + min(working))))
+    # Whoever has the rest of it, one of those who share it holds as large a part.
+    part = held // (setup.pipeline if setup.how.hosts == POOL else 2)
+    return max(least, _state_bytes(setup, min(counts)) + part + min(working) + int(_fragmentation(setup) * (part + min(working))))
 
 
 def least_shared_bytes(setup: Setup) -> int:
     """No fullest rank of a balanced setup needs less, and nothing has to be balanced to say so: wherever a rank's micro-batches are when it
-    has most of them, it or its partner has half."""
+    has most of them, it or its partner has half, or of a pool one has as large a part."""
     saved, after_input, counts, working = stage_bytes(setup), after_input_bytes(setup), rank_parameters(setup), working_bytes(setup)
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup)
     held = max(one.num_bytes(saved, after_input)[0] for one in _held_of(replace(setup, balance="none", how=EVENLY)))
-    half = held // 2 + min(working)
-    return max(least_bytes(setup), _state_bytes(setup, min(counts)) + half + int(_fragmentation(setup) * half))
+    part = held // (setup.pipeline if setup.how.hosts == POOL else 2) + min(working)
+    return max(least_bytes(setup), _state_bytes(setup, min(counts)) + part + int(_fragmentation(setup) * part))
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:

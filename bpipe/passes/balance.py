@@ -14,7 +14,7 @@ from math import ceil
 from operator import add
 
 from bpipe.ir.action import OTHER_END, Action
-from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
+from bpipe.ir.host_buffers import Hosting, host_buffers, stages_in_buffers
 from bpipe.ir.hosts import default_partners, halved, in_pairs, pairing
 from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
@@ -58,8 +58,14 @@ def occupied(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
     own = set(schedule.layout.stages_of(rank))
     sizes = tuple(size if stage in own else StageMemory(0, 0, 0) for stage, size in enumerate(memory.stages))
     held = max(live_bytes(schedule, rank, replace(memory, stages=sizes)), default=0)
-    buffers = stages_in_buffers(host_buffers(schedule, rank))
-    return held, sum(max(memory.stages[stage].moved_bytes for stage in stages) for stages in buffers)
+    return held, buffer_bytes(schedule, host_buffers(schedule, rank), memory)
+
+
+def buffer_bytes(schedule: Schedule, hosted: Mapping[Hosting, int], memory: Memory, guest: int | None = None) -> int:
+    """What host buffers take, by what `host_buffers` says of their rank; of those for one rank only, where it is named."""
+    rank_of = schedule.layout.rank_of
+    found = {stay: buffer for stay, buffer in hosted.items() if guest in (None, rank_of(stay.stage, stay.microbatch))}
+    return sum(max((memory.stages[stage].moved_bytes for stage in stages), default=0) for stages in stages_in_buffers(found))
 
 
 def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:

@@ -13,12 +13,11 @@ Knows no tensors, no seconds, no schedule by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, repeat
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from bpipe.ir.action import COMPUTE, READING, SHARDS, Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers
-from bpipe.ir.hosts import OWN_MEMORY
+from bpipe.ir.host_buffers import Hosting, evicted_to, host_buffers
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Do, Exchange, MessageTable, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
@@ -168,22 +167,6 @@ def _exchanged(num_sent: int, num_received: int) -> bytes:
     return bytes([_SEND] * num_sent + [_POST] * num_received + [_WAIT] * (num_sent + num_received))
 
 
-def _evicted_to(schedule: Schedule, rank: int) -> Iterator[int]:
-    """For each eviction of a rank, in order, the rank that hosts it: the rank itself for its own host memory."""
-    hosts = () if schedule.hosts is None else schedule.hosts[rank]
-    if len(hosts) == 1 and OWN_MEMORY not in hosts:
-        return repeat(hosts[0])
-    return _evicted_to_one_of([host for host in hosts if host != OWN_MEMORY], schedule, rank)
-
-
-def _evicted_to_one_of(hosts: Sequence[int], schedule: Schedule, rank: int) -> Iterator[int]:
-    for slot, cell in enumerate(schedule.ranks[rank]):
-        for action in cell.transfers:
-            if action.kind is _EVICT:
-                other = Action(action.stage, _HOST, action.microbatch)
-                yield next((host for host in hosts if other in schedule.ranks[host][slot].transfers), rank)
-
-
 class _Lowering:
     """The instructions of one rank while they are made, and which of its transfers nobody has waited for yet."""
 
@@ -192,7 +175,7 @@ class _Lowering:
         self.needed, self.needed_from = passing.needed[rank], passing.needed_from[rank]
         self.made, self.made_for = passing.made[rank], passing.made_for[rank]
         self.schedule, self.layout = schedule, schedule.layout
-        self.evicted_to = _evicted_to(schedule, rank)
+        self.evicted_to = evicted_to(schedule, rank)
         self.away: dict[tuple[int, int], int] = {}
         row = schedule.ranks[rank]
         self.steps = each_step(schedule, rank)

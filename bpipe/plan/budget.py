@@ -10,21 +10,21 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
-from typing import Any
 
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.host_buffers import guests_of, hosts_of, links_of
+from bpipe.ir.hosts import PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import RECOMPUTE, Setup, split_layers
-from bpipe.models.memory import DeviceBesides, besides_of, sizes_of
+from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, sizes_of
 from bpipe.passes.balance import choose_partners, occupied, pairs_of
-from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fit, smallest
-from bpipe.program import BalanceConfig, build
+from bpipe.passes.pool import pool, smallest_level
+from bpipe.passes.room import NoRoom, Rooms, chosen_partners, smallest
+from bpipe.plan.fit import GIB, Fit, gib, lines
+from bpipe.program import BalanceConfig, balanced, build
 
-GIB = 2**30
 AUTO = "auto"
 # Storages below this stay where they are, unless somebody says otherwise: the trainer's --bpipe-min-bytes.
 MINIMUM_BYTES = 65536
@@ -38,7 +38,8 @@ _CLEARLY = 0.99
 class Devices:
     """What there is to plan with: an order of computations, a micro-batch of every stage, what devices hold besides, and their budgets.
 
-    `moving`: what they hold besides once anything moves; groups for transfers take memory, too.
+    `moving`: what they hold besides once anything moves; groups for transfers take memory, too. `hosts`: who may host, "pair" or "pool".
+    `nodes[rank]`, where there are several; every rank of another node with which one transfers, the first apart, takes `link_bytes` more.
     """
 
     schedule: Schedule
@@ -46,6 +47,9 @@ class Devices:
     besides: DeviceBesides
     budget_bytes: tuple[int, ...]
     moving: DeviceBesides | None = None
+    hosts: str = PAIR
+    nodes: tuple[int, ...] = ()
+    link_bytes: int = 0
 
     def rooms(self, more_bytes: int = 0, moving: bool = True) -> Rooms:
         """With budgets that are so much larger."""
@@ -56,30 +60,15 @@ class Devices:
     def need_bytes(self, schedule: Schedule, moving: bool = True) -> tuple[int, ...]:
         """All that a device of each rank then holds."""
         besides = self.moving or self.besides if moving else self.besides
-        held = (sum(occupied(schedule, rank, self.memory)) for rank in range(schedule.num_ranks))
+        held = (sum(occupied(schedule, rank, self.memory)) + self.links_bytes(schedule, rank) for rank in range(schedule.num_ranks))
         return tuple(besides.need_bytes(rank, num_bytes) for rank, num_bytes in enumerate(held))
 
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A plan: `how` asks the one door for `schedule`. `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs."""
-
-    how: BalanceConfig
-    schedule: Schedule
-    memory: Memory
-    budget_bytes: tuple[int, ...]
-    alone_bytes: tuple[int, ...]
-    need_bytes: tuple[int, ...]
-
-    @property
-    def moved_bytes(self) -> int:
-        """What leaves in an iteration, of all ranks together."""
-        return sum(self.sent_bytes(rank) for rank in range(self.schedule.num_ranks))
-
-    def sent_bytes(self, rank: int) -> int:
-        """What leaves one rank in an iteration."""
-        every = (action for slot in self.schedule.ranks[rank] for action in slot.transfers)
-        return sum(self.memory.stages[action.stage].moved_bytes for action in every if action.kind is action.kind.EVICT)
+    def links_bytes(self, schedule: Schedule, rank: int) -> int:
+        """What its further links to other nodes take."""
+        if not self.nodes or not self.link_bytes:
+            return 0
+        others = {*hosts_of(schedule, rank).values(), *guests_of(schedule, rank)}
+        return self.link_bytes * max(0, sum(self.nodes[other] != self.nodes[rank] for other in others) - 1)
 
 
 class OverBudget(ValueError):
@@ -97,25 +86,32 @@ def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     """The plan that sends only what must leave. Raises OverBudget.
 
     By default between the schedule's usual partners, which lie beside each other, or else, where these have no room enough, between the
-    device that lacks most and the one that has most to spare, and so on.
+    device that lacks most and the one that has most to spare, and so on; in a pool, from any to any.
     """
     alone = devices.need_bytes(devices.schedule, moving=False)
     rooms = devices.rooms(moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
-    for chosen in [tuple(partners)] if partners else _choices(devices, rooms):
+    choices: list[Partners] = [tuple(partners)] if partners else _choices(devices, rooms)
+    for chosen in choices:
         try:
             return _fit(devices, rooms, chosen)
         except NoRoom:
             continue
-    more, worst = min(_more(devices, chosen) for chosen in ([tuple(partners)] if partners else _choices(devices, rooms)))
+    more, worst = min(_more(devices, chosen) for chosen in choices)
     raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
 
 
-def _choices(devices: Devices, rooms: Rooms) -> list[tuple[int, ...]]:
+# The other of each one's pair; None: a pool.
+Partners = tuple[int, ...] | None
+
+
+def _choices(devices: Devices, rooms: Rooms) -> list[Partners]:
     """Who may be partners, to try one after the other."""
+    if devices.hosts == POOL:
+        return [None]
     return list(dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, rooms))))
 
 
-def _more(devices: Devices, partners: tuple[int, ...], elsewhere: bool = False) -> tuple[int, tuple[int, int]]:
+def _more(devices: Devices, partners: Partners, elsewhere: bool = False) -> tuple[int, tuple[int, int]]:
     """By how much larger budgets would have to be for all pairs, and for which most."""
     levels = _levels(devices, partners, elsewhere)
     worst = max(levels, key=lambda pair: levels[pair])
@@ -124,7 +120,9 @@ def _more(devices: Devices, partners: tuple[int, ...], elsewhere: bool = False) 
 
 def tightest(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     """The plan with which the fuller device of each pair is as far below its budget as can be, or as little above."""
-    chosen = tuple(partners or min(_choices(devices, devices.rooms()), key=lambda one: _more(devices, one)))
+    chosen = tuple(partners) if partners else min(_choices(devices, devices.rooms()), key=lambda one: _more(devices, one))
+    if chosen is None:
+        return _fit(devices, devices.rooms(_more(devices, None)[0]), None)
     rooms = list(devices.rooms().room_bytes)
     for pair, more in _levels(devices, chosen).items():
         for rank in pair:
@@ -132,19 +130,39 @@ def tightest(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     return _fit(devices, Rooms(tuple(rooms), devices.memory), chosen)
 
 
-def _fit(devices: Devices, rooms: Rooms, partners: tuple[int, ...]) -> Fit:
-    how = BalanceConfig(partners=partners, rooms=rooms)
-    fitted = fit(devices.schedule, rooms, partners)
+def _fit(devices: Devices, rooms: Rooms, partners: Partners) -> Fit:
+    if partners is None:
+        rooms = _with_links(devices, rooms)
+    how = BalanceConfig(partners=partners, rooms=rooms, hosts=devices.hosts, nodes=devices.nodes or None)
+    fitted = balanced(devices.schedule, how)
     moves = any(num_transfers(fitted, rank).evictions for rank in range(fitted.num_ranks))
     alone = devices.need_bytes(devices.schedule, moving=False)
     return Fit(how, fitted, devices.memory, devices.budget_bytes, alone, devices.need_bytes(fitted, moves))
 
 
-def _levels(devices: Devices, partners: tuple[int, ...], elsewhere: bool = False) -> dict[tuple[int, int], int]:
-    """By pair, by how much more its budgets have to be than they are, at least; below 0, by how much less they may be."""
+def _with_links(devices: Devices, rooms: Rooms) -> Rooms:
+    """Less room where a pool's further links take it. Raises NoRoom."""
+    taken = [0] * len(rooms.room_bytes)
+    while True:
+        less = Rooms(tuple(room - more for room, more in zip(rooms.room_bytes, taken, strict=True)), rooms.memory)
+        fitted = pool(devices.schedule, less, devices.nodes)
+        needed = [max(before, devices.links_bytes(fitted, rank)) for rank, before in enumerate(taken)]
+        if needed == taken:
+            return less
+        taken = needed
+
+
+def _levels(devices: Devices, partners: Partners, elsewhere: bool = False) -> dict[tuple[int, int], int]:
+    """By pair, by how much more its budgets have to be than they are, at least; below 0, by how much less they may be.
+
+    Of a pool it is one number, by whoever lacks most with less.
+    """
     highest = max(devices.budget_bytes)
     alone = devices.need_bytes(devices.schedule)
     most = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
+    if partners is None:
+        level, worst = smallest_level(lambda level: _with_links(devices, devices.rooms(level - highest)), most)
+        return {worst: level - highest}
     found = {}
     for pair in pairs_of(partners):
         level = smallest(devices.schedule, partners, pair, lambda level: devices.rooms(level - highest), most, elsewhere)
@@ -155,7 +173,8 @@ def _levels(devices: Devices, partners: tuple[int, ...], elsewhere: bool = False
 def smallest_bytes(devices: Devices, elsewhere: bool = False) -> int:
     """The smallest budget, the same for all, that a plan keeps. `elsewhere`: what leaves goes where no device has to have room for it."""
     alone = devices.need_bytes(devices.schedule)
-    even = replace(devices, budget_bytes=(max(alone),) * devices.schedule.num_ranks)
+    hosts = PAIR if elsewhere else devices.hosts
+    even = replace(devices, budget_bytes=(max(alone),) * devices.schedule.num_ranks, hosts=hosts)
     return max(alone) + min(_more(even, partners, elsewhere)[0] for partners in _choices(even, even.rooms()))
 
 
@@ -165,10 +184,10 @@ def better(devices: Devices, now: Schedule) -> tuple[Fit | None, list[str]]:
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     holds = f"as measured, devices need {gib(needs)} GiB now"
     try:
-        found = within(devices, now.partners)
+        found = within(devices, None if devices.hosts == POOL else now.partners)
     except OverBudget as error:
         return None, [f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"]
-    if any(num_transfers(found.schedule, rank).evictions and not num_transfers(now, rank).evictions for rank in range(now.num_ranks)):
+    if not links_of(found.schedule) <= links_of(now):
         return None, [f"{holds}; what would keep the budget sends from ranks that have no link yet: the plan stays"]
     sent = replace(found, schedule=now).moved_bytes
     if fits and found.moved_bytes >= sent:
@@ -183,7 +202,17 @@ def predicted(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MI
     """What is predicted of a setup."""
     budgets = spread(budget_bytes, setup.pipeline)
     plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
-    return Devices(build(plain.program()), sizes_of(setup, minimum_bytes), besides_of(plain), budgets, besides_of(moving))
+    nodes = setup.how.hosts == POOL and len(set(moving.nodes())) > 1
+    return Devices(
+        build(plain.program()),
+        sizes_of(setup, minimum_bytes),
+        besides_of(plain),
+        budgets,
+        besides_of(moving),
+        setup.how.hosts,
+        moving.nodes() if nodes else (),
+        link_bytes(setup),
+    )
 
 
 def spread(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -224,6 +253,11 @@ class Remedy:
 
 def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Iterator[Remedy]:
     """What else would make it fit."""
+    if devices.hosts != POOL:
+        pooled = replace(setup, how=replace(setup.how, hosts=POOL))
+        yield Remedy(
+            "any rank with room as host, --bpipe-hosts pool", smallest_bytes(predicted(pooled, devices.budget_bytes, minimum_bytes))
+        )
     yield Remedy("host memory, --bpipe-transport host", smallest_bytes(devices, elsewhere=True))
     tried: list[tuple[str, Callable[[], Setup]]] = [
         (f"recompute {scope}", lambda scope=scope: replace(setup, recompute=scope))  # type: ignore[misc]
@@ -305,51 +339,3 @@ def read_gib(text: str) -> tuple[int, ...]:
     if not found or min(found) < 1:
         raise ValueError(f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}")
     return found
-
-
-def gib(num_bytes: Sequence[int]) -> str:
-    """One number where all are the same. Rounded up: a budget that is read from it is not smaller."""
-    different = num_bytes[:1] if len(set(num_bytes)) == 1 else num_bytes
-    return ",".join(map(_one_gib, different))
-
-
-def _one_gib(num_bytes: int) -> str:
-    digits = 1 if num_bytes >= GIB else 6
-    return f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}"
-
-
-def document(found: Fit) -> dict[str, Any]:
-    """The same for a program."""
-    partners = found.schedule.partners or ()
-    return {
-        "budget_bytes": list(found.budget_bytes),
-        "alone_bytes": list(found.alone_bytes),
-        "need_bytes": list(found.need_bytes),
-        "moved_bytes": found.moved_bytes,
-        "hosts": [
-            {"rank": rank, "host": partners[rank], "evictions": num_transfers(found.schedule, rank).evictions, "moved_bytes": sent}
-            for rank, sent in ((rank, found.sent_bytes(rank)) for rank in range(found.schedule.num_ranks))
-            if sent
-        ],
-    }
-
-
-def lines(found: Fit, known: str = "by prediction") -> list[str]:
-    """Who hosts for whom, how much, and why."""
-    schedule, budgets = found.schedule, found.budget_bytes
-    head = f"{known} within {gib(budgets)} GiB a device"
-    senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
-    if not senders:
-        fullest = max(range(schedule.num_ranks), key=lambda rank: found.alone_bytes[rank] - budgets[rank])
-        return [f"{head}: nothing has to leave, rank {fullest} is the fullest with {gib([found.alone_bytes[fullest]])} GiB"]
-    told = [f"{head}: {gib([found.moved_bytes])} GiB leave in an iteration"]
-    partners = schedule.partners or ()
-    for rank in senders:
-        host, count = partners[rank], num_transfers(schedule, rank).evictions
-        _, hosted = occupied(schedule, host, found.memory)
-        told.append(
-            f"rank {rank} would need {gib([found.alone_bytes[rank]])} GiB; rank {host} hosts {count} of its "
-            f"{schedule.num_microbatches * len(schedule.layout.stages_of(rank))} micro-batches, in {num_host_buffers(schedule, host)} host "
-            f"buffers of {gib([hosted])} GiB in all: they need {gib([found.need_bytes[rank]])} and {gib([found.need_bytes[host]])} GiB"
-        )
-    return told

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
+from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
 from bpipe.plan.predict import SetupPrediction
@@ -32,6 +33,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "chunks": setup.chunks,
         "balance": setup.balance,
         **({"bound": list(setup.how.bounds)} if setup.how.bounds is not None else {}),
+        **({"hosts": setup.how.hosts} if setup.how.hosts != PAIR else {}),
         "precision": setup.precision,
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,

@@ -6,8 +6,9 @@ Says nothing of data, learning rate or iterations: those are the user's. Imports
 from __future__ import annotations
 
 from bpipe.generate.families import default
+from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
-from bpipe.plan.budget import gib
+from bpipe.plan.fit import gib
 from bpipe.plan.layer_split import split_flags
 
 
@@ -44,6 +45,7 @@ def _parallel(setup: Setup) -> list[str]:
     flags += split_flags(setup.layers, setup.pipeline)
     if setup.balance != "none":
         flags.append("--bpipe")
+        flags += [] if setup.how.hosts == PAIR else ["--bpipe-hosts", setup.how.hosts]
         flags += [] if setup.how.bounds is None else ["--bpipe-bound", ",".join(map(str, setup.how.bounds))]
         flags += [] if setup.how.rooms is None else ["--bpipe-memory", gib(setup.limit_bytes)]
     return [str(flag) for flag in (*flags, *schedule_flags(setup))]

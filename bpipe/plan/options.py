@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.generate.families import FAMILIES, default
+from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.layout import KEPT_HALVES, Setup, setup_from_values, split_layers
@@ -42,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "balance": "none",
     "bound": None,
     "memory": None,
+    "hosts": PAIR,
     "min_bytes": None,
     "group": None,
     "delay": 0,
@@ -128,6 +130,9 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
     bounds = getattr(options, "bound", None)
     if bounds is not None and options.balance == BALANCES[0]:
         raise ValueError("--bound says how to balance: give --balance bpipe, too, or leave it out")
+    hosts = getattr(options, "hosts", PAIR)
+    if hosts != PAIR and options.balance == BALANCES[0]:
+        raise ValueError(f"--hosts {hosts} says how to balance: give --balance bpipe, too, or leave it out")
     # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits nothing.
     others = {
         "model": model,
@@ -140,7 +145,7 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
         "sequence_parallel": not options.no_sequence_parallel,
         "vocabulary_parallel": getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
         "switches": switches_of(options),
-        "how": BalanceConfig(bounds),
+        "how": BalanceConfig(bounds, hosts=hosts),
     }
     return setup_from_values({**vars(options), **others})
 

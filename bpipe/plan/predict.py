@@ -199,11 +199,13 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
         return None
     needs = []
     # As many micro-batches as fill the pipeline tell who hosts for whom.
-    partners = unchecked(setup.program(min(setup.num_microbatches, setup.pipeline))).partners or range(setup.pipeline)
+    count = setup.num_microbatches if setup.how.rooms else min(setup.num_microbatches, setup.pipeline)
+    hosts = unchecked(setup.program(count)).hosts or ()
     for rank, evictions in enumerate(moves):
         if not evictions:
             continue
-        available = costs.links.link(rank, partners[rank]).bytes_per_s
+        speeds = [costs.links.link(rank, host).bytes_per_s for host in hosts[rank]]
+        available = min((speed for speed in speeds if speed is not None), default=None)
         for stage in setup.stages_of(rank):
             cost = costs.stages[stage]
             if cost.whole_forward_s and available is not None:

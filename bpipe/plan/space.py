@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from bpipe.generate.families import DEFAULTS, FAMILIES
+from bpipe.ir.hosts import PAIR
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
-from bpipe.models.layout import ATTENTION, RECOMPUTE, Setup, setup_from_values, split_layers
+from bpipe.models.layout import ATTENTION, EVENLY, RECOMPUTE, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.profile import Profile
 from bpipe.models.switches import Switches
-from bpipe.program import BALANCES
+from bpipe.program import BALANCES, BalanceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Space:
     profile: Profile | None = None
     formula: str = "megatron"
     switches: Switches = field(default_factory=Switches)
+    hosts: str | None = None
 
     def __post_init__(self) -> None:
         for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
@@ -96,7 +98,8 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                             cuts["pairs"] += 1
                             continue
                         chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
-                        yield setup_from_values({**common, **chosen, "balance": balance, **choice._asdict()})
+                        how = EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=space.hosts or PAIR)
+                        yield setup_from_values({**common, **chosen, "balance": balance, "how": how, **choice._asdict()})
 
 
 def num_grids(space: Space) -> int:

@@ -26,6 +26,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.ir.action import Action
+from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
@@ -172,6 +173,8 @@ class _ProgramKeys:
     partners: Counts | None = None
     buffers_stay: Flag | None = None
     rooms: RoomsKeys | None = None
+    hosts: Text | None = None
+    nodes: Counts | None = None
     group_size: Count | None = None
     exchange: ExchangeName | None = None
     delay: Count | None = None
@@ -185,8 +188,8 @@ class _ProgramKeys:
 def read_program(found: object, name: str = "program") -> ScheduleConfig:
     """What was to be built."""
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
-    how = balancing(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay))
-    how = how and replace(how, rooms=keys.rooms)
+    how = balancing(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay), keys.hosts)
+    how = how and replace(how, rooms=keys.rooms, nodes=keys.nodes)
     return ScheduleConfig(
         keys.schedule,
         keys.num_stages,
@@ -217,6 +220,8 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         partners=how.partners,
         buffers_stay=how.buffers_stay or None,
         rooms=how.rooms,
+        hosts=None if how.hosts == PAIR else how.hosts,
+        nodes=how.nodes,
         group_size=config.group_size,
         exchange=config.exchange,
         delay=config.delay or None,

@@ -81,7 +81,7 @@ class Engine:
         hosted_here, hosted_there = host_buffers(schedule, rank), host_buffers(schedule, self._partner)
         self._buffer_of = {**hosted_here, **hosted_there}
         # By what is hosted here: of how many of the partner's stages it has told the sizes by then.
-        self._told_by = num_measured(schedule, self._partner) if hosted_here else {}
+        self._told_by = num_measured(schedule, self._partner, rank) if hosted_here else {}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._transport = transport

@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of
 from bpipe.simulate.report import Simulation, Timed
 
 
 def with_host_buffers(simulation: Simulation, rank: int) -> Sequence[tuple[Timed, int]]:
-    """The rank's transfers in order, with the host buffer on whichever of the pair hosts."""
+    """The rank's transfers in order, with the host buffer on whichever rank hosts."""
     schedule = simulation.schedule
-    partner = rank if schedule.partners is None else schedule.partners[rank]
-    buffers = {**host_buffers(schedule, rank), **host_buffers(schedule, partner)}
+    there = {host: host_buffers(schedule, host) for host in dict.fromkeys(hosts_of(schedule, rank).values())}
+    buffers = host_buffers(schedule, rank) | {stay: there[host][stay] for stay, host in hosts_of(schedule, rank).items()}
     stays: Counter[tuple[int, int]] = Counter()
     found = []
     for timed in simulation.transfers[rank]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import EVENLY, Setup
-from bpipe.plan.budget import AUTO, Devices, MemoryBudget, lines, or_what_helps, predicted, tightest
+from bpipe.plan.budget import AUTO, Devices, MemoryBudget, or_what_helps, predicted, tightest
+from bpipe.plan.fit import lines
 from bpipe.plan.options import setup_from
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from megatron.scheduling import upstream

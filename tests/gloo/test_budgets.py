@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.plan.budget import Devices, OverBudget, gib, predicted, smallest_bytes, within
+from bpipe.plan.budget import Devices, OverBudget, predicted, smallest_bytes, within
+from bpipe.plan.fit import gib
 from bpipe.plan.options import setup_from
 from megatron.scheduling.cpu_runtime import ARGUMENTS
 from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for

@@ -34,16 +34,16 @@ UNEVEN: dict[str, Callable[[], Schedule]] = {
 }
 
 
-def all_at_once(schedule: Schedule, evictor: int) -> dict[Hosting, int]:
+def all_at_once(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, int]:
     """As it was: told when all stages that leave have run."""
-    return dict.fromkeys(num_measured(schedule, evictor), len({stay.stage for stay in num_measured(schedule, evictor)}))
+    return dict.fromkeys(num_measured(schedule, evictor, host), len({stay.stage for stay in num_measured(schedule, evictor, host)}))
 
 
 def test_what_leaves_first_leaves_before_the_other_stage_has_run() -> None:
-    told = num_measured(FLAT, 0)
+    told = num_measured(FLAT, 0, 1)
     assert {(stay.stage, count) for stay, count in told.items()} == {(0, 1), (0, 2), (3, 2)}
     assert next(iter(told)) == Hosting(0, 1, 0)
-    assert num_measured(FLAT, 1) == {}
+    assert num_measured(FLAT, 1, 0) == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,8 @@ from bpipe import cli
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import memory_of, num_transfers
 from bpipe.models.memory import DeviceBesides
-from bpipe.plan.budget import Devices, MemoryBudget, better, gib, read_asked, tightest, within
+from bpipe.plan.budget import Devices, MemoryBudget, better, read_asked, tightest, within
+from bpipe.plan.fit import gib
 from bpipe.program import BalanceConfig, build
 from megatron.scheduling.choosing import balance_asked, own_schedule
 from tests.unit.scheduling.test_choosing import args

@@ -1,0 +1,164 @@
+"""Let what must leave a rank go to any rank with room. In: a compute-only Schedule, rooms and sizes. Out: one with transfers.
+
+What counts is what `room` counts. A rank that holds more than it has room for sends what must leave and no more, so no choice of hosts
+makes the bytes that move more or fewer; every other rank may host, for several, and a rank that sends may have several hosts. Of all
+choices the one is taken that moves the fewest bytes between nodes, and of these the one over the shortest distances (`packing`).
+
+Transfers of one slot stand in one order on all ranks, so none waits for another in a ring. Knows no tensors, no clock, and not what else a
+device holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+
+from bpipe.ir.action import OTHER_END, Action
+from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.hosts import Hosts, in_pairs
+from bpipe.ir.memory import Memory, counts_of, live_bytes, peak_counts
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.passes.balance import Pair, check_input, choose_partners, occupied, planned, with_transfers
+from bpipe.passes.evict import Plan
+from bpipe.passes.packing import Cost, Item, pack
+from bpipe.passes.room import NoRoom, Rooms
+
+
+def pool(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -> Schedule:
+    """The schedule with the transfers without which some rank had no room. Its bounds are the counts it reaches.
+
+    `nodes[rank]`: the node a rank is on; empty where all are on one. Raises NoRoom.
+    """
+    memory = rooms.memory
+    if min(rooms.room_bytes, default=1) < 1:
+        rank = rooms.room_bytes.index(min(rooms.room_bytes))
+        raise NoRoom((rank, rank), f"rank {rank} has no room for any micro-batch, and what is computed on must be held")
+    check_input(schedule, rooms.room_bytes, memory)
+    peaks = [max(live_bytes(schedule, rank, memory), default=0) for rank in range(schedule.num_ranks)]
+    spare = [room - peak for room, peak in zip(rooms.room_bytes, peaks, strict=True)]
+    plans: dict[int, Plan] = {}
+    for rank in (rank for rank, left in enumerate(spare) if left < 0):
+        plan = planned(schedule, rank, rooms.room_bytes[rank], memory)
+        if isinstance(plan, str):
+            raise NoRoom((rank, rank), plan)
+        plans[rank] = plan
+    if plans and schedule.num_ranks == 1:
+        raise NoRoom((0, 0), "rank 0 has nobody who could host for it, and no room for its own micro-batches")
+    pooled = _with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory))
+    for rank in range(schedule.num_ranks):
+        needed = sum(occupied(pooled, rank, memory))
+        if needed > rooms.room_bytes[rank]:
+            words = f"needs {memory.words(needed)}, and has room for {memory.words(rooms.room_bytes[rank])}"
+            raise NoRoom((rank, rank), f"rank {rank}, hosting for others, {words}")
+    return replace(pooled, bounds=tuple(map(ceil, peak_counts(pooled))))
+
+
+def pool_within(schedule: Schedule, bounds: Sequence[int] | None, nodes: Sequence[int] = ()) -> Schedule:
+    """The same within counts of chunk micro-batches, host buffers counted all the time; by default the smallest that a pool keeps for all.
+
+    Raises ValueError where bounds cannot be kept, naming the smallest that can.
+    """
+    memory = counts_of(schedule)
+    parts = memory.parts
+
+    def kept(limits: Sequence[int]) -> Schedule:
+        return replace(pool(schedule, Rooms(tuple(limit * parts for limit in limits), memory), nodes), bounds=tuple(limits))
+
+    if bounds is not None:
+        try:
+            check_input(schedule, bounds, memory)
+            return kept(bounds)
+        except NoRoom as error:
+            least = _smallest(kept, schedule)
+            raise ValueError(f"{error}. The smallest bound that a pool keeps for all ranks is {least} {memory.unit}") from None
+    return kept((_smallest(kept, schedule),) * schedule.num_ranks)
+
+
+def _smallest(kept: Callable[[Sequence[int]], Schedule], schedule: Schedule) -> int:
+    return smallest_level(lambda bound: kept((bound,) * schedule.num_ranks), ceil(max(peak_counts(schedule))) - 1)[0]
+
+
+def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
+    """The smallest level in 1 to `most` at which an attempt does not raise NoRoom, more than `most` where none is; and who had none below.
+
+    `attempt(level)`: no rank's room is smaller at a higher level.
+    """
+    low, high, worst = 0, most + 1, (0, 0)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            attempt(middle)
+            high = middle
+        except NoRoom as error:
+            low, worst = middle, error.pair
+    return high, worst
+
+
+# A micro-batch of a stage: it leaves once in an iteration at most.
+_Stay = tuple[int, int]
+
+
+def _hosted(schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory) -> dict[_Stay, int]:
+    """Where each micro-batch goes that leaves: one host for all that pass through one host buffer. Raises NoRoom."""
+    through: dict[tuple[int, int], list[_Stay]] = {}
+    for rank, plan in plans.items():
+        for stay, buffer in _as_on_one_host(schedule, rank, plan).items():
+            through.setdefault((rank, buffer), []).append((stay.stage, stay.microbatch))
+    moved = [[memory.stages[stage].moved_bytes for stage, _ in stays] for stays in through.values()]
+    items = [Item(rank, max(sizes), sum(sizes)) for (rank, _), sizes in zip(through, moved, strict=True)]
+    hosts = pack(items, [0 if rank in plans else left for rank, left in enumerate(spare)], _distances(schedule, nodes))
+    if hosts is None:
+        raise _no_room(items, spare, memory)
+    return {stay: host for stays, host in zip(through.values(), hosts, strict=True) for stay in stays}
+
+
+def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Hosting, int]:
+    """The host buffers of all that leaves a rank, if one other hosted it all."""
+    other = (rank + 1) % schedule.num_ranks
+    rows = list(schedule.ranks)
+    rows[other] = with_transfers(rows[other], plan, own=False)
+    return host_buffers(replace(schedule, ranks=tuple(rows)), other)
+
+
+def _distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], Cost]:
+    """What a byte costs from a rank to another: first whether they are on two nodes, then how far apart. A usual partner is nearest."""
+    usual = choose_partners(schedule, None)
+
+    def cost(rank: int, host: int) -> Cost:
+        apart = bool(nodes) and nodes[rank] != nodes[host]
+        return int(apart), 0 if usual[rank] == host else abs(rank - host)
+
+    return cost
+
+
+def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> NoRoom:
+    """Who lacks most, and what the others have."""
+    ranks = sorted({item.owner for item in items})
+    needs = {rank: sum(item.num_bytes for item in items if item.owner == rank) for rank in ranks}
+    most = max(needs, key=lambda rank: needs[rank])
+    asked = ", ".join(f"rank {rank} {memory.text(size)}" for rank, size in needs.items())
+    there = ", ".join(f"rank {rank} {memory.text(left)}" for rank, left in enumerate(spare) if left > 0) or "nobody any"
+    return NoRoom((most, most), f"what leaves needs host buffers ({asked} {memory.unit}) for which the others have no room ({there})")
+
+
+def _with_hosts(schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[_Stay, int]) -> Schedule:
+    """Of one slot all transfers stand in the order of those who send, on every rank."""
+    rows = [list(row) for row in schedule.ranks]
+    used: list[set[int]] = [set() for _ in rows]
+    for rank, plan in sorted(plans.items()):
+        for slot, actions in plan.items():
+            for action in actions:
+                host = host_of[action.stage, action.microbatch]
+                used[rank].add(host)
+                for row, one in ((rows[rank], action), (rows[host], Action(action.stage, OTHER_END[action.kind], action.microbatch))):
+                    row[slot] = Slot(row[slot].compute, (*row[slot].transfers, one))
+    return replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used))
+
+
+def _hosts(used: Sequence[set[int]]) -> Hosts:
+    """Pairs where each rank has to do with one other at most."""
+    others = [set(hosts) | {guest for guest, of in enumerate(used) if rank in of} for rank, hosts in enumerate(used)]
+    if all(len(of_rank) < 2 for of_rank in others):
+        return in_pairs([min(of_rank, default=rank) for rank, of_rank in enumerate(others)])
+    return tuple(tuple(sorted(of_rank)) for of_rank in used)

@@ -1,0 +1,100 @@
+"""Hold a plan within budgets, and say who hosts for whom by it, how much, and why. In: a schedule, sizes, budgets. Out: lines, or JSON.
+
+Plans nothing (`budget` does) and knows no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, num_buffers_for, stays_by_host
+from bpipe.ir.memory import Memory, num_transfers
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import buffer_bytes
+from bpipe.program import BalanceConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A plan: `how` asks the one door for `schedule`. `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs."""
+
+    how: BalanceConfig
+    schedule: Schedule
+    memory: Memory
+    budget_bytes: tuple[int, ...]
+    alone_bytes: tuple[int, ...]
+    need_bytes: tuple[int, ...]
+
+    @property
+    def moved_bytes(self) -> int:
+        """What leaves in an iteration, of all ranks together."""
+        return sum(self.sent_bytes(rank) for rank in range(self.schedule.num_ranks))
+
+    def sent_bytes(self, rank: int) -> int:
+        """What leaves one rank in an iteration."""
+        return self.stays_bytes(hosts_of(self.schedule, rank))
+
+    def stays_bytes(self, stays: Iterable[Hosting]) -> int:
+        """What leaves with these."""
+        return sum(self.memory.stages[stay.stage].moved_bytes for stay in stays)
+
+
+def gib(num_bytes: Sequence[int]) -> str:
+    """One number where all are the same. Rounded up: a budget that is read from it is not smaller."""
+    different = num_bytes[:1] if len(set(num_bytes)) == 1 else num_bytes
+    return ",".join(map(_one_gib, different))
+
+
+def _one_gib(num_bytes: int) -> str:
+    digits = 1 if num_bytes >= GIB else 6
+    return f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}"
+
+
+def document(found: Fit) -> dict[str, Any]:
+    """The same for a program."""
+    schedule = found.schedule
+    return {
+        "budget_bytes": list(found.budget_bytes),
+        "alone_bytes": list(found.alone_bytes),
+        "need_bytes": list(found.need_bytes),
+        "moved_bytes": found.moved_bytes,
+        "hosts": [
+            {"rank": rank, "host": host, "evictions": len(stays), "moved_bytes": found.stays_bytes(stays)}
+            for rank in range(schedule.num_ranks)
+            for host, stays in stays_by_host(schedule, rank).items()
+            if found.stays_bytes(stays)
+        ],
+    }
+
+
+def lines(found: Fit, known: str = "by prediction") -> list[str]:
+    """Who hosts for whom, how much, and why."""
+    schedule, budgets = found.schedule, found.budget_bytes
+    head = f"{known} within {gib(budgets)} GiB a device"
+    senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
+    if not senders:
+        fullest = max(range(schedule.num_ranks), key=lambda rank: found.alone_bytes[rank] - budgets[rank])
+        return [f"{head}: nothing has to leave, rank {fullest} is the fullest with {gib([found.alone_bytes[fullest]])} GiB"]
+    told = [f"{head}: {gib([found.moved_bytes])} GiB leave in an iteration"]
+    return told + [_hosting(found, rank) for rank in senders]
+
+
+def _hosting(found: Fit, rank: int) -> str:
+    """Of one rank that sends."""
+    schedule, by_host = found.schedule, stays_by_host(found.schedule, rank)
+    every = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
+    parts = []
+    for host, stays in by_host.items():
+        taken = buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
+        parts.append(
+            f"rank {host} hosts {len(stays)} of its {every} micro-batches, in {num_buffers_for(schedule, host)[rank]} host buffers of "
+            f"{gib([taken])} GiB in all"
+        )
+    *needs, last = (gib([found.need_bytes[one]]) for one in (rank, *by_host))
+    return f"rank {rank} would need {gib([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: they need {', '.join(needs)} and {last} GiB"

@@ -1,0 +1,241 @@
+"""What must leave goes to any rank with room: no other choice of all moves less, and where pairs have room enough it is theirs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
+
+import pytest
+
+from bpipe.check.rules import check
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import Kind
+from bpipe.ir.host_buffers import host_buffers, num_buffers_for
+from bpipe.ir.memory import live_bytes, memory_of
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import balance, occupied
+from bpipe.passes.packing import Cost, Item, pack
+from bpipe.passes.pool import pool, pool_within, smallest_level
+from bpipe.passes.room import NoRoom, Rooms, fit
+
+
+def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
+
+
+def moved(schedule: Schedule, sizes: Sequence[int]) -> int:
+    every = (one for row in schedule.ranks for cell in row for one in cell.transfers)
+    return sum(sizes[one.stage] for one in every if one.kind is Kind.EVICT)
+
+
+# -- against trying everything ------------------------------------------------------------------------------------------------------------
+
+# Of one sender: the most of its own micro-batches it holds, the host buffers it needs on every rank, and how many micro-batches leave.
+Way = tuple[int, tuple[int, ...], int]
+
+
+def every_way(schedule: Schedule, sender: int) -> set[Way]:
+    """Every set of the sender's micro-batches, each from every slot to every later one, on every other rank."""
+    row, num_ranks = schedule.ranks[sender], schedule.num_ranks
+    slots = {(cell.compute.kind, cell.compute.microbatch): slot for slot, cell in enumerate(row) if cell.compute is not None}
+    own = live_bytes(schedule, sender, memory_of([1] * num_ranks))
+    others = [rank for rank in range(num_ranks) if rank != sender]
+    choices = []
+    for microbatch in range(schedule.num_microbatches):
+        between = range(slots[Kind.FORWARD, microbatch] + 1, slots[Kind.BACKWARD, microbatch])
+        choices.append([None, *product(combinations(between, 2), others)])
+    return {_way(own, chosen, num_ranks) for chosen in product(*choices)}
+
+
+def _way(own: Sequence[int], chosen: Sequence[tuple[tuple[int, int], int] | None], num_ranks: int) -> Way:
+    away = [one for one in chosen if one is not None]
+    curve, hosted = list(own), [[0] * len(own) for _ in range(num_ranks)]
+    for (out, back), host in away:
+        # What leaves is held to the end of its slot, and again from the start of that in which it comes.
+        for slot in range(out + 1, back):
+            curve[slot] -= 1
+        for slot in range(out, back + 1):
+            hosted[host][slot] += 1
+    return max(curve), tuple(map(max, hosted)), len(away)
+
+
+def best_of(ways: Sequence[set[Way]]) -> list[list[Way]]:
+    """Of each rank those that no other is as good as in everything."""
+    kept = []
+    for of_rank in ways:
+        found: list[Way] = []
+        for one in sorted(of_rank, key=lambda way: (way[0] + sum(way[1]) + way[2], way)):
+            if not any(_as_good(other, one) for other in found):
+                found.append(one)
+        kept.append(found)
+    return kept
+
+
+def _as_good(one: Way, other: Way) -> bool:
+    return one[0] <= other[0] and one[2] <= other[2] and all(mine <= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+
+
+def fewest_bytes(ways: Sequence[Sequence[Way]], sizes: Sequence[int], rooms: Sequence[int]) -> int | None:
+    """Over all ways of all ranks together: the fewest bytes that move, None where nothing keeps the rooms."""
+    found: list[int] = []
+    for chosen in product(*ways):
+        held = [peak * size for (peak, _, _), size in zip(chosen, sizes, strict=True)]
+        for (_, buffers, _), size in zip(chosen, sizes, strict=True):
+            held = [one + count * size for one, count in zip(held, buffers, strict=True)]
+        if all(one <= room for one, room in zip(held, rooms, strict=True)):
+            found.append(sum(count * size for (_, _, count), size in zip(chosen, sizes, strict=True)))
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "num_rooms"), [(3, 3, 80), pytest.param(3, 4, 200, marks=pytest.mark.slow), pytest.param(4, 3, 200, marks=pytest.mark.slow)]
+)
+def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int, num_rooms: int) -> None:
+    """1F1B in rooms of all sizes, micro-batches of each stage of a size of their own; any rank may send and host at once."""
+    plain = generate("1f1b", p, m)
+    ways = best_of([every_way(plain, rank) for rank in range(p)])
+    rng = random.Random(p * m)
+    kept = refused = several = 0
+    for number in range(num_rooms):
+        sizes = [rng.randint(3, 12) for _ in range(p)]
+        largest = max((p - rank) * size for rank, size in enumerate(sizes))
+        rooms = [rng.randint(size, (p - rank) * size + 8) for rank, size in enumerate(sizes)]
+        if number % 2:
+            rooms = [rng.randint(largest // 2, largest)] * p
+        fewest = fewest_bytes(ways, sizes, rooms)
+        try:
+            pooled = pool(plain, Rooms(tuple(rooms), memory_of(sizes)))
+        except NoRoom:
+            refused += 1
+            assert fewest is None, f"micro-batches of {sizes} in rooms of {rooms}: a plan moves {fewest}"
+            continue
+        check(pooled)
+        kept += 1
+        several += any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
+        assert moved(pooled, sizes) == fewest, f"micro-batches of {sizes} in rooms of {rooms}"
+        assert all(sum(occupied(pooled, rank, memory_of(sizes))) <= rooms[rank] for rank in range(p))
+    assert min(kept, refused) > num_rooms // 10
+    assert several
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_packing_of_all_is_nearer(seed: int) -> None:
+    """And there is one wherever there can be one."""
+    rng = random.Random(seed)
+    none = 0
+    for _ in range(40):
+        num_ranks = rng.randint(3, 4)
+        senders = rng.sample(range(num_ranks), rng.randint(1, 2))
+        items = [Item(rng.choice(senders), rng.randint(2, 7), rng.randint(1, 9)) for _ in range(rng.randint(1, 5))]
+        spare = [0 if rank in senders else rng.randint(4, 16) for rank in range(num_ranks)]
+        nodes = [rng.randint(0, 1) for _ in range(num_ranks)]
+
+        def cost(owner: int, host: int, nodes: Sequence[int] = nodes) -> Cost:
+            return int(nodes[owner] != nodes[host]), abs(owner - host)
+
+        found = pack(items, spare, cost)
+        best = min((_total(items, hosts, cost) for hosts in _packings(items, spare)), default=None)
+        assert (None if found is None else _total(items, found, cost)) == best
+        none += best is None
+    assert 0 < none < 40
+
+
+def _total(items: Sequence[Item], hosts: Sequence[int], cost: Callable[[int, int], Cost]) -> Cost:
+    each = [(item.moved_bytes, cost(item.owner, host)) for item, host in zip(items, hosts, strict=True)]
+    return sum(size * one[0] for size, one in each), sum(size * one[1] for size, one in each)
+
+
+def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for hosts in product(range(len(spare)), repeat=len(items)):
+        taken = [0] * len(spare)
+        for item, host in zip(items, hosts, strict=True):
+            taken[host] += item.num_bytes
+        if all(one <= room for one, room in zip(taken, spare, strict=True)):
+            yield hosts
+
+
+# -- against pairs ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
+def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None:
+    """1F1B with equal stages: what two mirror images hold together is the same for all pairs, so nobody else has more room."""
+    plain = generate("1f1b", p, m)
+    pooled, paired = pool_within(plain, None), balance(plain)
+    assert pooled.bounds == paired.bounds
+    assert pooled.ranks == paired.ranks
+    assert pooled.partners is not None
+
+
+def test_one_sends_to_several_and_several_to_one() -> None:
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    spread = pool(plain, Rooms((200, 300, 300, 300), memory))
+    check(spread)
+    assert spread.hosts == ((2, 3), (), (), ())
+    gathered = pool(plain, Rooms((300, 200, 200, 600), memory))
+    check(gathered)
+    assert gathered.hosts == ((3,), (3,), (), ())
+    assert occupied(gathered, 3, memory) == (100, 400)
+    with pytest.raises(NoRoom, match="rank 2, hosting for rank 1, needs 400 bytes"):
+        fit(plain, Rooms((300, 200, 200, 600), memory), (3, 2, 1, 0))
+
+
+def test_no_host_buffer_serves_two_ranks() -> None:
+    """Whoever puts something into it would have to wait for whoever takes something out, and neither knows of the other."""
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    gathered = pool(plain, Rooms((300, 200, 200, 600), memory))
+    of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}
+    assert not of[0] & of[1]
+    assert num_buffers_for(gathered, 3) == {0: 2, 1: 2}
+
+
+def test_whom_it_refuses() -> None:
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    cases = {
+        (0, 400, 400, 400): "rank 0 has no room for any micro-batch",
+        (150, 400, 400, 800): "rank 0 cannot keep to 150 bytes",
+        (200, 300, 200, 200): r"what leaves needs host buffers \(rank 0 300 bytes\) for which the others have no room \(rank 3 100\)",
+    }
+    for rooms, reason in cases.items():
+        with pytest.raises(NoRoom, match=reason):
+            pool(plain, Rooms(rooms, memory))
+    with pytest.raises(NoRoom, match="rank 0 has nobody who could host for it"):
+        pool(generate("gpipe", 1, 4), Rooms((399,), memory_of([100])))
+    with pytest.raises(ValueError, match=r"The smallest bound that a pool keeps for all ranks is 3 micro-batches"):
+        pool_within(plain, [2] * 4)
+
+
+def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
+    plain, memory = generate("1f1b", 6, 12), memory_of([100, 90, 80, 70, 60, 250])
+
+    def at(level: int) -> Schedule:
+        return pool(plain, Rooms((level,) * 6, memory))
+
+    level, worst = smallest_level(at, 600)
+    at(level)
+    with pytest.raises(NoRoom) as error:
+        at(level - 1)
+    assert error.value.pair == worst
+
+
+def test_same_node_first() -> None:
+    """Rank 0's usual partner is on the other node: what has room on its own node comes first."""
+    plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
+    rooms = Rooms((300, 300, 400, 300), memory)
+    assert pool(plain, rooms).hosts == ((3,), (), (), (0,))
+    assert pool(plain, rooms, (0, 1, 0, 1)).hosts == ((2,), (), (0,), ())
+
+
+def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
+    """Else a ring of ranks may wait for each other, each for its first."""
+    memory = memory_of([100 + 30 * (stage % 3) for stage in range(8)])
+    plain = generate("1f1b", 8, 24)
+    level, _ = smallest_level(lambda level: pool(plain, Rooms((level,) * 8, memory)), 1200)
+    pooled = pool(plain, Rooms((level,) * 8, memory))
+    assert any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
+    for slot in range(len(pooled.ranks[0])):
+        orders = [[(one.stage, one.microbatch) for one in row[slot].transfers] for row in pooled.ranks]
+        # Those of the lowest sender first, and each sender's as it has them itself.
+        in_order = [key for rank, order in enumerate(orders) for key in order if key[0] == rank]
+        assert all(order == [key for key in in_order if key in order] for order in orders)
