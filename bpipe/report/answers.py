@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.host_buffers import num_buffers_for, stays_by_host
 from bpipe.ir.memory import num_transfers
 from bpipe.report.compare import Comparison, StageRow
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
@@ -69,22 +69,23 @@ def _hosting(comparison: Comparison) -> str:
     """Who hosts for whom, how much, and why. Empty where nobody does."""
     schedule = comparison.measured.schedule
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
-    told = [_hosted(comparison, rank) for rank in senders[:MOST_TOLD]]
+    told = ["; ".join(_hosted(comparison, rank, host) for host in stays_by_host(schedule, rank)) for rank in senders[:MOST_TOLD]]
     if len(senders) > MOST_TOLD:
         told.append(f"and so for {counted(len(senders) - MOST_TOLD, 'stage')} more")
     return f"{'; '.join(told)}." if told else ""
 
 
-def _hosted(comparison: Comparison, rank: int) -> str:
-    """Of one stage that sends."""
+def _hosted(comparison: Comparison, rank: int, host: int) -> str:
+    """Of one stage that sends, and one that hosts for it."""
     schedule, row = comparison.measured.schedule, comparison.stages[rank]
     how = comparison.measured.program.balance
-    host = (schedule.hosts or ())[rank][0]
-    sizes, count = comparison.prediction.sizes[host], num_transfers(schedule, rank).evictions
+    sizes, count = comparison.prediction.sizes[host], len(stays_by_host(schedule, rank)[host])
     own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
     where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
     if sizes is not None and sizes.host_bytes:
-        where += f" in {counted(num_host_buffers(schedule, host), 'host buffer')} of {bytes_text(sizes.host_bytes)} in all"
+        buffers = num_buffers_for(schedule, host)
+        others = "" if len(buffers) == 1 else ", others' included"
+        where += f" in {counted(buffers[rank], 'host buffer')} of {bytes_text(sizes.host_bytes)} in all{others}"
     elif sizes is not None:
         where = f"Stage {rank} keeps {count} of its {own} micro-batches in its host's memory"
     alone = "" if row.unbalanced_bytes is None else f", which would hold {bytes_text(row.unbalanced_bytes)} alone"

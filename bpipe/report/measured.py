@@ -6,12 +6,13 @@ prediction; refuses rows that the program they name does not have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
-from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.host_buffers import guests_of, num_host_buffers, stays_by_host
+from bpipe.ir.hosts import partners_of
 from bpipe.ir.memory import changes_in_time, counting
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ScheduleConfig, build
@@ -209,7 +210,8 @@ def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[R
 def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -> tuple[int | None, ...]:
     """The rank of every place; of one without a record it is what its partner calls it, or the only rank that is left."""
     ranks = [None if record is None else record.rank for record in records]
-    for place, partner in enumerate(schedule.partners or ()):
+    # Of a pool a record names no partner.
+    for place, partner in enumerate((schedule.hosts and partners_of(schedule.hosts)) or ()):
         other = records[partner]
         if ranks[place] is None and other is not None:
             ranks[place] = other.partner
@@ -265,19 +267,30 @@ def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> Non
 
 
 def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[Lane | None, ...]:
-    """An acceptor that takes no part in transfers has no rows of them: they are its partner's."""
-    if schedule.partners is None:
-        return tuple(lanes)
+    """A host that takes no part in transfers has no rows of them: they are its guests'."""
     completed = list(lanes)
     for place, lane in enumerate(lanes):
-        partner = lanes[schedule.partners[place]]
-        if lane is None or partner is None or any(row.action.kind not in OWN_TRANSFERS for row in lane.transfers):
+        if lane is None:
             continue
-        ends = [_other_end(row) for row in partner.transfers if row.action.kind in OWN_TRANSFERS]
+        written = {row.action.stage for row in lane.transfers if row.action.kind not in OWN_TRANSFERS}
+        ends = [
+            _other_end(row)
+            for guest in guests_of(schedule, place)
+            for row in _sent_to(schedule, guest, place, lanes[guest])
+            if row.action.stage not in written
+        ]
         if ends:
             transfers = sorted((*lane.transfers, *ends), key=lambda row: row.start_s)
             completed[place] = Lane(lane.source, lane.computations, tuple(transfers))
     return tuple(completed)
+
+
+def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
+    """What a rank recorded of its transfers to and from one host."""
+    of_host = {(stay.stage, stay.microbatch) for stay in stays_by_host(schedule, guest).get(host, ())}
+    for row in lane.transfers if lane is not None else ():
+        if row.action.kind in OWN_TRANSFERS and (row.action.stage, row.action.microbatch) in of_host:
+            yield row
 
 
 def _other_end(row: Row) -> Row:

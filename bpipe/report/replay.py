@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from bpipe.ir.action import Kind
+from bpipe.ir.hosts import partners_of
 from bpipe.ir.memory import changes_in_time
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -141,9 +142,11 @@ def _shards(seconds: Mapping[tuple[int, Kind], float], num_ranks: int) -> tuple[
 
 
 def _one_sided(measured: Measured) -> frozenset[int]:
-    """The places whose pair has a one-sided transport, as either of its ranks recorded."""
+    """The places whose pair has a one-sided transport, as either of its ranks recorded; of a pool, as they recorded themselves."""
     found = {place for place, record in enumerate(measured.records) if record is not None and record.transport in ONE_SIDED}
-    return frozenset(found | {measured.schedule.partners[place] for place in found if measured.schedule.partners})
+    hosts = measured.schedule.hosts
+    partners = None if hosts is None else partners_of(hosts)
+    return frozenset(found | {partners[place] for place in found if partners})
 
 
 def _without_buffers(size: RankSizes | None) -> RankSizes | None:

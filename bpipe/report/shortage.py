@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.host_buffers import num_buffers_for
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -132,20 +132,19 @@ def _other_bytes(rank: RankHeld) -> int | None:
 
 
 def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int = 1) -> tuple[int, int]:
-    """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the partner's micro-batch that goes there.
+    """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the largest that its rank may send there.
 
     The micro-batches that ran are in `parts`.
     """
     own = {stage: sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)}
     ones = dict.fromkeys(own, 1)
-    partner = schedule.partners[rank.place] if schedule.partners else rank.place
-    theirs = max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(partner))
-    buffers = num_host_buffers(schedule, rank.place)
+    buffers = num_buffers_for(schedule, rank.place)
+    hosted = sum(count * max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(guest)) for guest, count in buffers.items())
     received = max(mark.received_bytes for mark in rank.marks)
     ran = [mark.after_input_bytes for mark in rank.marks]
     between = {stage: max(one.get(stage, 0) for one in ran) // parts for stage in set().union(*ran)}
-    num_bytes = own_peak(schedule, rank.place, own, own, received, between, sizes.shard_bytes) + buffers * theirs
-    return own_peak(schedule, rank.place, ones, ones, 0, {}) + buffers, num_bytes
+    num_bytes = own_peak(schedule, rank.place, own, own, received, between, sizes.shard_bytes) + hosted
+    return own_peak(schedule, rank.place, ones, ones, 0, {}) + sum(buffers.values()), num_bytes
 
 
 def _need(rank: RankHeld, schedule: Schedule, sizes: _Sizes) -> StageNeed:

@@ -42,8 +42,8 @@ class Acceptor(Protocol):
     def is_scattered(self) -> bool:
         """Whether the host buffers are in several pieces of memory, some of which may be of no use any more."""
 
-    def hear(self, num_stages: int) -> None:
-        """Before a HOST: the partner has told how large the micro-batches of so many of its stages are. Blocks until that is here."""
+    def hear(self, action: Action, num_stages: int) -> None:
+        """Before this HOST: the partner has told how large the micro-batches of so many of its stages are. Blocks until that is here."""
 
     def hear_growth(self) -> bool:
         """Between two iterations, where sizes differ: whether rooms have to be larger. Blocks until the partner begins this iteration,
@@ -109,7 +109,7 @@ class LendingAcceptor:
     def is_scattered(self) -> bool:
         return len(self._layout.pieces) > 1
 
-    def hear(self, num_stages: int) -> None:
+    def hear(self, action: Action, num_stages: int) -> None:
         if self._transport.lends:
             self._hearing.hear(num_stages)
 
@@ -175,7 +175,7 @@ class ReceivingAcceptor:
     def is_scattered(self) -> bool:
         return len(self._layout.pieces) > 1
 
-    def hear(self, num_stages: int) -> None:
+    def hear(self, action: Action, num_stages: int) -> None:
         self._hearing.hear(num_stages)
 
     def hear_growth(self) -> bool:

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from bpipe.ir.action import READING, TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured, stages_in_buffers
+from bpipe.ir.host_buffers import Hosting
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, one_by_one, steps
-from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import find
 from bpipe.runtime.errors import RuntimeFault, TransferError
-from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.kept import Kept, Share
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.partners import Moving, Partners
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, named
@@ -64,8 +63,14 @@ class Engine:
     """One rank's program over real tensors, iteration after iteration."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, transport: Transport | None, config: EngineConfig, meter: Meter | None = None
+        self,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport | Mapping[int, Transport] | None,
+        config: EngineConfig,
+        meter: Meter | None = None,
     ) -> None:
+        """`transport` is that to the rank's partner or, of a pool, one to each rank that it sends to or hosts for, by rank."""
         self.schedule = schedule
         self._rank = rank
         self._config = config
@@ -77,34 +82,17 @@ class Engine:
         # The computation that has run and whose output nobody has said to be sent.
         self._unsent: Action | None = None
         self._stays: Counter[tuple[int, int]] = Counter()
-        self._partner = schedule.partners[rank] if schedule.partners else rank
-        hosted_here, hosted_there = host_buffers(schedule, rank), host_buffers(schedule, self._partner)
-        self._buffer_of = {**hosted_here, **hosted_there}
-        # By what is hosted here: of how many of the partner's stages it has told the sizes by then.
-        self._told_by = num_measured(schedule, self._partner, rank) if hosted_here else {}
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
-        self._transport = transport
         self._kept = Kept(config.minimum_bytes, config.allocated)
         # By stage that leaves, what part of it does; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
         self._first_iteration = True
-        self._evictor: Evictor | None = None
-        self._acceptor: Acceptor | None = None
-        self._streams: Streams | None = None
-        if transport is not None:
-            streams = self._streams = Streams(config.device)
-            buffers_there, buffers_here = stages_in_buffers(hosted_there), stages_in_buffers(hosted_here)
-            self._evictor = Evictor(
-                *(buffers_there, transport, streams, config.device, config.minimum_bytes, config.poison, self._wait, self._kept),
-                config.differing,
-            )
-            if transport.one_sided:
-                self._acceptor = LendingAcceptor(buffers_here, transport)
-            else:
-                self._acceptor = ReceivingAcceptor(buffers_here, transport, streams, config.device, self._wait)
-        elif any(True for _ in self._all_transfers()):
-            raise ValueError(f"{config.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
+        self._streams = Streams(config.device) if transport else None
+        how = (config.poison, config.differing, config.timeout_s)
+        moving = Moving(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept)
+        self._partners = Partners(schedule, rank, transport, moving, self._streams)
+        self._evictor, self._acceptor = self._partners.evictor, self._partners.acceptor
         # Dispatch by table, and the table is complete or the program does not start.
         self._start: dict[Kind, Callable[[Action, int], None]] = {}
         if self._evictor and self._acceptor:
@@ -115,8 +103,6 @@ class Engine:
                 Kind.RETURN: self._acceptor.give_back,
             }
             assert set(self._start) == TRANSFER
-        # What this rank has to write down: with a one-sided transport an acceptor sees nothing of its host buffers' transfers.
-        self._seen = TRANSFER - {Kind.HOST, Kind.RETURN} if transport is None or transport.one_sided else TRANSFER
 
     def _all_transfers(self) -> Iterable[Action]:
         for step in self._steps:
@@ -135,17 +121,17 @@ class Engine:
 
     @property
     def hosted_bytes(self) -> Mapping[int, int]:
-        """By the partner's stage, the bytes of one micro-batch that come here; empty where the partner moves them by itself."""
+        """By stage of other ranks, the bytes of one micro-batch that come here; without those that move them by themselves."""
         return self._acceptor.moved_bytes if self._acceptor else {}
 
     @property
     def num_host_buffers(self) -> int:
-        """Host buffers preallocated here for the partner."""
+        """Host buffers preallocated here for others."""
         return self._acceptor.num_host_buffers if self._acceptor else 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes preallocated for the partner."""
+        """Bytes preallocated for others."""
         return self._acceptor.host_buffer_bytes if self._acceptor else 0
 
     # -- the calls -----------------------------------------------------------------------------------------------------------------
@@ -154,7 +140,7 @@ class Engine:
         """The pipelined loop starts, before its first communication."""
         if self._position:
             raise RuntimeFault(f"{self._config.name}: a new iteration starts, but the last one stopped {self._where()}")
-        self._gather()
+        self._partners.gather(next(step.compute for step in self._steps if step.compute))
         self._stays.clear()
         if self._meter:
             self._meter.begin()
@@ -258,16 +244,12 @@ class Engine:
         self._meter = None
 
     def release(self) -> None:
-        """Give the host buffers back: another program takes over. Both ranks of a pair call this; the next `begin` measures anew."""
-        for role in (self._evictor, self._acceptor, self._transport):
-            if role is not None:
-                role.release()
+        """Give the host buffers back: another program takes over. Both ends of a transfer call this; the next `begin` measures anew."""
+        self._partners.release()
 
     def abandon(self) -> None:
         """Drop every reference after an error; the run is over."""
-        for role in (self._evictor, self._acceptor, self._transport):
-            if role is not None:
-                role.abandon()
+        self._partners.abandon()
 
     def where(self) -> str:
         """This process and how far it is, for an error that came from elsewhere."""
@@ -279,32 +261,6 @@ class Engine:
         last = next((step.compute for step in reversed(self._steps[: self._position]) if step.compute), None)
         ahead = self._steps[self._position].compute if self._position < len(self._steps) else None
         return f"stage {self._rank}, after {last or 'the start'}" + (f", at {ahead}" if ahead else "")
-
-    def _gather(self) -> None:
-        """Where room was made before all sizes were known, begin anew: now they are, on both ends alike, and one piece holds all.
-
-        The same where it was too little.
-        """
-        if self._transport is None or self._evictor is None or self._acceptor is None:
-            return
-        grown = self._config.differing and self._grown(self._evictor, self._acceptor)
-        if grown or self._evictor.is_scattered or self._acceptor.is_scattered:
-            self._evictor.let_go()
-            self._acceptor.let_go()
-            self._transport.release()
-
-    def _grown(self, evictor: Evictor, acceptor: Acceptor) -> bool:
-        """Whether the rooms on either end have to be larger. Each tells the other before it listens."""
-        first = next(step.compute for step in self._steps if step.compute)
-        try:
-            here = evictor.tell_growth(first)
-            there = acceptor.hear_growth()
-        except Exception as error:
-            raise TransferError(
-                f"{self._config.name}, stage {self._rank}: at the begin of an iteration stage {self._partner} did not say how much "
-                f"what it sends takes; the time-out is {self._config.timeout_s:g} s, --bpipe-timeout: {error}"
-            ) from error
-        return here or there
 
     def _saved(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
         roots = [output.grad_fn for output in outputs if output is not None]
@@ -335,8 +291,8 @@ class Engine:
             if action.kind in (Kind.EVICT, Kind.HOST):
                 self._stays[key] += 1
             stay = Hosting(*key, self._stays[key] - 1)
-            if self.recorder and action.kind in self._seen:
-                self.recorder.started(action, self._buffer_of[stay])
+            if self.recorder and self._partners.sees(action):
+                self.recorder.started(action, self._partners.buffer_of[stay])
             self._begin_transfer(action, stay)
             if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
                 self._meter.touched(action)
@@ -347,8 +303,8 @@ class Engine:
         try:
             with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
                 if action.kind is Kind.HOST and self._acceptor:
-                    self._acceptor.hear(self._told_by[stay])
-                self._start[action.kind](action, self._buffer_of[stay])
+                    self._acceptor.hear(action, self._partners.told_by[stay])
+                self._start[action.kind](action, self._partners.buffer_of[stay])
         except (RuntimeFault, TransferError):
             raise
         except Exception as error:
@@ -371,6 +327,6 @@ class Engine:
 
     def _failure(self, action: Action, what: str, error: Exception) -> TransferError:
         return TransferError(
-            f"{self._config.name}, stage {self._rank}: {action} with stage {self._partner} {what}; the time-out is "
+            f"{self._config.name}, stage {self._rank}: {action} with stage {self._partners.other(action)} {what}; the time-out is "
             f"{self._config.timeout_s:g} s, --bpipe-timeout: {error}"
         )

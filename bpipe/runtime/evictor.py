@@ -98,11 +98,12 @@ class Evictor:
         poison: bool,
         wait: Wait,
         kept: Kept,
+        claims: Claims,
         differing: bool = False,
     ) -> None:
         """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
 
-        `differing`: micro-batches of one stage may differ in size.
+        `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size.
         """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
@@ -115,7 +116,7 @@ class Evictor:
         self._poison = poison
         self._wait = wait
         self._kept = kept
-        self._claims = Claims()
+        self._claims = claims
         self._known: dict[Key, Activations] = {}
         self._announcements: list[tuple[Action, Pending]] = []
         self._measured_kinds: dict[int, Counter[str]] = {}

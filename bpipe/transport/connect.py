@@ -7,7 +7,7 @@ Knows no schedule.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,32 +148,46 @@ class Connection:
 def connect(
     pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
 ) -> tuple[Connection | None, list[MeasuredLink]]:
-    """Connect all pairs: this rank's connection, or None where it is in no pair, and every pair's link, the same on all ranks.
+    """`connect_all` where no rank is in several pairs: this rank's connection, or None where it is in no pair."""
+    connections, links = connect_all(pairs, wanted, timeout_s, device, buffers)
+    if len(connections) > 1:
+        raise ValueError(f"rank {dist.get_rank()} is in pairs with ranks {', '.join(map(str, connections))}: connect_all knows several")
+    return next(iter(connections.values()), None), links
 
-    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together. `buffers` are what this rank
-    would keep in the host's memory. Raises ValueError or RuntimeError on every rank alike where a pair has no transport.
+
+def connect_all(
+    pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
+) -> tuple[dict[int, Connection], list[MeasuredLink]]:
+    """Connect all pairs: this rank's connections by the other's rank, ascending, and every pair's link, the same on all ranks.
+
+    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together, and two ranks that are in
+    several pairs come to those in one order. `buffers` are what this rank would keep in the host's memory. Raises ValueError or
+    RuntimeError on every rank alike where a pair has no transport.
     """
     names = candidates(wanted, device.device.type)
     rank = dist.get_rank()
     everyone = _neighbours(buffers or Buffers())
-    connection = None
-    for low, high in pairs:
+    connections: dict[int, Connection] = {}
+    for low, high in sorted(pairs):
         group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
         groups = {name: pair_groups(low, high, name, timeout_s, device.device) for name in names if name in TWO_SIDED}
         if rank in (low, high):
             partner = high if rank == low else low
             mine = {name: made for name, made in groups.items() if made is not None}
-            connection = Connection(partner, Control(partner, group), mine, device, device.lanes(device.device, timeout_s), timeout_s)
+            lanes = device.lanes(device.device, timeout_s)
+            connections[partner] = Connection(partner, Control(partner, group), mine, device, lanes, timeout_s)
     # Who asks for host memory gets it if what is really needed fits, which is known once an iteration has run. Nobody is given it unless
     # it fits in any case.
     here = Facts.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)
-    links = _all_links(_find_link(connection, names, rank, device, here) if connection is not None else None)
-    _refuse_without_transport(links, connection)
-    if connection is not None:
-        connection.settle(next(link for link in links if rank in link.ranks))
-        on_host = {rank for link in links if link.transport == "host" for rank in link.ranks}
-        connection.budget = Budget(everyone[rank], [each for number, each in enumerate(everyone) if number in on_host])
-    return connection, links
+    connections = dict(sorted(connections.items()))
+    links = _all_links([_find_link(connection, names, rank, device, here) for connection in connections.values()])
+    _refuse_without_transport(links, connections.values())
+    on_host = {rank for link in links if link.transport == "host" for rank in link.ranks}
+    budget = Budget(everyone[rank], [each for number, each in enumerate(everyone) if number in on_host])
+    for partner, connection in connections.items():
+        connection.settle(next(link for link in links if set(link.ranks) == {rank, partner}))
+        connection.budget = budget
+    return connections, links
 
 
 def _neighbours(buffers: Buffers) -> list[Neighbour]:
@@ -183,16 +197,16 @@ def _neighbours(buffers: Buffers) -> list[Neighbour]:
     return [Neighbour(Buffers(**one), tuple(Room(**room) for room in limits)) for one, limits in everyone]
 
 
-def _all_links(mine: dict[str, Any] | None) -> list[MeasuredLink]:
+def _all_links(mine: list[dict[str, Any]]) -> list[MeasuredLink]:
     """What every pair found, each once. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     # Both ranks of a pair told the same.
-    links = {each["ranks"]: MeasuredLink(**each) for each in everyone if each is not None}
+    links = {each["ranks"]: MeasuredLink(**each) for of_rank in everyone for each in of_rank}
     return [links[ranks] for ranks in sorted(links)]
 
 
-def _refuse_without_transport(links: Sequence[MeasuredLink], connection: Connection | None) -> None:
+def _refuse_without_transport(links: Sequence[MeasuredLink], connections: Iterable[Connection]) -> None:
     lines = [
         f"ranks {link.ranks[0]} and {link.ranks[1]}: {name}: {why}"
         for link in links
@@ -200,7 +214,7 @@ def _refuse_without_transport(links: Sequence[MeasuredLink], connection: Connect
         for name, why in link.refused.items()
     ]
     if lines:
-        if connection is not None:
+        for connection in connections:
             connection.close()
         raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 

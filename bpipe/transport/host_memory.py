@@ -51,6 +51,8 @@ class Budget:
 
     def __init__(self, mine: Neighbour, everyone: Sequence[Neighbour]) -> None:
         self._mine = mine
+        # Of this rank's buffers, what it holds, by whoever holds it: to several others it has several ways.
+        self._held: dict[object, int] = {}
         self._sharing = {
             room: [each.buffers for each in everyone if each.buffers.count and room.shared in {other.shared for other in each.rooms}]
             for room in mine.rooms
@@ -60,11 +62,17 @@ class Budget:
         """Why buffers as large as they can be would not fit, or None where they would."""
         return self._lacking({room: sum(one.count * one.most_bytes for one in sharing) for room, sharing in self._sharing.items()})
 
-    def of(self, nbytes: int) -> str | None:
-        """Why `nbytes` for this rank's buffers, and as much for each of the others', would not fit, or None where they would."""
+    def of(self, nbytes: int, holder: object = None) -> str | None:
+        """Why `nbytes` for this rank's buffers that a holder has, and as much for each of the others', would not fit, or None."""
+        self._held[holder] = nbytes
+        nbytes = sum(self._held.values())
         count = max(self._mine.buffers.count, 1)
         needed = {room: -(-nbytes * sum(one.count for one in sharing) // count) for room, sharing in self._sharing.items()}
         return self._lacking({room: max(total, nbytes) for room, total in needed.items()})
+
+    def let_go(self, holder: object) -> None:
+        """It has none any more."""
+        self._held.pop(holder, None)
 
     def _lacking(self, needed: Mapping[Room, int]) -> str | None:
         for room, nbytes in needed.items():

@@ -149,7 +149,7 @@ class Host:
         raise AssertionError("the host buffers are the evictor's own memory")
 
     def grow(self, nbytes: int) -> None:
-        lacking = self._budget.of(self._nbytes + nbytes) if self._budget is not None else None
+        lacking = self._budget.of(self._nbytes + nbytes, self) if self._budget is not None else None
         if lacking is not None:
             raise RuntimeError(
                 f"--bpipe-transport host: {lacking}. Use another (auto finds it), move less (a smaller --micro-batch-size, recomputation), "
@@ -173,6 +173,8 @@ class Host:
 
     def _forget(self) -> list[Region]:
         known, self._regions, self._nbytes = self._regions, [], 0
+        if self._budget is not None:
+            self._budget.let_go(self)
         return known
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
-from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.layout import Setup
 from bpipe.plan.budget import AUTO, Devices, MemoryBudget, or_what_helps, predicted, tightest
 from bpipe.plan.fit import lines
 from bpipe.plan.options import setup_from
@@ -43,15 +43,16 @@ def _planned(args: Any, config: ScheduleConfig) -> tuple[BalanceConfig, tuple[st
     budgets = budget_of(asked)
     if args.padded_vocab_size is None and args.vocab_size is None:
         # The tokenizer says it later, and nothing trains before.
-        return EVENLY, ()
+        return BalanceConfig(hosts=args.bpipe_hosts), ()
     words, nodes = tuple(sys.argv[1:]), max(1, args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
     vocabulary = args.padded_vocab_size or args.vocab_size
     sizes = (vocabulary, nodes, args.world_size // nodes, args.bpipe_min_bytes)
+    hosts = args.bpipe_hosts
     if config.written is None and args.step_batch_size_schedule is not None:
         # They change; more than fill the pipeline take no more room.
         filling = FAMILIES[config.schedule].filling(config.num_ranks)
         config = replace(config, num_microbatches=max(config.num_microbatches, filling))
-    return _plan(words, sizes, replace(config, balance=None), budgets, asked.learns, _on_cpu())
+    return _plan(words, sizes, replace(config, balance=None), budgets, (asked.learns, _on_cpu(), hosts))
 
 
 def budget_of(asked: MemoryBudget) -> tuple[int, ...]:
@@ -77,9 +78,14 @@ def _on_cpu() -> bool:
 
 @lru_cache(maxsize=4)
 def _plan(
-    words: Sequence[str], sizes: tuple[int, int, int, int], config: ScheduleConfig, budgets: tuple[int, ...], learns: bool, on_cpu: bool
+    words: Sequence[str],
+    sizes: tuple[int, int, int, int],
+    config: ScheduleConfig,
+    budgets: tuple[int, ...],
+    how: tuple[bool, bool, str],
 ) -> tuple[BalanceConfig, tuple[str, ...]]:
-    vocabulary, nodes, each, minimum_bytes = sizes
+    """`how`: whether measured bytes replace predicted ones, whether this is a CPU, and who may host."""
+    (vocabulary, nodes, each, minimum_bytes), (learns, on_cpu, hosts) = sizes, how
     try:
         setup = setup_from(words, f"{_ANY_DEVICE}:{nodes}x{each}", vocabulary, "cpu" if on_cpu else "gpu")
         devices = _devices(setup, config, budgets, minimum_bytes)
@@ -88,7 +94,9 @@ def _plan(
             raise ValueError(
                 f"--bpipe-memory: nothing predicts what this training holds ({error}): let it be measured, {AUTO}:GIB"
             ) from None
-        return EVENLY, (f"nothing predicts what this training holds ({error}): the first iteration keeps the smallest bound",)
+        return BalanceConfig(hosts=hosts), (
+            f"nothing predicts what this training holds ({error}): the first iteration keeps the smallest bound",
+        )
     if learns:
         found = tightest(devices)
         return found.how, ("the first iteration sends as much as helps, until bytes are measured:", *lines(found))

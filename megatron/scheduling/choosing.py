@@ -14,6 +14,7 @@ from typing import Any
 from bpipe.check.order import check_microbatch_order
 from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups, that_take_shards
 from bpipe.generate.family import ALIKE, Family, UnitCosts
+from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
@@ -69,9 +70,11 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
 def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
     upstream.require(args, "choosing")
     name = args.bpipe_schedule or default(args.virtual_pipeline_model_parallel_size or 1)
-    balance = balance_of(args.bpipe, args.bpipe_bound)
+    balance = balance_of(args.bpipe, args.bpipe_bound, args.bpipe_hosts)
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(f"--bpipe-bound {_listed(args.bpipe_bound)} says how to balance: give --bpipe, too, or leave it out")
+    if args.bpipe_hosts != PAIR:
+        _check_pool(args, balance)
     vocabulary = vocabulary_of(args)
     if name not in FAMILIES:
         if vocabulary is not Vocabulary.WHOLE:
@@ -109,10 +112,18 @@ def _of_family(args: Any, family: Family, balance: BalanceConfig | None, vocabul
     return config, ours
 
 
-def balance_of(balance: bool, bounds: tuple[int, ...] | None) -> BalanceConfig | None:
+def balance_of(balance: bool, bounds: tuple[int, ...] | None, hosts: str = PAIR) -> BalanceConfig | None:
     """How to balance; None where nobody wants to. `bounds`: micro-batches of a chunk, for all ranks or each; where an order is chosen for
-    one, host buffers are there all the time."""
-    return BalanceConfig(bounds, buffers_stay=bounds is not None) if balance else None
+    one, host buffers are there all the time. `hosts`: "pair" or "pool"."""
+    return BalanceConfig(bounds, buffers_stay=bounds is not None, hosts=hosts) if balance else None
+
+
+def _check_pool(args: Any, balance: BalanceConfig | None) -> None:
+    wanted = f"--bpipe-hosts {args.bpipe_hosts}"
+    if balance is None:
+        raise ValueError(f"{wanted} says how to balance: give --bpipe, too, or leave it out")
+    if args.bpipe_transport == "host":
+        raise ValueError(f"{wanted}: with --bpipe-transport host each rank keeps what leaves in its host's memory: leave one of them out")
 
 
 def _listed(bounds: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Own an iteration: the engine of its program, the connection to the partner, what is measured, and what is written down of it.
+"""Own an iteration: the engine of its program, the connections to whom it sends or hosts for, what is measured, and what is written of it.
 
 In: a configuration; for each iteration its program, and `begin`, `before`, `after`, `sent`, `communicated` and `end` as an engine has
 them, from whoever runs the pipelined loop. Out: the same calls, made on the program's engine; lines in the log, and measurements for a
@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import links_of
+from bpipe.ir.hosts import partners_of
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
@@ -81,8 +83,8 @@ class Driver:
         self._program: ScheduleConfig | None = None
         self._active: Engine | None = None
         self._at: Action | None = None
-        self._connection: Connection | None = None
-        self._connected = False
+        # By the place of the other rank.
+        self._connections: dict[int, Connection] = {}
         self.how = config.balancing
         self._learns = config.memory is not None and config.memory.learns
         self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None or self._learns else None
@@ -149,7 +151,7 @@ class Driver:
         if self._meter is not None:
             self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes))
         self._differing.ended(engine, self.rank)
-        self._first_iterations.ended(engine, self.rank, self._connection.link if self._connection is not None else None)
+        self._first_iterations.ended(engine, self.rank, {place: one.link for place, one in self._connections.items() if one.link})
         if self._weighing is not None and pipeline_begins_with_rank_0():
             for line in self._weighing.lines():
                 say(line, everywhere=True)
@@ -221,9 +223,11 @@ class Driver:
                     say(line)
                 say(describe(schedule))
             differing = self._config.differing or differ(config)
-            transport = self._transport(schedule, self.device, config, differing)
+            if differing and schedule.hosts is not None and partners_of(schedule.hosts) is None:
+                raise ValueError("micro-batches that differ in size leave to one host only: drop --bpipe-hosts pool, or make them alike")
+            transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
-            engine = Engine(schedule, self.rank, transport, self._engine_config(differing), self._meter)
+            engine = Engine(schedule, self.rank, transports, self._engine_config(differing), self._meter)
             self._engines[program] = engine
         return engine
 
@@ -242,22 +246,26 @@ class Driver:
             timed=self._own_time.of,
         )
 
-    def _transport(self, schedule: Schedule, device: torch.device, config: Any, differing: bool) -> Transport | None:
+    def _transports(self, schedule: Schedule, device: torch.device, config: Any, differing: bool) -> dict[int, Transport]:
+        """By place, to all with whom this program moves anything; who was connected for another program stays so."""
         if not moves_anything(schedule):
-            return None
-        if not self._connected:
-            self._connection, self.links, table = links.connect_pairs(
-                schedule, self._config.positions, self._config.transport, self._config.timeout_s, device
-            )
-            self._connected = True
+            return {}
+        known = {link.ranks for link in self.links}
+        asked = (self._config.positions, self._config.transport, self._config.timeout_s, device, known)
+        connections, found, table = links.connect_pairs(schedule, *asked)
+        self._connections |= connections
+        if found:
             say(table)
+        if not self.links:
             say(without_p2p_sync(config))
-        return self._connection.transport(differing=differing) if self._connection is not None else None
+        self.links += found
+        used = {other for pair in links_of(schedule) if self.rank in pair for other in pair}
+        return {place: one.transport(differing=differing) for place, one in self._connections.items() if place in used}
 
     def close(self) -> None:
         """Training is over: end the threads that copy."""
-        if self._connection is not None:
-            self._connection.close()
+        for connection in self._connections.values():
+            connection.close()
 
     # -- measuring -----------------------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,9 @@ class Learner:
         # Where devices differ, each rank's is the least that one of its has: all plan with the same.
         budgets = tuple(map(min, zip(*(spread(budget, plain.num_ranks) for _, budget in found), strict=True)))
         devices = devices_of([one for one, _ in found], plain, budgets)
+        how = self._driver.how
+        if how is not None:
+            devices = replace(devices, hosts=how.hosts, nodes=how.nodes or ())
         plan, told = better(devices, schedule)
         for line in told:
             say(line)

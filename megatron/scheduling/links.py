@@ -5,19 +5,19 @@ In: a schedule and the wanted transport. Out: this rank's connection, and a tabl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.host_buffers import links_of, num_buffers_for, stays_by_host
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, SharedGroups, connect_shared
-from bpipe.transport.connect import Connection, MeasuredLink, connect
+from bpipe.transport.connect import Connection, MeasuredLink, connect_all
 from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import connect_edges
 from bpipe.transport.host_memory import Buffers
@@ -51,13 +51,19 @@ def _backend(device: torch.device) -> str:
 
 
 def connect_pairs(
-    schedule: Schedule, positions: Positions, wanted: str, timeout_s: float, device: torch.device
-) -> tuple[Connection | None, list[MeasuredLink], str]:
-    """This rank's connection, or None where it is in no pair; every pair's link; and the table of them. Collective over the world."""
-    stages = stages_of_pairs(schedule, positions)
+    schedule: Schedule, positions: Positions, wanted: str, timeout_s: float, device: torch.device, known: Container[Pair] = ()
+) -> tuple[dict[int, Connection], list[MeasuredLink], str]:
+    """This rank's connections, by the place of the other; every pair's link; and the table of them. Collective over the world.
+
+    Only of pairs of global ranks that are not `known`.
+    """
+    stages = {pair: places for pair, places in stages_of_pairs(schedule, positions).items() if pair not in known}
+    if not stages:
+        return {}, [], ""
     buffers = host_buffers(schedule, positions.here(), total_bytes(device))
-    connection, links = connect(sorted(stages), wanted, timeout_s, copying_on(device), buffers)
-    return connection, links, describe(links, stages)
+    connections, links = connect_all(sorted(stages), wanted, timeout_s, copying_on(device), buffers)
+    mine = next(way for way in pipelines(positions) if dist.get_rank() in way)
+    return {mine.index(other): connection for other, connection in connections.items()}, links, describe(links, stages)
 
 
 def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
@@ -67,8 +73,8 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
     """
     if not num_transfers(schedule, rank).evictions:
         return Buffers(0)
-    partner = schedule.partners[rank] if schedule.partners else rank
-    return Buffers(num_host_buffers(schedule, partner), device_bytes // peak_counts(schedule)[rank])
+    count = sum(num_buffers_for(schedule, host)[rank] for host in stays_by_host(schedule, rank))
+    return Buffers(count, int(device_bytes // peak_counts(schedule)[rank]))
 
 
 def stages_of_pairs(schedule: Schedule, positions: Positions) -> dict[Pair, Pair]:
@@ -76,12 +82,11 @@ def stages_of_pairs(schedule: Schedule, positions: Positions) -> dict[Pair, Pair
 
     Collective over the world.
     """
-    partners = schedule.partners or tuple(range(schedule.num_ranks))
+    used = sorted(links_of(schedule))
     stages: dict[Pair, Pair] = {}
     for pipeline in pipelines(positions):
-        for stage, partner in enumerate(partners):
-            if num_transfers(schedule, stage).evictions:
-                ranks = pipeline[stage], pipeline[partner]
-                low, high = sorted(ranks)
-                stages[low, high] = (stage, partner) if ranks == (low, high) else (partner, stage)
+        for stage, host in used:
+            ranks = pipeline[stage], pipeline[host]
+            low, high = sorted(ranks)
+            stages[low, high] = (stage, host) if ranks == (low, high) else (host, stage)
     return stages

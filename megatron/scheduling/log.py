@@ -6,10 +6,12 @@ In: a schedule, and what an engine measured. Out: lines on standard output, from
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from bpipe.ir.host_buffers import stays_by_host
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine
 from bpipe.transport.connect import MeasuredLink
@@ -26,8 +28,8 @@ class FirstIterations:
         self._last_s: float | None = None
         self._last_engine: Engine | None = None
 
-    def ended(self, engine: Engine, rank: int, link: MeasuredLink | None) -> None:
-        """An iteration's loop is over; `link` is to this rank's partner, if it has one."""
+    def ended(self, engine: Engine, rank: int, links: Mapping[int, MeasuredLink]) -> None:
+        """An iteration's loop is over; `links` are this rank's, by the other's place."""
         now_s = time.perf_counter()
         if not self._told and pipeline_begins_with_rank_0():
             for stage in (stage for stage, nbytes in engine.moved_bytes.items() if not nbytes):
@@ -41,9 +43,10 @@ class FirstIterations:
             self._judged = True
             schedule = engine.schedule
             window_s = microbatch_s(schedule, rank, now_s - self._last_s)
-            partner = schedule.partners[rank] if schedule.partners else rank
-            assert link is not None, "what moves has a link"
-            enough, sentence = sufficiency(rank, partner, moved, window_s, link.bytes_per_s[link.transport])
+            # Of several the slowest.
+            speeds = {host: links[host].bytes_per_s[links[host].transport] for host in stays_by_host(schedule, rank)}
+            slowest = min(speeds, key=lambda host: speeds[host])
+            enough, sentence = sufficiency(rank, slowest, moved, window_s, speeds[slowest])
             say(sentence, everywhere=not enough or pipeline_begins_with_rank_0())
         self._last_s, self._last_engine = now_s, engine
 

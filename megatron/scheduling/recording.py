@@ -151,7 +151,8 @@ class RunRecord:
             )
             write_whole(self._folder / RUN, run)
         rank = dist.get_rank()
-        link = next((link for link in links if rank in link.ranks), None)
+        mine = [link for link in links if rank in link.ranks]
+        transports = {link.transport for link in mine}
         return RankHeader(
             rank=rank,
             pipeline=self.pipeline,
@@ -159,8 +160,8 @@ class RunRecord:
             host=socket.gethostname(),
             device=device_name(),
             cores=len(os.sched_getaffinity(0)),
-            transport=link.transport if link else None,
-            partner=sum(link.ranks) - rank if link else None,
+            transport=transports.pop() if len(transports) == 1 else None,
+            partner=sum(mine[0].ranks) - rank if len(mine) == 1 else None,
             weights_bytes=weights_bytes,
             limit_bytes=limit_bytes(),
         )

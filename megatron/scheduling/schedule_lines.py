@@ -11,8 +11,8 @@ from itertools import groupby
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import pace
-from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import moves_anything, num_transfers, peak_counts, plain
+from bpipe.ir.host_buffers import num_buffers_for, stays_by_host
+from bpipe.ir.memory import moves_anything, peak_counts, plain
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance, occupied_counts
 from bpipe.program import ScheduleConfig, choice_of
@@ -24,11 +24,10 @@ def describe(schedule: Schedule) -> str:
     p, m = schedule.num_ranks, schedule.num_microbatches
     if not moves_anything(schedule):
         return f"{schedule.name}, {p} stage{'s' * (p > 1)}, {m} micro-batches: {why_nothing_moves(schedule)}; training as usual"
-    evictors = [s for s in range(p) if num_transfers(schedule, s).evictions]
     pairs = ", ".join(
-        f"{s} -> {schedule.partners[s] if schedule.partners else '?'} ({num_transfers(schedule, s).evictions} of {m}, "
-        f"{num_host_buffers(schedule, schedule.partners[s] if schedule.partners else s)} host buffers)"
-        for s in evictors
+        f"{s} -> {host} ({len(stays)} of {m}, {num_buffers_for(schedule, host)[s]} host buffers)"
+        for s in range(p)
+        for host, stays in stays_by_host(schedule, s).items()
     )
     return f"{schedule.name}, {p} stages, {m} micro-batches: {_held(schedule)}; evicting {pairs}"
 

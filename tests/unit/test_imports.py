@@ -117,6 +117,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "failures kept messages meter recorder states",
         "evictor executor host_buffers shards",
         "acceptor",
+        "several",
+        "partners",
         "engine",
     ),
     "compare": ("read", "judge", "show"),

@@ -17,7 +17,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import read_csv
 from bpipe.passes.balance import balance
 from bpipe.program import ScheduleConfig, build
-from bpipe.runtime import engine as engine_module
+from bpipe.runtime import partners as partners_module
 from bpipe.runtime.errors import TransferError
 from bpipe.transport.layout import aligned
 from tests.unit.hand_made import v_flat
@@ -62,7 +62,7 @@ def test_v_shaped_schedules_move_activations_and_give_the_bits_of_the_model_in_o
 @pytest.mark.parametrize("kind", KINDS)
 def test_telling_all_sizes_at_once_stands_still(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits at its first HOST for the sizes of stage 3, and stage 3 for what rank 1 would compute next."""
-    monkeypatch.setattr(engine_module, "num_measured", all_at_once)
+    monkeypatch.setattr(partners_module, "num_measured", all_at_once)
     with pytest.raises(TransferError, match=r"0(HOST|EVICT)1 with stage \d did not (start|end).*; the time-out is 1 s, .*within 1 s"):
         Pipeline(FLAT, kind, timeout_s=1.0).run()
 

@@ -1,6 +1,6 @@
 """All ranks of a schedule, each in a thread of its own with an engine around its computations, over real lanes and shared memory.
 
-In: a schedule, and how the two ranks of a pair move activations. Out: gradients of all stages' weights. Messages between stages are queues.
+In: a schedule, and how two ranks move activations to each other. Out: gradients of all stages' weights. Messages between stages are queues.
 Whatever waits for ever ends with a time-out, which the first rank to notice raises.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bpipe.ir.memory import num_transfers
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
@@ -72,19 +72,18 @@ class Pipeline:
             mail = Mail(rank, edges, timeout_s)
             self._executors.append(Executor(schedule, rank, self.model.parts(schedule, rank), mail))
 
-    def _transports(self, kind: str, timeout_s: float) -> dict[int, Transport]:
-        """By rank, for all pairs that move anything."""
-        made: dict[int, Transport] = {}
-        for rank, partner in enumerate(self.schedule.partners or ()):
-            if rank < partner and any(num_transfers(self.schedule, each).evictions for each in (rank, partner)):
-                if kind == "two-sided":
-                    alike = HeldTwoSided.pair(late_send=True, late_receive=True, timeout_s=timeout_s)
-                    made[rank], made[partner] = self._headed(alike, timeout_s) if self._differing else alike
-                else:
-                    lanes = [HeldLane(name, "free") for name in ("outbound", "inbound", "outbound", "inbound")]
-                    self._lanes += lanes
-                    others = lanes[2], lanes[3]
-                    made[rank], made[partner] = peers(*lanes[:2], lender=HeldMemory, timeout_s=timeout_s, others=others)
+    def _transports(self, kind: str, timeout_s: float) -> dict[int, dict[int, Transport]]:
+        """By rank and other rank, for all that move anything to each other."""
+        made: dict[int, dict[int, Transport]] = defaultdict(dict)
+        for low, high in sorted({(min(link), max(link)) for link in links_of(self.schedule)}):
+            if kind == "two-sided":
+                alike = HeldTwoSided.pair(late_send=True, late_receive=True, timeout_s=timeout_s)
+                made[low][high], made[high][low] = self._headed(alike, timeout_s) if self._differing else alike
+            else:
+                lanes = [HeldLane(name, "free") for name in ("outbound", "inbound", "outbound", "inbound")]
+                self._lanes += lanes
+                others = lanes[2], lanes[3]
+                made[low][high], made[high][low] = peers(*lanes[:2], lender=HeldMemory, timeout_s=timeout_s, others=others)
         return made
 
     def _headed(self, alike: tuple[HeldTwoSided, HeldTwoSided], timeout_s: float) -> tuple[Headed, Headed]:

@@ -184,7 +184,7 @@ def below_their_level_timers_are_told_nothing() -> None:
 def a_run_that_would_stand_still_is_refused() -> None:
     """test_waiting.py says which; here that the driver asks, once it knows the links."""
     config = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
-    connected = None, [MeasuredLink((0, 9), "gloo", {})], "a table"
+    connected: Any = {}, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.links.connect_pairs", return_value=connected),
         mock.patch("megatron.scheduling.driver.built", return_value=STILL),

@@ -1,0 +1,167 @@
+"""Hold what a rank has to do with others: those it sends to, and those it hosts for, each over a transport of its own.
+
+In: a schedule, a rank, and its transports. Out: one evictor and one acceptor, which pass on what concerns one of several, and whatever has
+to be done with all of them in one order. Starts no transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bpipe.ir.action import TRANSFER, Action, Kind
+from bpipe.ir.host_buffers import Hosting, guests_of, host_buffers, hosts_of, num_measured, stages_in_buffers
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
+from bpipe.runtime.capture import Claims
+from bpipe.runtime.errors import TransferError
+from bpipe.runtime.evictor import Evictor
+from bpipe.runtime.kept import Kept
+from bpipe.runtime.several import SeveralGuests, SeveralHosts
+from bpipe.runtime.streams import Streams
+from bpipe.transport.base import Pending, Transport
+
+
+@dataclass(frozen=True)
+class Moving:
+    """How this rank moves, whoever is at the other end; `wait` waits for a transfer of its and says in errors which."""
+
+    name: str
+    device: torch.device
+    minimum_bytes: int
+    poison: bool
+    differing: bool
+    timeout_s: float
+    wait: Callable[[Pending, Action, str], None]
+    kept: Kept
+
+
+@dataclass(frozen=True)
+class _Partner:
+    """Both roles with one other rank."""
+
+    evictor: Evictor
+    acceptor: Acceptor
+    transport: Transport
+
+
+class Partners:
+    """One rank's, by their ranks, ascending: what waits for both ends is done with one after the other, in one order on all ranks."""
+
+    def __init__(
+        self, schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None, moving: Moving, streams: Streams | None
+    ) -> None:
+        """Raises ValueError for transfers that there is no transport for."""
+        self._rank_of, self._rank, self._moving = schedule.layout.rank_of, rank, moving
+        hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
+        if rank in hosts.values():
+            raise ValueError(
+                f"{moving.name}: the schedule keeps activations of rank {rank} in its own host memory, which nothing here does"
+            )
+        self._host_of = _only_hosts(hosts, moving.name)
+        self._transports = _by_rank(schedule, rank, transports)
+        others = sorted({*guests, *hosts.values()})
+        if any(other not in self._transports for other in others):
+            raise ValueError(f"{moving.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
+        here, there = host_buffers(schedule, rank), {host: host_buffers(schedule, host) for host in hosts.values()}
+        # By stay, hosted here or elsewhere: its host buffer.
+        self.buffer_of = {**here, **{stay: there[host][stay] for stay, host in hosts.items()}}
+        # By what is hosted here: of how many of its rank's stages it has told the sizes by then.
+        self.told_by = {stay: count for guest in guests for stay, count in num_measured(schedule, guest, rank).items()}
+        self._partners: dict[int, _Partner] = {}
+        if streams is not None:
+            claims = Claims()
+            for other in others or self._transports:
+                self._partners[other] = self._with(other, there.get(other, {}), here, moving, streams, claims)
+
+    def _with(
+        self, other: int, there: Mapping[Hosting, int], here: Mapping[Hosting, int], moving: Moving, streams: Streams, claims: Claims
+    ) -> _Partner:
+        transport = self._transports[other]
+        roles = (transport, streams, moving.device)
+        sent, hosted = self._buffers_for(self._rank, there), self._buffers_for(other, here)
+        evictor = Evictor(sent, *roles, moving.minimum_bytes, moving.poison, moving.wait, moving.kept, claims, moving.differing)
+        acceptor: Acceptor
+        if transport.one_sided:
+            acceptor = LendingAcceptor(hosted, transport)
+        else:
+            acceptor = ReceivingAcceptor(hosted, transport, streams, moving.device, moving.wait)
+        return _Partner(evictor, acceptor, transport)
+
+    def _buffers_for(self, guest: int, hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:
+        """Of a rank's host buffers those for one guest; others hold nothing of its."""
+        return stages_in_buffers({stay: buffer for stay, buffer in hosted.items() if self._rank_of(stay.stage, stay.microbatch) == guest})
+
+    @property
+    def evictor(self) -> Evictor | SeveralHosts | None:
+        """None where this rank has to do with nobody."""
+        evictors = {other: partner.evictor for other, partner in self._partners.items()}
+        return SeveralHosts(evictors, self._host_of) if len(evictors) > 1 else next(iter(evictors.values()), None)
+
+    @property
+    def acceptor(self) -> Acceptor | SeveralGuests | None:
+        acceptors = {other: partner.acceptor for other, partner in self._partners.items()}
+        return SeveralGuests(acceptors, self._rank_of) if len(acceptors) > 1 else next(iter(acceptors.values()), None)
+
+    def other(self, action: Action) -> int:
+        """The rank at the other end of a transfer."""
+        key = (action.stage, action.microbatch)
+        return self._host_of[key] if action.kind in (Kind.EVICT, Kind.LOAD) else self._rank_of(*key)
+
+    def sees(self, action: Action) -> bool:
+        """Whether this rank has to write it down: with a one-sided transport a host sees nothing of its host buffers' transfers."""
+        return action.kind in (Kind.EVICT, Kind.LOAD) or (action.kind in TRANSFER and not self._transports[self.other(action)].one_sided)
+
+    def gather(self, first: Action) -> None:
+        """Where room was made before all sizes were known, begin anew: now they are, on both ends alike, and one piece holds all.
+
+        The same where it was too little. `first`: what the iteration computes first, in errors.
+        """
+        for other, partner in self._partners.items():
+            grown = self._moving.differing and self._grown(other, partner, first)
+            if grown or partner.evictor.is_scattered or partner.acceptor.is_scattered:
+                partner.evictor.let_go()
+                partner.acceptor.let_go()
+                partner.transport.release()
+
+    def _grown(self, other: int, partner: _Partner, first: Action) -> bool:
+        """Whether the rooms on either end have to be larger. Each tells the other before it listens."""
+        try:
+            here = partner.evictor.tell_growth(first)
+            there = partner.acceptor.hear_growth()
+        except Exception as error:
+            raise TransferError(
+                f"{self._moving.name}, stage {self._rank}: at the begin of an iteration stage {other} did not say how much "
+                f"what it sends takes; the time-out is {self._moving.timeout_s:g} s, --bpipe-timeout: {error}"
+            ) from error
+        return here or there
+
+    def release(self) -> None:
+        """Give the host buffers back."""
+        for partner in self._partners.values():
+            for role in (partner.evictor, partner.acceptor, partner.transport):
+                role.release()
+
+    def abandon(self) -> None:
+        for partner in self._partners.values():
+            for role in (partner.evictor, partner.acceptor, partner.transport):
+                role.abandon()
+
+
+def _by_rank(schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None) -> Mapping[int, Transport]:
+    if transports is None or isinstance(transports, Mapping):
+        return dict(sorted((transports or {}).items()))
+    return {schedule.partners[rank] if schedule.partners else rank: transports}
+
+
+def _only_hosts(hosts: Mapping[Hosting, int], name: str) -> dict[tuple[int, int], int]:
+    """By stage and micro-batch. Raises ValueError where one leaves for several."""
+    found: dict[tuple[int, int], int] = {}
+    for stay, host in hosts.items():
+        before = found.setdefault((stay.stage, stay.microbatch), host)
+        if before != host:
+            what = f"micro-batch {stay.microbatch} of stage {stay.stage} leaves to rank {before} and to rank {host} in one iteration"
+            raise ValueError(f"{name}: {what}: let it leave to one")
+    return found
