@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import num_transfers
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
@@ -35,7 +36,7 @@ from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Alone, Messages
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
-from bpipe.transport.connect import Connection, connect
+from bpipe.transport.connect import connect_all
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import TensorRegion
@@ -52,7 +53,8 @@ TURNS = 3
 @dataclass(frozen=True)
 class Scenario:
     """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so. `fault` is (rank, moment, signal): what that
-    process does to itself, in the second iteration of the first program unless the moment is "start".
+    process does to itself, in the second iteration of the first program unless the moment is "start". With `bounds` any rank with room
+    hosts for any other.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Scenario:
     limit_s: float = 120.0
     fault: tuple[int, str, str] | None = None
     differing: bool = False
+    bounds: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -86,6 +89,10 @@ class Record:
     resident_bytes: list[int] = field(default_factory=list)
 
 
+def how_of(scenario: Scenario) -> BalanceConfig:
+    return BalanceConfig() if scenario.bounds is None else BalanceConfig(tuple(scenario.bounds), hosts="pool")
+
+
 class Rank:
     """One rank of a scenario."""
 
@@ -95,25 +102,23 @@ class Rank:
         self.chance = random.Random(rank)
         torch.manual_seed(rank)
         self.plans = [
-            build(ScheduleConfig(scenario.schedule, scenario.ranks, m, scenario.chunks, BalanceConfig(), scenario.group))
+            build(ScheduleConfig(scenario.schedule, scenario.ranks, m, scenario.chunks, how_of(scenario), scenario.group))
             for m, _ in PROGRAMS
         ]
         # Stages differ, so what leaves a stage is not what its host would have saved itself.
         stages = self.plans[0].layout.stages_of(rank)
         self.weights = {stage: torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 32 * stage) / 16) for stage in stages}
-        pairs: set[tuple[int, int]] = set()
-        for plan in self.plans:
-            assert plan.partners is not None
-            pairs |= {(other, plan.partners[other]) for other in range(scenario.ranks) if num_transfers(plan, other).evictions}
-        self.connection: Connection | None
-        self.connection, _ = connect(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
-        self.record.transport = self.connection.link.transport if self.connection and self.connection.link else None
+        pairs = {(min(link), max(link)) for plan in self.plans for link in links_of(plan)}
+        self.connections, links = connect_all(sorted(pairs), scenario.transport, scenario.timeout_s, copying_on(CPU))
+        self.record.transport = next((link.transport for link in links if rank in link.ranks), None)
         self.record.groups = len(distributed_c10d._world.pg_map)
         self.edges = connect_edges(neighbours(self.plans[0]), "gloo", scenario.timeout_s, CPU)
         differing = scenario.differing
         config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True, differing=differing)
-        ends = [self.connection.transport(differing=differing) if self.connection else None for _ in self.plans]
-        self.engines = [Engine(plan, rank, end, config) for plan, end in zip(self.plans, ends, strict=True)]
+        self.engines = []
+        for plan in self.plans:
+            transports = {other: connection.transport(differing=differing) for other, connection in self.connections.items()}
+            self.engines.append(Engine(plan, rank, transports, config))
         self.running = self.engines[0]
         self.iterations = 0
 
@@ -131,8 +136,8 @@ class Rank:
             self.look()
             going.fill_(time.monotonic() < end)
             dist.broadcast(going, 0)
-        if self.connection is not None:
-            self.connection.close()
+        for connection in self.connections.values():
+            connection.close()
 
     def iteration(self, number: int) -> None:
         plan = self.plans[number]

@@ -34,6 +34,9 @@ MOMENTS = {
     BETWEEN: ("start", "sending", "1B2", "between"),
     ACCEPTOR: ("start", "copying", "3F1", "between"),
 }
+# Stages 0 and 1 share stage 3, which hosts for both of them.
+SHARED = (3, 2, 2, 6)
+SHARED_MOMENTS = {**MOMENTS, BETWEEN: ("start", "copying", "1F2", "between")}
 # Backwards in halves and two chunks a rank, in groups of two micro-batches: stage 3's rank hosts 0EVICT1 from before 7F0 on.
 GROUPED = ("grouped-interleaved", 2, 2)
 GROUPED_MOMENTS = {EVICTOR: ("copying", "4I0"), BETWEEN: ("sending", "5W1"), ACCEPTOR: ("copying", "7F0")}
@@ -91,9 +94,11 @@ def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_short_soak(tmp_path: Path) -> None:
-    for outcome in run([Scenario(name, name, seconds=2.5) for name in ("gloo", "peer", "auto")], tmp_path):
+    pairs = [Scenario(name, name, seconds=2.5) for name in ("gloo", "peer", "auto")]
+    pools = [Scenario(f"{name}-pool", name, seconds=1.0, bounds=SHARED) for name in ("gloo", "peer")]
+    for outcome in run([*pairs, *pools], tmp_path):
         assert_nothing_lost_and_nothing_kept(outcome)
-        for record in outcome.records:
+        for record in outcome.records if outcome.scenario.bounds is None else ():
             assert record["groups"] == GROUPS[record["transport"]], f"{outcome.scenario.name}: {record}"
 
 
@@ -105,6 +110,18 @@ def test_a_long_soak(transport: str, tmp_path: Path) -> None:
     (outcome,) = run([Scenario(transport, transport, ranks=6, seconds=60.0, limit_s=300.0)], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
     print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of stage 0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_a_long_soak_of_a_pool(transport: str, tmp_path: Path) -> None:
+    """Three stages share one host, and each of them has a partner of its own beside it in another program."""
+    pool = Scenario(transport, transport, 6, seconds=0.0, microbatches=3000, limit_s=800.0, bounds=(4, 4, 3, 3, 5, 8))
+    (outcome,) = run([pool], tmp_path)
+    assert_nothing_lost_and_nothing_kept(outcome)
+    assert all(record["microbatches"] >= 3000 for record in outcome.records)
+    print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of rank 0")
 
 
 @pytest.mark.slow
@@ -133,11 +150,19 @@ def test_a_long_soak_of_sizes_that_differ(transport: str, tmp_path: Path) -> Non
     print(f"{transport}: {first['microbatches']} micro-batches, {first['transfers']} transfers, {first['stayed']} stayed at home")
 
 
-def breaking(transport: str, rank: int, moment: str, what: str, how: tuple[str, int, int | None] = ("1f1b", 1, None)) -> Scenario:
-    """`how`: a schedule, its chunks and its groups."""
+def breaking(
+    transport: str,
+    rank: int,
+    moment: str,
+    what: str,
+    how: tuple[str, int, int | None] = ("1f1b", 1, None),
+    bounds: tuple[int, ...] | None = None,
+) -> Scenario:
+    """`how`: a schedule, its chunks and its groups. `bounds`: of a pool."""
     schedule, chunks, group = how
-    name, fault = f"{transport}-{what}-{rank}-{moment}", (rank, moment, what)
-    return Scenario(name, transport, 4, schedule, chunks, group, 1.0, timeout_s=TIMEOUT_S[what], limit_s=60.0, fault=fault)
+    name, fault = f"{transport}-{what}-{rank}-{moment}{'' if bounds is None else '-pool'}", (rank, moment, what)
+    sizes = (4, schedule, chunks, group, 1.0)
+    return Scenario(name, transport, *sizes, timeout_s=TIMEOUT_S[what], limit_s=60.0, fault=fault, bounds=bounds)
 
 
 def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
@@ -169,9 +194,25 @@ def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
         breaking("peer", EVICTOR, "copying", "SIGKILL"),
         breaking("gloo", ACCEPTOR, "copying", "SIGSTOP"),
         breaking("gloo", BETWEEN, "sending", "SIGKILL"),
+        breaking("peer", ACCEPTOR, "3F1", "SIGKILL", bounds=SHARED),
+        breaking("gloo", BETWEEN, "copying", "SIGKILL", bounds=SHARED),
     ]
     for outcome in run(scenarios, tmp_path):
         assert_the_others_end_and_say_where(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_whenever_one_of_three_that_share_a_host_breaks_the_others_end(transport: str, what: str, tmp_path: Path) -> None:
+    """The host of two, and each of those for whom it hosts."""
+    every = [(rank, moment) for rank in SHARED_MOMENTS for moment in SHARED_MOMENTS[rank]]
+    for outcome in run([breaking(transport, *one, what, bounds=SHARED) for one in every], tmp_path):
+        if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
+            assert outcome.codes == [0] * 4
+        else:
+            assert_the_others_end_and_say_where(outcome)
 
 
 @pytest.mark.slow

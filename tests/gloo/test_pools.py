@@ -1,0 +1,123 @@
+"""A pool of hosts in the unmodified trainer: stages that differ, one that sends to several, several that send to one.
+
+What is moved changes no bit, what is held is what was predicted, and where stages differ a pool reaches less than pairs can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.plan.budget import Devices, predicted, smallest_bytes, within
+from bpipe.plan.fit import gib
+from bpipe.plan.options import setup_from
+from megatron.scheduling.cpu_runtime import ARGUMENTS
+from tests.gloo.conftest import BPIPE, TINY, Case, Outcome
+from tests.gloo.test_parallelism import INPUT_BYTES
+from tests.gloo.test_training import same
+
+BATCH = ("--global-batch-size", "16")
+# The first two stages are heavy, and the pairs' own partners have not room enough for them.
+UNEVEN = ("--num-layers", "9", "--pipeline-model-parallel-layout", "Et*4|t*2|t*2|tL", *BATCH)
+MEASURED = (*BPIPE, "--bpipe-report", "{folder}/{case}")
+
+
+def uneven(hosts: str) -> Devices:
+    words = [
+        *ARGUMENTS,
+        *TINY,
+        "--pipeline-model-parallel-size",
+        "4",
+        *UNEVEN,
+        "--bpipe-min-bytes",
+        "1024",
+        "--bpipe",
+        "--bpipe-hosts",
+        hosts,
+    ]
+    return predicted(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+
+
+def least(hosts: str) -> str:
+    """The smallest budget that a plan keeps, in GiB."""
+    return gib([smallest_bytes(uneven(hosts))])
+
+
+def case(name: str, *flags: str) -> Case:
+    return Case(name, [flag.replace("{case}", name) for flag in (*MEASURED, *flags)])
+
+
+@pytest.fixture(scope="module")
+def four(run_cases: Callable[..., Outcome]) -> Outcome:
+    return run_cases(
+        4,
+        [
+            Case("even", BATCH),
+            case("to_several", *BATCH, "--bpipe-hosts", "pool", "--bpipe-bound", "2,3,3,3", "--bpipe-transport", "gloo"),
+            case("to_one", *BATCH, "--bpipe-hosts", "pool", "--bpipe-bound", "3,2,2,6", "--bpipe-transport", "peer", "--bpipe-executor"),
+            Case("uneven", UNEVEN),
+            case("uneven_pair", *UNEVEN, "--bpipe-memory", least("pair"), "--bpipe-transport", "peer"),
+            case("uneven_pool", *UNEVEN, "--bpipe-memory", least("pool"), "--bpipe-hosts", "pool", "--bpipe-transport", "peer"),
+            case("uneven_auto", *UNEVEN, "--bpipe-memory", f"auto:{least('pool')}", "--bpipe-hosts", "pool", "--bpipe-transport", "gloo"),
+        ],
+    )
+
+
+def said(outcome: Outcome, name: str) -> str:
+    return outcome.logs[0].split(f"=== {name}\n")[1].split("===")[0]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("stock", "name"),
+    [("even", "to_several"), ("even", "to_one"), ("uneven", "uneven_pair"), ("uneven", "uneven_pool"), ("uneven", "uneven_auto")],
+)
+def test_a_pool_changes_no_bit_and_holds_what_was_predicted(four: Outcome, stock: str, name: str) -> None:
+    same(four, stock, name, 4)
+    for report in four.reports(name):
+        assert report["peak_bytes"] == report["predicted_bytes"], f"{name}: rank {report['rank']}"
+        assert report["peak_microbatches"] == report["predicted_microbatches"]
+
+
+@pytest.mark.timeout(400)
+def test_who_hosts_for_whom(four: Outcome) -> None:
+    assert "evicting 0 -> 2 (2 of 8, 1 host buffers), 0 -> 3 (5 of 8, 2 host buffers)\n" in said(four, "to_several")
+    assert re.search(r"evicting 0 -> 3 \(\d of 8, 2 host buffers\), 1 -> 3 \(\d of 8, 2 host buffers\)\n", said(four, "to_one"))
+    assert [report["evictions"] > 0 for report in four.reports("to_one")] == [True, True, False, False]
+    found = within(replace(uneven("pool"), budget_bytes=(int(float(least("pool")) * 2**30),) * 4))
+    for line in found_lines(four, "uneven_pool"):
+        assert line.startswith("bpipe: rank ")
+    assert any(len(of_rank) > 1 for of_rank in found.schedule.hosts or ())
+
+
+def found_lines(outcome: Outcome, name: str) -> list[str]:
+    found = [line for line in said(outcome, name).splitlines() if " would need " in line]
+    assert found
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> None:
+    """Measured, of the fullest rank: activations, with weights, gradients and optimizer state as they are predicted."""
+    fullest = {}
+    for name, hosts in (("uneven_pair", "pair"), ("uneven_pool", "pool")):
+        besides = uneven(hosts).besides
+        held = [report["peak_bytes"] + besides.fixed_bytes[rank] for rank, report in enumerate(four.reports(name))]
+        assert max(held) <= float(least(hosts)) * 2**30 + INPUT_BYTES
+        fullest[hosts] = max(held)
+    assert fullest["pool"] < 0.97 * fullest["pair"]
+
+
+@pytest.mark.timeout(400)
+def test_the_report_says_who_hosts_for_whom(four: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(four.report_folder("to_several"))]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Stage 2 hosts 2 of 8 micro-batches of stage 0 in 1 host buffer of " in text
+    assert "Stage 3 hosts 5 of 8 micro-batches of stage 0 in 2 host buffers of " in text
+    assert main(["report", str(four.report_folder("to_one"))]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "in all, others' included" in text
