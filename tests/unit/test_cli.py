@@ -110,6 +110,12 @@ REFUSED = {
     "wrong number of bounds": ([*EXAMPLE, "--bound", "3,3"], "2 bounds for 4 stages: give one for all or one for each"),
     "bound without balance": ([*EXAMPLE[:-2], "--bound", "3"], "--bound says how to balance: give --balance bpipe, too"),
     "partners without balance": ([*EXAMPLE[:-2], "--partners", "3,2,1,0"], "--partners says how to balance: give --balance bpipe, too"),
+    "a pool without balance": ([*EXAMPLE[:-2], "--hosts", "pool"], "--hosts says how to balance: give --balance bpipe, too"),
+    "a pool with partners": ([*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"], "partners are pairs, and in a pool any rank hosts"),
+    "a pool without room": (
+        [*EXAMPLE, "--hosts", "pool", "--bound", "2"],
+        "for which the others have no room (rank 3 1). The smallest bound that a pool keeps for all ranks is 3 micro-batches",
+    ),
     "partners one-sided": ([*EXAMPLE, "--partners", "1,2,3,0"], "pair them both ways"),
     "nothing to do": (["schedule", "--schedule", "1f1b"], "--stages, --microbatches missing"),
     "too many": (["schedule", "--schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"], "are more than 10000000: ask for fewer"),
