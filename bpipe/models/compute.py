@@ -25,7 +25,7 @@ from bpipe.models.saved import (
     shard_bytes,
     stage_bytes,
 )
-from bpipe.program import BALANCES, built
+from bpipe.program import BALANCES, unchecked
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
 # What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
@@ -211,7 +211,7 @@ def _hosts(setup: Setup) -> Hosts:
     if setup.balance != BALANCES[0] and setup.how.hosts == POOL:
         # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
         count = setup.num_microbatches if setup.how.rooms else min(setup.num_microbatches, setup.pipeline)
-        return built(setup.program(count)).hosts or ()
+        return unchecked(setup.program(count)).hosts or ()
     # With two pipes mirror images have nothing for each other.
     return in_pairs((halved if setup.num_pipes > 1 else mirrored)(setup.pipeline))
 

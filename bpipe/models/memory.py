@@ -262,7 +262,7 @@ def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
     rows = []
     for rank, order in enumerate(orders_of(config)):
         stages = layout.stages_of(rank)
-        rows.append(HeldCounts(stages, _moments_of(order, stages), 0, stages))
+        rows.append(HeldCounts(stages, _moments_of(order, stages), ()))
     return tuple(rows)
 
 
