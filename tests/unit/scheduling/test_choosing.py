@@ -54,6 +54,7 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_group": None,
             "bpipe_delay": None,
             "bpipe_bound": None,
+            "bpipe_hosts": "pair",
             "bpipe_memory": None,
             "bpipe_kept": None,
             "bpipe_costs": None,
