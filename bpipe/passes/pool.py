@@ -1,8 +1,9 @@
 """Let what must leave a rank go to any rank with room. In: a compute-only Schedule, rooms and sizes. Out: one with transfers.
 
 What counts is what `room` counts. A rank that holds more than it has room for sends what must leave and no more, so no choice of hosts
-makes the bytes that move more or fewer; every other rank may host, for several, and a rank that sends may have several hosts. Of all
-choices the one is taken that moves the fewest bytes between nodes, and of these the one over the shortest distances (`packing`).
+makes the bytes that move more or fewer; every other rank may host, for several, and a rank that sends may have several hosts. None sends
+only to make room for what comes from another: where sizes differ, rooms that only such a plan keeps are refused. Of all choices the one is
+taken that moves the fewest bytes between nodes, and of these the one over the shortest distances (`packing`).
 
 Transfers of one slot stand in one order on all ranks, so none waits for another in a ring. Knows no tensors, no clock, and not what else a
 device holds.

@@ -108,6 +108,8 @@ class _Run:
         # By sender: what is posted, in order, the first perhaps under way.
         self.queues: dict[int, deque[_Transfer]] = {}
         self.under_way: dict[int, _Transfer] = {}
+        # By port into a rank: transfers that wait for the one under way there, each with its port out of its sender.
+        self.held_up: dict[int, deque[tuple[_Transfer, int]]] = {}
         self.hosted: dict[tuple[int, int], _Transfer] = {}
         # What happens next: a message or transfer is ready, or (negative) a transfer may be over.
         self.ready: list[tuple[Number, int, int, int, Number]] = []
@@ -200,6 +202,10 @@ class _Run:
                 self.messages.setdefault(port, []).append((start, end))
 
     def _begin(self, at: Number, transfer: _Transfer, port_out: int, port_in: int) -> None:
+        if port_in in self.under_way:
+            # Another sender's comes to the same host: one after the other they take as long as both at once.
+            self.held_up.setdefault(port_in, deque()).append((transfer, port_out))
+            return
         transfer.start = transfer.paused_until = max(at, self.port_free[port_out], self.port_free[port_in])
         transfer.end = transfer.start + transfer.seconds
         self.under_way[port_out] = self.under_way[port_in] = transfer
@@ -212,6 +218,9 @@ class _Run:
             return False
         self.over[transfer.event] = transfer.end
         del self.under_way[port_out], self.under_way[port_in]
+        if self.held_up.get(port_in):
+            following, out_of = self.held_up[port_in].popleft()
+            heapq.heappush(self.ready, (transfer.end, following.event, out_of, port_in, 0))
         self.queues[transfer.sender].popleft()
         self._begin_next(transfer.sender, transfer.end)
         # What the receiver hosts since now it may give back.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,12 +13,14 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.document import read_json, write_json
 from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.hosts import OWN_MEMORY, in_pairs, partners_of, read_hosts, write_hosts
-from bpipe.ir.memory import peak_counts
+from bpipe.ir.memory import memory_of, peak_counts
 from bpipe.ir.program import Exchange, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
+from bpipe.passes.pool import pool
+from bpipe.passes.room import Rooms
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
@@ -60,6 +63,16 @@ def test_it_is_read_as_it_is_written(schedule: Schedule) -> None:
     assert read_csv(write_csv(schedule)) == schedule
     assert read_json(write_json(schedule)) == schedule
     assert read_grid(write_grid(schedule)) == schedule
+
+
+def test_what_comes_to_one_host_from_two_comes_one_after_the_other() -> None:
+    """Each transfer takes as long as two computations, so those of ranks 0 and 1 would overlap on their way into rank 3."""
+    plain = build(ScheduleConfig("1f1b", 4, 8))
+    gathered = pool(plain, Rooms((300, 200, 200, 600), memory_of([100] * 4)))
+    report = simulate(gathered, Costs((StageCost(1, 1, transfer_s=2, moved_bytes=1, saved_bytes=1),) * 4))
+    arriving = sorted((one.start_s, one.end_s) for one in report.transfers[3] if one.action.kind is Kind.HOST)
+    assert len({one.action.stage for one in report.transfers[3]}) == 2
+    assert all(before[1] <= after[0] for before, after in pairwise(arriving))
 
 
 def test_memory_is_where_the_hosts_are() -> None:
