@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.runtime import evictor, host_buffers, streams
+from bpipe.runtime import evictor, host_buffers, partners, streams
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.evictor import ActivationsState, Evictor
 from bpipe.transport.base import Done
@@ -426,7 +426,7 @@ def put_under(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     patch.setattr(evictor, "find", fake_find)
     patch.setattr(evictor, "hiding", lambda roots: Counter())
     patch.setattr(evictor, "_bytes_of", fake_bytes_of)
-    patch.setattr(evictor, "Claims", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
+    patch.setattr(partners, "Claims", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
 
 
 def without_the_end_of(state: ActivationsState, patch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def parsed(**more: Any) -> SimpleNamespace:
         **{
             **names,
             "bpipe": True,
+            "bpipe_hosts": "pair",
             "bpipe_placement": "adjacent",
             "bpipe_vocabulary_input": False,
             "rank": 1,
