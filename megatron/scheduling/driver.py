@@ -259,8 +259,10 @@ class Driver:
         if not self.links:
             say(without_p2p_sync(config))
         self.links += found
-        used = {other for pair in links_of(schedule) if self.rank in pair for other in pair}
-        return {place: one.transport(differing=differing) for place, one in self._connections.items() if place in used}
+        used = {frozenset(pair) for pair in links_of(schedule)}
+        return {
+            place: one.transport(differing=differing) for place, one in self._connections.items() if frozenset((self.rank, place)) in used
+        }
 
     def close(self) -> None:
         """Training is over: end the threads that copy."""
