@@ -69,7 +69,7 @@ def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
     with (
         mock.patch.object(Driver, "rank", mock.PropertyMock(return_value=rank)),
         mock.patch.object(Driver, "device", mock.PropertyMock(return_value=torch.device("cpu"))),
-        mock.patch.object(Driver, "_transport", return_value=transport),
+        mock.patch.object(Driver, "_transports", return_value={STAGES - 1 - rank: transport}),
         mock.patch.object(FirstIterations, "ended"),
         mock.patch("torch.distributed.get_rank", return_value=rank),
     ):
