@@ -8,29 +8,6 @@ Source of the building block: Qi et al., "Pipeline Parallelism with Controllable
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bpipe.generate.v_shape import family_within, half
 
-from bpipe.generate.ahead import later_microbatch
-from bpipe.generate.family import Asked, Family
-from bpipe.generate.v_shape import half, layout, orders_within
-from bpipe.ir.action import Action
-from bpipe.ir.program import Exchange
-
-
-def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    return orders_within(num_ranks, num_microbatches, half, 2 * ((num_ranks + 2) // 2), asked.costs)
-
-
-FAMILY = Family(
-    "v-half",
-    layout,
-    orders,
-    Exchange.POSTED,
-    min_chunks=2,
-    max_chunks=2,
-    splits=True,
-    fill=2,
-    # From there on the pipeline is full, and the bound above is what every rank holds.
-    ahead=lambda p, m, v, g: 2 * ((p + 2) // 2) if m >= 2 * p else 1,
-    sharded=later_microbatch(orders),
-)
+FAMILY = family_within("v-half", half, most=lambda num_ranks: 2 * ((num_ranks + 2) // 2))

@@ -9,28 +9,6 @@ Controllable Memory", 2024.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bpipe.generate.v_shape import family_within, third
 
-from bpipe.generate.ahead import later_microbatch
-from bpipe.generate.family import Asked, Family
-from bpipe.generate.v_shape import layout, orders_within, third
-from bpipe.ir.action import Action
-from bpipe.ir.program import Exchange
-
-
-def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    return orders_within(num_ranks, num_microbatches, third, 2 * ((num_ranks + 4) // 3), asked.costs)
-
-
-FAMILY = Family(
-    "v-min",
-    layout,
-    orders,
-    Exchange.POSTED,
-    min_chunks=2,
-    max_chunks=2,
-    splits=True,
-    fill=2,
-    ahead=lambda p, m, v, g: 2 * p // 3 if m >= 2 * p else 1,
-    sharded=later_microbatch(orders),
-)
+FAMILY = family_within("v-min", third, most=lambda num_ranks: 2 * ((num_ranks + 4) // 3), least=lambda num_ranks: 2 * num_ranks // 3)

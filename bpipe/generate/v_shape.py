@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bpipe.generate.family import UnitCosts
+from bpipe.generate.ahead import later_microbatch
+from bpipe.generate.family import Asked, Family, UnitCosts
 from bpipe.generate.shift import shortened
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.program import Exchange
 
 _FORWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _INTERVAL = 6
+# With so many micro-batches a rank the pipeline is full.
+_FILL = 2
 
 # (num_ranks, rank) -> the slots in which it begins F of micro-batch 0 in its first chunk and its second, and I in the second and the first.
 Block = Callable[[int, int], tuple[int, int, int, int]]
@@ -39,6 +43,30 @@ def third(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
     """A rank holds a third of it, the least: a micro-batch goes both ways without a stop."""
     gap = 0 if num_ranks % 3 else 2
     return rank, 2 * num_ranks - 1 - rank, 2 * num_ranks + gap + rank, 4 * num_ranks + gap - 1 - rank
+
+
+def family_within(name: str, block: Block, most: Callable[[int], int], least: Callable[[int], int] | None = None) -> Family:
+    """The family of a block. By the number of ranks: each holds at most `most` micro-batches of a chunk, and in a full pipeline the first
+    one at least `least`, by default as many."""
+
+    def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Sequence[Sequence[Action]]:
+        return orders_within(num_ranks, num_microbatches, block, most(num_ranks), asked.costs)
+
+    def ahead(num_ranks: int, num_microbatches: int, _: int, group: int) -> int:
+        return (least or most)(num_ranks) if num_microbatches >= _FILL * num_ranks else 1
+
+    return Family(
+        name,
+        layout,
+        orders,
+        Exchange.POSTED,
+        min_chunks=2,
+        max_chunks=2,
+        splits=True,
+        fill=_FILL,
+        ahead=ahead,
+        sharded=later_microbatch(orders),
+    )
 
 
 def orders_within(num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts) -> Sequence[Sequence[Action]]:

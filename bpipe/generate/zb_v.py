@@ -9,28 +9,6 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2024; the block is that o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bpipe.generate.v_shape import family_within, half
 
-from bpipe.generate.ahead import later_microbatch
-from bpipe.generate.family import Asked, Family
-from bpipe.generate.v_shape import half, layout, orders_within
-from bpipe.ir.action import Action
-from bpipe.ir.program import Exchange
-
-
-def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Sequence[Sequence[Action]]:
-    return orders_within(num_ranks, num_microbatches, half, 2 * num_ranks, asked.costs)
-
-
-FAMILY = Family(
-    "zb-v",
-    layout,
-    orders,
-    Exchange.POSTED,
-    min_chunks=2,
-    max_chunks=2,
-    splits=True,
-    fill=2,
-    ahead=lambda p, m, v, g: 2 * p if m >= 2 * p else 1,
-    sharded=later_microbatch(orders),
-)
+FAMILY = family_within("zb-v", half, most=lambda num_ranks: 2 * num_ranks)
