@@ -347,6 +347,11 @@ def moves_anything(setup: Setup) -> bool:
     return any(one.num_buffers for one in _held_of(balanced))
 
 
+def peak_bytes(setup: Setup) -> int:
+    """What the fullest rank needs."""
+    return max(rank.peak_bytes for rank in predict_memory(setup))
+
+
 def state_bytes(setup: Setup) -> int:
     """Weights, gradients, optimizer state and overhead of the rank with most parameters: it holds no less than this."""
     return _state_bytes(setup, max(rank_parameters(setup)))
@@ -368,10 +373,8 @@ def least_bytes(setup: Setup) -> int:
     held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance == "none":
-        return max(least, _state_bytes(setup, counts[0]) + held + working[0] + int(_fragmentation(setup) * (held + working[0])))
-    # Whoever has the rest of it, one of those who share it holds as large a part.
-    part = held // (setup.pipeline if setup.how.hosts == POOL else 2)
-    return max(least, _state_bytes(setup, min(counts)) + part + min(working) + int(_fragmentation(setup) * (part + min(working))))
+        return max(least, _with_state(setup, counts[0], held + working[0]))
+    return max(least, _with_state(setup, min(counts), _part(setup, held) + min(working)))
 
 
 def least_shared_bytes(setup: Setup) -> int:
@@ -381,8 +384,17 @@ def least_shared_bytes(setup: Setup) -> int:
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup)
     held = max(one.num_bytes(saved, after_input)[0] for one in _held_of(replace(setup, balance="none", how=EVENLY)))
-    part = held // (setup.pipeline if setup.how.hosts == POOL else 2) + min(working)
-    return max(least_bytes(setup), _state_bytes(setup, min(counts)) + part + int(_fragmentation(setup) * part))
+    return max(least_bytes(setup), _with_state(setup, min(counts), _part(setup, held) + min(working)))
+
+
+def _part(setup: Setup, held: int) -> int:
+    """Whoever has the rest of it, one of those who share it holds as large a part."""
+    return held // (setup.pipeline if setup.how.hosts == POOL else 2)
+
+
+def _with_state(setup: Setup, num_parameters: int, going: int) -> int:
+    """State, what comes and goes, and what the allocator loses of that."""
+    return _state_bytes(setup, num_parameters) + going + int(_fragmentation(setup) * going)
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:

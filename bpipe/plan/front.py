@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from bpipe.models.layout import Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, predict_memory
+from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.plan.document import document
 from bpipe.plan.explain import describe
 from bpipe.plan.megatron_flags import megatron_flags
@@ -68,9 +68,9 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
     known = _Unbeaten()
     for done, (bound_s, setup) in enumerate(candidates):
         progress("front", done, len(candidates))
-        if _may_stand(known, setup, bound_s, most):
-            timing = steady_timing(setup, costs_of(setup, space.profile))
-            known.add(max(rank.peak_bytes for rank in predict_memory(setup)), timing, setup)
+        needs = _needs_unless_beaten(known, setup, bound_s, most)
+        if needs is not None:
+            known.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
     progress("front", len(candidates), len(candidates))
     points = (
         Point(peak, timing.iteration_s, predict(setup, space.profile, formula=space.formula, timing=timing))
@@ -79,9 +79,13 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
     return Front(tuple(points), limit, most, len(candidates), known.num_added)
 
 
-def _may_stand(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> bool:
-    """What it needs is asked in steps: cheap bounds first."""
-    return not any(needs > most or known.beats(needs, bound_s) for needs in _rising(setup))
+def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> int | None:
+    """What it needs, None where that is too much or something known beats it. Asked in steps: cheap bounds first."""
+    needs = 0
+    for needs in _rising(setup):
+        if needs > most or known.beats(needs, bound_s):
+            return None
+    return needs
 
 
 def _rising(setup: Setup) -> Iterable[int]:
@@ -89,7 +93,7 @@ def _rising(setup: Setup) -> Iterable[int]:
     yield least_bytes(setup)
     if setup.balance != "none":
         yield least_shared_bytes(setup)
-    yield max(rank.peak_bytes for rank in predict_memory(setup))
+    yield peak_bytes(setup)
 
 
 class _Unbeaten:

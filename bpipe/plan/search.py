@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, moves_anything, predict_memory, state_bytes
+from bpipe.models.memory import least_bytes, least_shared_bytes, moves_anything, peak_bytes, state_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.predict import SetupPrediction, costs_of, predict, steady_timing
 from bpipe.plan.space import Space, enumerate_setups
@@ -97,14 +97,10 @@ class Outcome:
     families: tuple[Standing, ...] = ()
 
 
-def _peak_bytes(setup: Setup, limit_bytes: int) -> int:
+def _peak_or_least_bytes(setup: Setup, limit_bytes: int) -> int:
     """What the fullest rank needs; where the least that it could is too much, that: no schedule has to be built for it."""
     least = least_bytes(setup)
-    return least if least > limit_bytes else _whole_bytes(setup)
-
-
-def _whole_bytes(setup: Setup) -> int:
-    return max(rank.peak_bytes for rank in predict_memory(setup))
+    return least if least > limit_bytes else peak_bytes(setup)
 
 
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
@@ -178,7 +174,7 @@ class _Judge:
 
     def __init__(self, space: Space, cuts: Counter[str]) -> None:
         self._limit, self.cuts = space.cluster.device.memory_bytes, cuts
-        self._plain_bytes = lru_cache(maxsize=None)(lambda setup: _peak_bytes(setup, self._limit))
+        self._plain_bytes = lru_cache(maxsize=None)(lambda setup: _peak_or_least_bytes(setup, self._limit))
         self.families = {name: Standing(name) for name in dict.fromkeys(space.schedules)}
         self.needs_bytes: int | None = None
         self.num_only_balanced = 0
@@ -193,7 +189,7 @@ class _Judge:
         for _, one in sorted(enumerate(self._large), key=lambda pair: (*pair[1][:2], pair[0])):
             if one.is_state or (found is not None and one.needs_bytes >= found.needs_bytes):
                 return found or one
-            needs = _whole_bytes(one.setup)
+            needs = peak_bytes(one.setup)
             if found is None or needs < found.needs_bytes:
                 found = one._replace(needs_bytes=needs)
         return found
@@ -216,7 +212,7 @@ class _Judge:
                 if not moves_anything(setup):
                     self.cuts["pairs"] += 1
                     return False
-            self.needs_bytes, peak = peak, _peak_bytes(setup, self._limit)
+            self.needs_bytes, peak = peak, _peak_or_least_bytes(setup, self._limit)
         if peak <= self._limit:
             family.num_fitting += 1
             self.num_only_balanced += self.needs_bytes is not None
@@ -270,7 +266,7 @@ class _Fastest:
         if not kept and not leads:
             return
         # To tell that it was too much a part of it may have been enough.
-        whole = None if needs is None else _whole_bytes(replace(setup, balance="none"))
+        whole = None if needs is None else peak_bytes(replace(setup, balance="none"))
         found = Found(predict(setup, self._space.profile, formula=self._space.formula, timing=timing), whole)
         if leads:
             family.fastest = found
