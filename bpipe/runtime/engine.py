@@ -169,7 +169,7 @@ class Engine:
         self._transfers(step.before)
         if op.kind in READING and self._evictor:
             self._evictor.finish_load(op)
-        if self._evictor:
+        if self._evictor and self._config.differing:
             self._evictor.sizing.computes()
         held = self._sample()
         if self.recorder:

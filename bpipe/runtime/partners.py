@@ -65,7 +65,7 @@ class Partners:
         others = sorted({*guests, *hosts.values()})
         if any(other not in self._transports for other in others):
             raise ValueError(f"{moving.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
-        here, there = host_buffers(schedule, rank), {host: host_buffers(schedule, host) for host in hosts.values()}
+        here, there = host_buffers(schedule, rank), {host: host_buffers(schedule, host) for host in set(hosts.values())}
         # By stay, hosted here or elsewhere: its host buffer.
         self.buffer_of = {**here, **{stay: there[host][stay] for stay, host in hosts.items()}}
         # By what is hosted here: of how many of its rank's stages it has told the sizes by then.

@@ -13,10 +13,8 @@ import torch
 
 from bpipe.ir.action import Action
 from bpipe.runtime.acceptor import Acceptor
-from bpipe.runtime.evictor import Evictor
+from bpipe.runtime.evictor import Evictor, Key
 from bpipe.runtime.sizing import Sizing
-
-Key = tuple[int, int]
 
 
 class SeveralHosts:

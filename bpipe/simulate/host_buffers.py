@@ -17,8 +17,9 @@ from bpipe.simulate.report import Simulation, Timed
 def with_host_buffers(simulation: Simulation, rank: int) -> Sequence[tuple[Timed, int]]:
     """The rank's transfers in order, with the host buffer on whichever rank hosts."""
     schedule = simulation.schedule
-    there = {host: host_buffers(schedule, host) for host in dict.fromkeys(hosts_of(schedule, rank).values())}
-    buffers = host_buffers(schedule, rank) | {stay: there[host][stay] for stay, host in hosts_of(schedule, rank).items()}
+    hosts = hosts_of(schedule, rank)
+    there = {host: host_buffers(schedule, host) for host in set(hosts.values())}
+    buffers = host_buffers(schedule, rank) | {stay: there[host][stay] for stay, host in hosts.items()}
     stays: Counter[tuple[int, int]] = Counter()
     found = []
     for timed in simulation.transfers[rank]:
