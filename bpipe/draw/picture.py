@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.host_buffers import guests_of
-from bpipe.ir.hosts import OWN_MEMORY, partners_of
+from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.memory import Count, live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -128,9 +128,10 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
 
 def _pooled(schedule: Schedule, rank: int) -> list[str]:
     """Of a pool: where a rank's activations go, and whose come to it."""
-    if schedule.hosts is None or partners_of(schedule.hosts) is not None:
+    hosts = schedule.hosts if schedule.is_pooled else None
+    if hosts is None:
         return []
-    to, of = schedule.hosts[rank], guests_of(schedule, rank)
+    to, of = hosts[rank], guests_of(schedule, rank)
     named = ("own" if host == OWN_MEMORY else str(host) for host in to)
     return [text for text in (f"to {','.join(named)}" if to else "", f"for {','.join(map(str, of))}" if of else "") if text]
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from bpipe.ir.action import Action
-from bpipe.ir.hosts import Hosts, mirrored, partners_of, read_hosts, write_hosts
+from bpipe.ir.hosts import Hosts, mirrored, read_hosts, write_hosts
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
@@ -50,14 +50,14 @@ def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) ->
         "chunks": schedule.num_chunks,
         "balance": "none" if schedule.hosts is None else "bpipe",
         "bounds": schedule.bounds,
-        "partners": None if schedule.hosts is None else partners_of(schedule.hosts),
+        "partners": None if schedule.is_pooled else schedule.partners,
         "stage_to_rank": layout.placements[0] if layout.num_pipes == 1 else layout.placements,
     }
     if layout.vocabulary is not Vocabulary.WHOLE:
         head["vocabulary"] = layout.vocabulary.value
     if layout.input_shards:
         head["input"] = "shards"
-    if schedule.hosts is not None and partners_of(schedule.hosts) is None:
+    if schedule.hosts is not None and schedule.is_pooled:
         head["hosts"] = write_hosts(schedule.hosts)
     if schedule.after_input != 1:
         head["after_input"] = plain(schedule.after_input)

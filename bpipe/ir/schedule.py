@@ -66,6 +66,11 @@ class Schedule:
         return partners
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether ranks host otherwise than in pairs."""
+        return self.hosts is not None and partners_of(self.hosts) is None
+
+    @property
     def num_ranks(self) -> int:
         return len(self.ranks)
 

@@ -12,7 +12,6 @@ from statistics import median
 
 from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import guests_of, num_host_buffers, stays_by_host
-from bpipe.ir.hosts import partners_of
 from bpipe.ir.memory import changes_in_time, counting
 from bpipe.ir.schedule import Schedule
 from bpipe.program import ScheduleConfig, build
@@ -211,7 +210,7 @@ def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -
     """The rank of every place; of one without a record it is what its partner calls it, or the only rank that is left."""
     ranks = [None if record is None else record.rank for record in records]
     # Of a pool a record names no partner.
-    for place, partner in enumerate((schedule.hosts and partners_of(schedule.hosts)) or ()):
+    for place, partner in enumerate(() if schedule.is_pooled else schedule.partners or ()):
         other = records[partner]
         if ranks[place] is None and other is not None:
             ranks[place] = other.partner

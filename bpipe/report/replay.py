@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from bpipe.ir.action import Kind
-from bpipe.ir.hosts import partners_of
 from bpipe.ir.memory import changes_in_time
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -144,8 +143,7 @@ def _shards(seconds: Mapping[tuple[int, Kind], float], num_ranks: int) -> tuple[
 def _one_sided(measured: Measured) -> frozenset[int]:
     """The places whose pair has a one-sided transport, as either of its ranks recorded; of a pool, as they recorded themselves."""
     found = {place for place, record in enumerate(measured.records) if record is not None and record.transport in ONE_SIDED}
-    hosts = measured.schedule.hosts
-    partners = None if hosts is None else partners_of(hosts)
+    partners = None if measured.schedule.is_pooled else measured.schedule.partners
     return frozenset(found | {partners[place] for place in found if partners})
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.hosts import partners_of
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
@@ -223,7 +222,7 @@ class Driver:
                     say(line)
                 say(describe(schedule))
             differing = self._config.differing or differ(config)
-            if differing and schedule.hosts is not None and partners_of(schedule.hosts) is None:
+            if differing and schedule.is_pooled:
                 raise ValueError("micro-batches that differ in size leave to one host only: drop --bpipe-hosts pool, or make them alike")
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from bpipe.ir.hosts import mirrored, partners_of
+from bpipe.ir.hosts import mirrored
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import choose_partners
@@ -59,10 +59,10 @@ def _pairs_in(schedule: Schedule) -> _Pairs | None:
     Raises ValueError for stages that Megatron cannot place so.
     """
     positions = Positions.of(schedule.layout)
-    if schedule.hosts is None or not moves_anything(schedule):
+    if not moves_anything(schedule):
         return None
     # Of a pool those lie beside each other that would be pairs: its plan looks for hosts on a rank's own node.
-    partners = partners_of(schedule.hosts) or choose_partners(without_transfers(schedule), None)
+    partners = (None if schedule.is_pooled else schedule.partners) or choose_partners(without_transfers(schedule), None)
     # Of two pipes mirror images stay together, so the pairs of one half place those of the other.
     others = tuple(positions.rank_at(partners[positions.position_of(rank)]) for rank in range(positions.pipeline_size))
     return (others, positions) if all(others[other] == rank for rank, other in enumerate(others)) else None
