@@ -60,7 +60,3 @@ def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = No
 def print_json(value: object) -> None:
     json.dump(value, sys.stdout, indent=1, allow_nan=False)
     print()
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bpipe.commands.flags import print_json
+from bpipe.models.cluster import gib
 from bpipe.plan.front import Front, Point, find_front, front_document, remarks, what_is, words
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import Space
@@ -75,7 +76,7 @@ def page(front: Front, title: str, svg: str) -> str:
     for place, point in enumerate(front.points):
         kind = "winner" if place == front.winner else "large" if point.peak_bytes > front.limit_bytes else "fits"
         setup = point.prediction.setup
-        numbers = (f"{place + 1}", f"{point.peak_bytes / 2**30:.1f}", f"{point.iteration_s:.3f}", f"{100 * point.prediction.mfu:.2f}")
+        numbers = (f"{place + 1}", gib(point.peak_bytes), f"{point.iteration_s:.3f}", f"{100 * point.prediction.mfu:.2f}")
         cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
         flags = f"<details><summary>flags</summary><code>{html.escape(shlex.join(megatron_flags(setup)))}</code></details>"
         rows.append(f'<tr class="{kind}">{cells}<td>{html.escape(what_is(front, place))}{flags}</td></tr>')

@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, print_json
+from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, print_json
 from bpipe.commands.front import picture_file, show
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS
-from bpipe.models.cluster import Cluster
+from bpipe.models.cluster import Cluster, gib
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
 from bpipe.plan import standings

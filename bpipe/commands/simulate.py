@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, gib, print_json
+from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, print_json
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.flag_types import numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
 from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.ir.layout import Vocabulary
+from bpipe.models.cluster import gib
 from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
 from bpipe.models.profile import read_profile
 from bpipe.plan import budget, fit

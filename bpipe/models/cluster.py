@@ -12,6 +12,12 @@ from bpipe.names import unknown
 
 GIB = 2**30
 
+
+def gib(num_bytes: float) -> str:
+    """As tables have it."""
+    return f"{num_bytes / GIB:.1f}"
+
+
 # What a message between stages takes beside its bytes, on an A100 and wherever nothing else is known: two processes come to it, launch a
 # kernel and wait for each other. The times that Qi et al. 2024 (zero bubble) measured and put into their schedulers are 0.60
 # and 0.53 ms a message inside a node (28 and 25 MB), 0.38 and 0.41 on two and four nodes (10 and 13 MB): 0.33 to 0.48 without their bytes.

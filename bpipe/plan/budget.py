@@ -17,12 +17,13 @@ from bpipe.ir.hosts import PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
+from bpipe.models.cluster import GIB
 from bpipe.models.layout import RECOMPUTE, Setup, split_layers
 from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, sizes_of
 from bpipe.passes.balance import choose_partners, occupied, pairs_of
 from bpipe.passes.pool import pool, smallest_level
 from bpipe.passes.room import NoRoom, Rooms, chosen_partners, smallest
-from bpipe.plan.fit import GIB, Fit, gib, lines
+from bpipe.plan.fit import Fit, gib, lines
 from bpipe.program import BalanceConfig, balanced, build
 
 AUTO = "auto"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bpipe.generate.families import default
+from bpipe.models.cluster import gib
 from bpipe.models.compute import update_seconds
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import TIGHT
@@ -42,7 +43,7 @@ def only_balanced(found: Found) -> str | None:
     if found.needs_bytes is None:
         return None
     limit = found.prediction.memory[0].limit_bytes
-    return f"fits only balanced: without, its fullest rank needs {_gib(found.needs_bytes)} of {_gib(limit)} GiB"
+    return f"fits only balanced: without, its fullest rank needs {gib(found.needs_bytes)} of {gib(limit)} GiB"
 
 
 def costly_halves(prediction: SetupPrediction) -> str | None:
@@ -53,7 +54,7 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
     peak = max(rank.peak_bytes for rank in prediction.memory)
     return (
         f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with --bpipe-keep-weights-halves none the "
-        f"fullest rank needs {_gib(other.peak_bytes)} instead of {_gib(peak)} GiB, and an iteration takes {other.iteration_s:.3f} "
+        f"fullest rank needs {gib(other.peak_bytes)} instead of {gib(peak)} GiB, and an iteration takes {other.iteration_s:.3f} "
         f"instead of {prediction.timing.iteration_s:.3f} s"
     )
 
@@ -149,7 +150,7 @@ def _what_cut(outcome: Outcome) -> str:
 
 def _closest(closest: Closest, space: Space) -> str:
     setup, limit = closest.setup, closest.setup.cluster.device.memory_bytes
-    needs = f"{_gib(closest.needs_bytes)} of {_gib(limit)} GiB"
+    needs = f"{gib(closest.needs_bytes)} of {gib(limit)} GiB"
     if closest.is_state:
         grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data}"
         return f"weights, gradients and optimizer state alone need at least {needs} of a device ({grid}): {_more_ranks(setup, space)}"
@@ -198,7 +199,3 @@ def compared(one: SetupPrediction, other: SetupPrediction) -> str:
 def _while_busy(prediction: SetupPrediction) -> float:
     """Model FLOPs per second of computing: the MFU without the bubble."""
     return prediction.mfu / (1 - prediction.timing.bubble_of_makespan)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"

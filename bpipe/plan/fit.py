@@ -14,10 +14,9 @@ from typing import Any
 from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, num_buffers_for, stays_by_host
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
+from bpipe.models.cluster import GIB
 from bpipe.passes.balance import buffer_bytes
 from bpipe.program import BalanceConfig
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from bpipe.models.cluster import gib
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.plan.document import document
@@ -122,12 +123,12 @@ def words(front: Front) -> list[str]:
     """The table, which point wins, how far those beside it are, and what lies outside."""
     head = f"{front.num_configurations} configurations, {front.num_simulated} simulated"
     if not front.points:
-        return [f"{head}: none needs less than {_gib(front.most_bytes)} GiB a device, {float(MOST_TIMES):g} times what one has"]
-    lines = [f"{head}: for every amount of memory the fastest, up to {_gib(front.most_bytes)} GiB a device"]
+        return [f"{head}: none needs less than {gib(front.most_bytes)} GiB a device, {float(MOST_TIMES):g} times what one has"]
+    lines = [f"{head}: for every amount of memory the fastest, up to {gib(front.most_bytes)} GiB a device"]
     for place, point in enumerate(front.points):
         mark = "*" if place == front.winner else " " if point.peak_bytes <= front.limit_bytes else "-"
         lines.append(
-            f"{mark}{place + 1:3}. {_gib(point.peak_bytes):>6} GiB {point.iteration_s:9.3f} s  MFU {100 * point.prediction.mfu:5.2f} %  "
+            f"{mark}{place + 1:3}. {gib(point.peak_bytes):>6} GiB {point.iteration_s:9.3f} s  MFU {100 * point.prediction.mfu:5.2f} %  "
             f"{what_is(front, place)}"
         )
     return [*lines, *remarks(front)]
@@ -151,14 +152,12 @@ def _needs(front: Front) -> list[str]:
 
 def standing(front: Front) -> str:
     """Which point wins at the memory there is, and how far the ones beside it are."""
-    winner, has = front.winner, f"{_gib(front.limit_bytes)} GiB"
+    winner, has = front.winner, f"{gib(front.limit_bytes)} GiB"
     if winner is None:
         first = front.points[0]
-        return (
-            f"Nothing fits into {has}: the least that is needed is {_gib(first.peak_bytes)} GiB, {_apart(first, front.limit_bytes)} more."
-        )
+        return f"Nothing fits into {has}: the least that is needed is {gib(first.peak_bytes)} GiB, {_apart(first, front.limit_bytes)} more."
     mine = front.points[winner]
-    parts = [f"With {has} row {winner + 1} wins (*): {mine.iteration_s:.3f} s in {_gib(mine.peak_bytes)} GiB."]
+    parts = [f"With {has} row {winner + 1} wins (*): {mine.iteration_s:.3f} s in {gib(mine.peak_bytes)} GiB."]
     if winner + 1 < len(front.points):
         above = front.points[winner + 1]
         gain = 100 * (1 - above.iteration_s / mine.iteration_s)
@@ -168,12 +167,12 @@ def standing(front: Front) -> str:
     if winner:
         below = front.points[winner - 1]
         more = 100 * (below.iteration_s / mine.iteration_s - 1)
-        parts.append(f"The one before needs {(mine.peak_bytes - below.peak_bytes) / 2**30:.1f} GiB less, and takes {more:.1f} % more.")
+        parts.append(f"The one before needs {gib(mine.peak_bytes - below.peak_bytes)} GiB less, and takes {more:.1f} % more.")
     return " ".join(parts)
 
 
 def _apart(point: Point, limit: int) -> str:
-    return f"{(point.peak_bytes - limit) / 2**30:.1f} GiB"
+    return f"{gib(point.peak_bytes - limit)} GiB"
 
 
 def _moved(prediction: SetupPrediction) -> str:
@@ -203,7 +202,3 @@ def front_document(front: Front) -> dict[str, Any]:
         ],
         "outside": list(OUTSIDE),
     }
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"
