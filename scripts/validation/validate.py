@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +173,10 @@ def memory_part() -> list[str]:
 UNITS = {"tflops_per_gpu": "TFLOP/s", "iteration_s": "s", "samples_per_gpu_s": "samples/s", PEAK: "GB"}
 
 
+def _mean_and_largest(errors: Sequence[float]) -> tuple[str, str]:
+    return (f"{statistics.mean(errors):.1f}", f"{max(errors):.1f}") if errors else ("-", "-")
+
+
 def throughput_part() -> list[str]:
     found = throughputs()
     body = (
@@ -193,13 +197,8 @@ def throughput_part() -> list[str]:
         (
             source,
             str(len(errors)),
-            *(f"{one:.1f}" for one in (statistics.mean(errors), max(errors))),
-            *(
-                f"{one:.1f}"
-                for of_source in (calibrated.get(source, []),)
-                if of_source
-                for one in (statistics.mean(of_source), max(of_source))
-            ),
+            *_mean_and_largest(errors),
+            *_mean_and_largest(calibrated.get(source, [])),
         )
         for source, errors in errors_by_source().items()
     ]
@@ -210,7 +209,7 @@ def throughput_part() -> list[str]:
         "chunks open, the fastest that fits. NVIDIA's runs reduce gradients in 16 bit, and overlap that and the gathering of weights. "
         "The error is of the figure as published: a throughput with a plus is predicted too fast, a time with a plus too slow.",
         *table("source|model, GPUs|t/p/v/b|recompute|unit|measured|predicted|error %", body),
-        *table("source|figures|mean error %|largest|mean, first row calibrating|largest", [(*row, "-", "-")[:6] for row in sources]),
+        *table("source|figures|mean error %|largest|mean, first row calibrating|largest", sources),
         f"Kendall's coefficient over all pairs of one source that were measured more than 5 % apart: {agreement(found):.2f}.",
         "",
         "Asked for are a mean of 4 % and a largest of 10 %; calibrated by one row, 2.5 and 6 %. Korthikanti et al. are NOT within it, "
