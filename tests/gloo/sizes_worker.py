@@ -29,25 +29,11 @@ from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import connect
 from bpipe.transport.edges import Edges, connect_edges
+from tests.unit.runtime.keeping import Keeping
 
 CPU = torch.device("cpu")
 RANKS, MICROBATCHES, WIDTH = 4, 6, 32
 TIMEOUT_S = 20.0
-
-
-class Keeping(torch.autograd.Function):
-    """Saves what it is given beside its input; its gradient depends on every byte of it and where that stands."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*kept)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        weighed = sum(int((part.long() * torch.arange(1, len(part) + 1)).sum()) % 1009 for part in ctx.saved_tensors)
-        return (gradient * (1 + weighed / 4096), *[None] * len(ctx.saved_tensors))
 
 
 class Rank:

@@ -6,7 +6,6 @@ The first iteration has the room of each stage's first micro-batch and a reserve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -21,27 +20,13 @@ from bpipe.runtime.errors import TransferError
 from bpipe.runtime.sizing import RESERVE, Sizing, StayedAtHome
 from bpipe.transport.layout import aligned, taken
 from tests.unit.hand_made import v_flat
+from tests.unit.runtime.keeping import Keeping
 from tests.unit.runtime.pipeline import Model, in_one_piece
 from tests.unit.runtime.threaded import KINDS, Pipeline
 
 PLAN = build(ScheduleConfig(schedule="1f1b", num_ranks=4, num_microbatches=8, balance=balancing("bpipe")))
 # By iteration and micro-batch, how many bytes each further storage has that its forward saves.
 Pattern = Sequence[Sequence[Sequence[int]]]
-
-
-class Keeping(torch.autograd.Function):
-    """Saves what it is given beside its input; its gradient depends on every byte of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*kept)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        weighed = [(part.long() * torch.arange(1, len(part) + 1)).sum() % 1009 for part in ctx.saved_tensors]
-        return (gradient * (1 + float(sum(weighed, start=torch.tensor(0))) / 1009), *[None] * len(weighed))
 
 
 class Differing(Model):

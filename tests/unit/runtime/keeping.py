@@ -1,0 +1,22 @@
+"""Save what one is told to, for micro-batches whose sizes differ. In: bytes. Out: a gradient that depends on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Keeping(torch.autograd.Function):
+    """Saves what it is given beside its input; its gradient depends on every byte of it and where that stands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*kept)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        weighed = sum(int((part.long() * torch.arange(1, len(part) + 1)).sum()) % 1009 for part in ctx.saved_tensors)
+        return (gradient * (1 + weighed / 4096), *[None] * len(ctx.saved_tensors))
