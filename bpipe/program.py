@@ -32,6 +32,7 @@ from bpipe.names import unknown
 from bpipe.passes.balance import balance, keeps, occupied_counts
 from bpipe.passes.pool import pool, pool_within
 from bpipe.passes.room import Rooms, fit
+from bpipe.passes.windows import Windows, in_time
 
 # What commands and files call no `BalanceConfig`, and one.
 BALANCES = ("none", "bpipe")
@@ -49,7 +50,8 @@ class BalanceConfig:
     `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on. `buffers_stay`:
     where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full. `rooms`, in
     place of bounds: what each rank has room for in bytes. `hosts`: "pair", or "pool", in which any rank with room hosts for any other; then
-    host buffers count all the time, and `nodes[rank]` says which ranks are near each other, where not all are.
+    host buffers count all the time, and `nodes[rank]` says which ranks are near each other, where not all are. `windows`: beside rooms,
+    what computations and transfers take, for transfers that end in time.
     """
 
     bounds: tuple[int, ...] | None = None
@@ -58,10 +60,13 @@ class BalanceConfig:
     rooms: Rooms | None = None
     hosts: str = PAIR
     nodes: tuple[int, ...] | None = None
+    windows: Windows | None = None
 
     def __post_init__(self) -> None:
         if self.rooms is not None and self.bounds is not None:
             raise ValueError("bounds and rooms both say how to balance: give one of them")
+        if self.windows is not None and self.rooms is None:
+            raise ValueError("windows say where transfers of a plan within rooms end in time: give rooms, too")
         if self.hosts not in ARRANGEMENTS:
             raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
         if self.hosts == POOL and self.partners is not None:
@@ -341,7 +346,8 @@ def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
     """The balancing pass with one bound for each rank, one for all, or the smallest for all."""
     p = schedule.num_ranks
     if how.rooms is not None:
-        return pool(schedule, how.rooms, how.nodes or ()) if how.hosts == POOL else fit(schedule, how.rooms, how.partners)
+        fitted = pool(schedule, how.rooms, how.nodes or ()) if how.hosts == POOL else fit(schedule, how.rooms, how.partners)
+        return fitted if how.windows is None else in_time(fitted, how.rooms, how.windows)
     if how.bounds is not None and len(how.bounds) not in (1, p):
         raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
     bounds = None if how.bounds is None else how.bounds * (p if len(how.bounds) == 1 else 1)

@@ -137,7 +137,7 @@ def _sending_what_must(outcome: Outcome, budget_bytes: int) -> Outcome:
     for found in outcome.rows:
         if found.prediction.setup.balance != BALANCES[0]:
             with suppress(ValueError):
-                setup, _ = within_budget(found.prediction.setup, (budget_bytes,))
+                setup, _ = within_budget(found.prediction.setup, (budget_bytes,), profile=outcome.space.profile)
                 found = replace(found, prediction=predict(setup, outcome.space.profile, formula=outcome.space.formula))
         rows.append(found)
     return replace(outcome, rows=type(outcome.rows)(sorted(rows, key=lambda found: found.prediction.timing.iteration_s)))

@@ -13,7 +13,7 @@ from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import gib
 from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
-from bpipe.models.profile import read_profile
+from bpipe.models.profile import Profile, read_profile
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import costly_halves, describe, replicas_apart, tight
@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> None:
     reading = reading_of(options)
     options = filled(options, reading, ("pipeline", "global_batch"))
     setup = setup_of(options, cluster_of(options, reading.devices if reading else None))
-    setup, plan = budgeted(options, setup)
     profile = None if options.profile is None else read_profile(options.profile)
+    setup, plan = budgeted(options, setup, profile)
     plot = None if options.plot is None else Path(options.plot)
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ValueError(f"--plot {plot}: the name must end in .svg or .png")
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         print(table(prediction), end="")
 
 
-def budgeted(options: argparse.Namespace, setup: Setup) -> tuple[Setup, fit.Fit | None]:
+def budgeted(options: argparse.Namespace, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
     """Within the budget that is asked for, and the plan. Raises ValueError where no plan keeps it."""
     if options.memory is None:
         return setup, None
@@ -108,7 +108,7 @@ def budgeted(options: argparse.Namespace, setup: Setup) -> tuple[Setup, fit.Fit 
         raise ValueError(f"--memory says how to balance{wanted}")
     minimum = options.min_bytes or budget.MINIMUM_BYTES
     try:
-        return budget.within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, minimum)
+        return budget.within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, minimum, profile)
     except ValueError as error:
         raise ValueError(f"--memory: {error}") from None
 

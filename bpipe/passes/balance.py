@@ -55,10 +55,14 @@ def occupied_counts(schedule: Schedule) -> tuple[Count, ...]:
 
 def occupied(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
     """What a run allocates on a rank: for its own micro-batches at their most, and for host buffers, which stay."""
+    return max(own_bytes(schedule, rank, memory), default=0), buffer_bytes(schedule, host_buffers(schedule, rank), memory)
+
+
+def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
+    """What a rank holds of its own micro-batches during each slot."""
     own = set(schedule.layout.stages_of(rank))
     sizes = tuple(size if stage in own else StageMemory(0, 0, 0) for stage, size in enumerate(memory.stages))
-    held = max(live_bytes(schedule, rank, replace(memory, stages=sizes)), default=0)
-    return held, buffer_bytes(schedule, host_buffers(schedule, rank), memory)
+    return live_bytes(schedule, rank, replace(memory, stages=sizes))
 
 
 def buffer_bytes(schedule: Schedule, hosted: Mapping[Hosting, int], memory: Memory, guest: int | None = None) -> int:

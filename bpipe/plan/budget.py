@@ -20,10 +20,13 @@ from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import GIB
 from bpipe.models.layout import RECOMPUTE, Setup, split_layers
 from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, sizes_of
+from bpipe.models.profile import Profile
 from bpipe.passes.balance import choose_partners, occupied, pairs_of
 from bpipe.passes.pool import pool, smallest_level
 from bpipe.passes.room import NoRoom, Rooms, chosen_partners, smallest
 from bpipe.plan.fit import Fit, gib, lines
+from bpipe.plan.predict import costs_of
+from bpipe.plan.windows import in_time
 from bpipe.program import BalanceConfig, balanced, build
 
 AUTO = "auto"
@@ -223,12 +226,17 @@ def spread(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     return tuple(budget_bytes) * (num_ranks if len(budget_bytes) == 1 else 1)
 
 
-def within_budget(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> tuple[Setup, Fit]:
+def within_budget(
+    setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES, profile: Profile | None = None
+) -> tuple[Setup, Fit]:
     """The setup balanced within budgets, and its plan. Raises ValueError where no plan keeps them, with what would help."""
     devices = predicted(setup, budget_bytes, minimum_bytes)
     found = or_what_helps(setup, devices, minimum_bytes)
-    how, balance = (found.how, "bpipe") if found.moved_bytes else (BalanceConfig(), "none")
-    return replace(setup, balance=balance, how=how, budget_bytes=devices.budget_bytes), found
+    if not found.moved_bytes:
+        return replace(setup, balance="none", how=BalanceConfig(), budget_bytes=devices.budget_bytes), found
+    moving = replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes)
+    found = in_time(found, devices.schedule, costs_of(moving, profile))
+    return replace(moving, how=found.how), found
 
 
 def or_what_helps(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Fit:

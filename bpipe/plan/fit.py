@@ -21,7 +21,10 @@ from bpipe.program import BalanceConfig
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A plan: `how` asks the one door for `schedule`. `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs."""
+    """A plan: `how` asks the one door for `schedule`. `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs.
+
+    `exposed_s`: how long each rank waits for transfers in an iteration, by simulation, where costs are known.
+    """
 
     how: BalanceConfig
     schedule: Schedule
@@ -29,6 +32,7 @@ class Fit:
     budget_bytes: tuple[int, ...]
     alone_bytes: tuple[int, ...]
     need_bytes: tuple[int, ...]
+    exposed_s: tuple[float, ...] | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -63,6 +67,7 @@ def document(found: Fit) -> dict[str, Any]:
         "alone_bytes": list(found.alone_bytes),
         "need_bytes": list(found.need_bytes),
         "moved_bytes": found.moved_bytes,
+        **({} if found.exposed_s is None else {"exposed_s": list(found.exposed_s)}),
         "hosts": [
             {"rank": rank, "host": host, "evictions": len(stays), "moved_bytes": found.stays_bytes(stays)}
             for rank in range(schedule.num_ranks)
@@ -81,7 +86,14 @@ def lines(found: Fit, known: str = "by prediction") -> list[str]:
         fullest = max(range(schedule.num_ranks), key=lambda rank: found.alone_bytes[rank] - budgets[rank])
         return [f"{head}: nothing has to leave, rank {fullest} is the fullest with {gib([found.alone_bytes[fullest]])} GiB"]
     told = [f"{head}: {gib([found.moved_bytes])} GiB leave in an iteration"]
-    return told + [_hosting(found, rank) for rank in senders]
+    return [*told, *(_hosting(found, rank) for rank in senders), *_waiting(found)]
+
+
+def _waiting(found: Fit) -> list[str]:
+    """Where transfers do not end in time."""
+    waits = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in enumerate(found.exposed_s or ()) if seconds >= 0.0005)
+    earlier = ", issued earlier where there is room" if found.how.windows is not None else ""
+    return [f"not every transfer ends before it is needed{earlier}: waits in an iteration {waits}"] if waits else []
 
 
 def _hosting(found: Fit, rank: int) -> str:

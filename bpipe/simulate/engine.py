@@ -120,7 +120,7 @@ class _Run:
         self.compute: list[list[Timed]] = [[] for _ in range(schedule.num_ranks)]
         self.exposed: list[Number] = [0] * schedule.num_ranks
         self.clocks: list[Number] = [0] * schedule.num_ranks
-        self.durations = _durations(costs, schedule.num_ranks)
+        self.durations = durations(costs, schedule.num_ranks)
         pipes = range(min(schedule.layout.num_pipes, self.width))
         self.num_pipes, self.paths = len(pipes), [self._paths(pipe) for pipe in pipes]
         groups = range(self.needs.num_values // self.width)
@@ -384,8 +384,8 @@ class _Run:
         return busy
 
 
-def _durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
-    """Seconds of every kind on every stage, or rank."""
+def durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
+    """Seconds of every kind of computation on every stage, or, of shards, on every rank."""
     stages = costs.stages
     shards = costs.shards if len(costs.shards) > 1 else (costs.shards or (ShardCost(),)) * num_ranks
     return {

@@ -148,7 +148,7 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
     )
     costs = Costs(tuple(stages), links, exchange_of(schedule.name).predicted, alone, truth.synchronous, shards)
     source = random.Random(f"{truth.seed} {number}")
-    plain = engine._durations
+    plain = engine.durations
 
     def durations(costs: Costs, num_ranks: int) -> dict[Kind, Any]:
         return {
@@ -160,7 +160,7 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
         def __getitem__(self, kind: Kind) -> Any:
             return _Lookup(dict.__getitem__(self, kind))
 
-    with mock.patch.object(engine, "_durations", lambda costs, num_ranks: Looked(durations(costs, num_ranks))):
+    with mock.patch.object(engine, "durations", lambda costs, num_ranks: Looked(durations(costs, num_ranks))):
         return engine.simulate(schedule, costs)
 
 

@@ -1,0 +1,55 @@
+"""Plan transfers to end in time, where that helps by simulation. In: a plan within budgets, and costs. Out: the plan.
+
+What is taken waits no longer for transfers than the plan before, and its iteration is no longer. Knows no command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bpipe.ir.action import COMPUTE
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.windows import Windows
+from bpipe.plan.fit import Fit
+from bpipe.program import balanced
+from bpipe.simulate.cost import Costs
+from bpipe.simulate.engine import durations, simulate
+from bpipe.simulate.report import Simulation
+
+# A simulation of so many computations takes about a second. Longer iterations repeat what they do, and are planned without.
+MOST_COMPUTATIONS = 50_000
+
+
+def windows_of(costs: Costs, num_ranks: int) -> Windows:
+    """What the simulator charges, of a run in which nobody waits for a transfer or shares a port."""
+    lasts = durations(costs, num_ranks)
+    links, stages = costs.links, costs.stages
+    inside, between = (
+        tuple(link.seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s for cost in stages)
+        for link in (links.inside, links.between)
+    )
+    hop = max(links.inside.message_s(cost.sent_bytes) for cost in stages)
+    return Windows(tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE), hop, inside, between, links.nodes)
+
+
+def in_time(found: Fit, plain: Schedule, costs: Costs) -> Fit:
+    """The plan with its transfers where they end in time, if it waits less for them; and how long it waits. `plain`: before any plan."""
+    if not found.moved_bytes or sum(len(slot.computations) for row in plain.ranks for slot in row) > MOST_COMPUTATIONS:
+        return found
+    now = simulate(found.schedule, costs)
+    if any(now.exposed_s):
+        how = replace(found.how, windows=windows_of(costs, plain.num_ranks))
+        schedule = balanced(plain, how)
+        tried = simulate(schedule, costs)
+        if _helps(now, tried):
+            return replace(found, how=how, schedule=schedule, exposed_s=_exposed(tried))
+    return replace(found, exposed_s=_exposed(now))
+
+
+def _helps(before: Simulation, after: Simulation) -> bool:
+    waits = [(sum(one.exposed_s), one.exposed_transfer_s, one.makespan_s) for one in (before, after)]
+    return all(later <= earlier for earlier, later in zip(*waits, strict=True)) and waits[0] != waits[1]
+
+
+def _exposed(simulation: Simulation) -> tuple[float, ...]:
+    return tuple(float(seconds) for seconds in simulation.exposed_s)

@@ -1,0 +1,146 @@
+"""Transfers that end in time: never more waiting than without by simulation, every room kept, and nothing changed where links are fast."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import pytest
+
+from bpipe.check.rules import check
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import memory_of, num_transfers, peak_bytes
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import occupied
+from bpipe.passes.room import NoRoom, Rooms
+from bpipe.passes.windows import in_time
+from bpipe.plan import windows
+from bpipe.plan.fit import Fit, document, lines
+from bpipe.program import BalanceConfig, balanced
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A schedule, what it costs, and a plan within rooms that are smaller than what ranks would hold."""
+
+    plain: Schedule
+    costs: Costs
+    how: BalanceConfig
+    planned: Schedule
+
+    @property
+    def rooms(self) -> Rooms:
+        assert self.how.rooms is not None
+        return self.how.rooms
+
+    @property
+    def found(self) -> Fit:
+        nothing = (0,) * self.plain.num_ranks
+        return Fit(self.how, self.planned, self.costs.memory, self.rooms.room_bytes, nothing, nothing)
+
+
+def drawn(seed: int) -> Drawn | None:
+    """None where no plan keeps the rooms."""
+    rng = random.Random(seed)
+    name, chunks = rng.choice([("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("zb-h1", 1)])
+    p = rng.choice([4, 6])
+    plain = FAMILIES[name].generate(p, p * rng.choice([2, 3]), chunks)
+    sizes = [rng.randint(60, 140) for _ in range(p * chunks)]
+    stages = [
+        StageCost(rng.randint(8, 12), rng.randint(16, 24), weight_s=8, moved_bytes=size, saved_bytes=size, sent_bytes=1) for size in sizes
+    ]
+    slow, alone = Links(Link(Fraction(rng.randint(2, 20)))), frozenset(range(p))
+    costs = Costs(tuple(stages), slow, FAMILIES[name].exchange, one_sided=rng.choice([alone, frozenset()]))
+    most = max(peak_bytes(plain, costs.memory))
+    rooms = Rooms((int(most * rng.choice([0.7, 0.8, 0.9])),) * p, costs.memory)
+    how = BalanceConfig(rooms=rooms, hosts=rng.choice(["pair", "pool"]))
+    try:
+        return Drawn(plain, costs, how, balanced(plain, how))
+    except NoRoom:
+        return None
+
+
+CASES = {seed: case for seed in range(150) if (case := drawn(seed)) is not None}
+
+
+def evictions(schedule: Schedule) -> set[tuple[int, int]]:
+    every = (action for row in schedule.ranks for slot in row for action in slot.transfers)
+    return {(action.stage, action.microbatch) for action in every if action.kind is Kind.EVICT}
+
+
+def test_what_is_taken_waits_less_and_keeps_every_room() -> None:
+    better, none_left = 0, 0
+    for seed, case in CASES.items():
+        schedule = in_time(case.planned, case.rooms, windows.windows_of(case.costs, case.plain.num_ranks))
+        check(schedule, case.costs.exchange)
+        for rank, room in enumerate(case.rooms.room_bytes):
+            assert sum(occupied(schedule, rank, case.rooms.memory)) <= room, f"{seed}: rank {rank}"
+            assert num_transfers(schedule, rank).evictions == num_transfers(case.planned, rank).evictions
+        found = windows.in_time(case.found, case.plain, case.costs)
+        assert found.moved_bytes <= case.found.moved_bytes
+        before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
+        assert found.exposed_s == tuple(map(float, after.exposed_s))
+        assert sum(after.exposed_s) <= sum(before.exposed_s)
+        assert max(after.exposed_s) <= max(before.exposed_s)
+        assert after.makespan_s <= before.makespan_s
+        better += sum(after.exposed_s) < sum(before.exposed_s)
+        none_left += not any(after.exposed_s) and any(before.exposed_s)
+        assert evictions(schedule) == evictions(case.planned)
+    assert len(CASES) > 30
+    assert better > 9
+    assert none_left > 0
+
+
+@pytest.mark.parametrize("links", [Links(), Links(Link(10**9))])
+def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
+    for case in CASES.values():
+        costs = replace(case.costs, links=links)
+        assert in_time(case.planned, case.rooms, windows.windows_of(costs, case.plain.num_ranks)) is case.planned
+        found = windows.in_time(case.found, case.plain, costs)
+        assert found.schedule is case.planned
+        assert found.how == case.how
+
+
+def test_a_load_comes_as_much_earlier_as_it_needs_and_has_room() -> None:
+    """One half micro-batch of stage 0 leaves, beside a long forward; between two backwards, of a second each, is a bubble of a second.
+
+    From the bubble behind the first backward on, five slots before this one's, there is room.
+    """
+    plain = FAMILIES["1f1b"].generate(6, 6, 1)
+    memory = memory_of([100] * 6, [50] * 6)
+    rooms = Rooms((550, *(600,) * 5), memory)
+    planned = balanced(plain, BalanceConfig(rooms=rooms))
+    ((stage, microbatch),) = evictions(planned)
+    need = [cell.compute for cell in plain.ranks[0]].index(Action(stage, Kind.BACKWARD, microbatch))
+
+    def earlier(seconds: int) -> tuple[int, int]:
+        """How many slots before its backward it comes back, and how long is waited for it, where a transfer takes so long."""
+        links = Links(Link(Fraction(50, seconds)))
+        stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
+        costs = Costs(tuple(stages), links)
+        changed = in_time(planned, rooms, windows.windows_of(costs, 6))
+        (slot,) = (place for place, cell in enumerate(changed.ranks[0]) for one in cell.transfers if one.kind is Kind.LOAD)
+        return need - slot, int(max(simulate(changed, costs).exposed_s))
+
+    assert [earlier(seconds) for seconds in (1, 2, 3, 5, 6)] == [(1, 0), (2, 0), (3, 0), (5, 0), (5, 1)]
+
+
+def test_what_is_waited_for_all_the_same_is_said() -> None:
+    case = next(case for case in CASES.values() if any(windows.in_time(case.found, case.plain, case.costs).exposed_s or ()))
+    found = windows.in_time(case.found, case.plain, case.costs)
+    assert found.exposed_s is not None
+    assert lines(found)[-1].startswith("not every transfer ends before it is needed")
+    assert f"{max(found.exposed_s):.3f} s" in lines(found)[-1]
+    assert document(found)["exposed_s"] == list(found.exposed_s)
+    # Nobody asked, so nothing is said.
+    assert "exposed_s" not in document(case.found)
+
+
+def test_windows_are_of_plans_within_rooms() -> None:
+    case = next(iter(CASES.values()))
+    with pytest.raises(ValueError, match="give rooms, too"):
+        BalanceConfig(windows=windows.windows_of(case.costs, case.plain.num_ranks))
