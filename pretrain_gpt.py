@@ -130,6 +130,7 @@ def main() -> None:
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     launch.require(args, "pretrain_gpt")
+    launch.refuse_packed(args)
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

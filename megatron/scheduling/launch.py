@@ -37,6 +37,19 @@ def require(args: Any, script: str) -> None:
         upstream.require(args, script)
 
 
+def refuse_packed(args: Any) -> None:
+    """End the program for flags that pack sequences of differing length into one, which our scripts do not read.
+
+    They would train on pre-training data all the same, each row as one sequence, and say nothing.
+    """
+    for name in ("sft", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            starting.end(
+                f"--{name.replace('_', '-')}: this script reads sequences that fill a row, and no packed ones; train with Megatron's own "
+                "pretrain_gpt.py, or a script of yours that reads them: python -m megatron.scheduling.launch SCRIPT"
+            )
+
+
 @contextlib.contextmanager
 def _or_end() -> Iterator[None]:
     """What the user did, and a Megatron that cannot be used, end the program in one line from one rank."""

@@ -3,7 +3,7 @@
 In: as worker.py; a case says --differing and how. Out: the same records. The sizes follow from how many forwards this rank has run, so that
 all ranks of a pipeline cut and pack a micro-batch alike; and so does stock Megatron's run.
 
-    packed    sequences packed into one row: attention saves a square of each. With --sft, as a fine-tuning's script would be run
+    packed    sequences packed into one row: attention saves a square of each. With --sft, which our script refuses: this step reads them
     lengths   rows of differing length, whose shapes Megatron's pipeline then sends in front (variable_seq_lengths)
     partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
 """
@@ -100,6 +100,7 @@ if __name__ == "__main__":
         with (
             mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
             mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
+            mock.patch.object(pretrain_gpt.launch, "refuse_packed"),
         ):
             pretrain_gpt.main()
 

@@ -155,6 +155,7 @@ REFUSED = [
     (["--bpipe", "--bpipe-transport", "pigeon"], "argument --bpipe-transport: invalid choice: 'pigeon'"),
     (["--bpipe", "--bpipe-transport", "nccl"], "--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"),
     (["--bpipe", "--bpipe-timeout", "0"], "--bpipe-timeout 0: must be above 0 seconds"),
+    (["--sft"], "error: --sft: this script reads sequences that fill a row, and no packed ones; train with Megatron's own pretrain_gpt.py"),
     (["--bpipe-report-iterations", "5-3"], "--bpipe-report-iterations 5-3: must be a number or two with a hyphen, such as 3-5"),
     (["--bpipe-report-iterations", "3-5"], "--bpipe-report-iterations 3-5: the training ends with iteration 3; choose from 1-3"),
     (["--bpipe-report", "/proc/self/status/here"], "error: --bpipe-report /proc/self/status/here: Not a directory\n"),

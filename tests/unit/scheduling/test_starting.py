@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron.scheduling import starting
+from megatron.scheduling import launch, starting
 from megatron.scheduling.flags import add_arguments
 
 
@@ -64,3 +65,12 @@ def test_a_folder_that_cannot_be_written_is_named_once_a_node(
 def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
     starting.need_folder(str(tmp_path / "runs/mine"))
     assert list((tmp_path / "runs/mine").iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking"])
+def test_what_our_script_would_read_wrongly_it_does_not_read(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.refuse_packed(SimpleNamespace(**{flag.removeprefix("--").replace("-", "_"): True}))
+    assert ended.value.code == 2
+    assert f"bpipe: error: {flag}: this script reads sequences that fill a row" in capsys.readouterr().err
+    launch.refuse_packed(SimpleNamespace(sft=False))
