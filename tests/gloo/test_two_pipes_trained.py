@@ -87,6 +87,15 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "context_dropout": ((*CONTEXT, *SEEDED, "--exact-sums"), 8, ("bitpipe-2",)),
     "data": (("--exact-sums", "--gradients"), 16, ("chimera", "bitpipe-2", "bitpipe-early-2")),
 }
+# Pipelines of eight ranks, on eight processes and on sixteen.
+DEEPER = ("--num-layers", "16")
+EIGHT_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "experts_of_a_pair_of_eight": ((*SHARED_ROWS["experts_of_a_pair"][0], *DEEPER), 16, ("chimera", "bitpipe-2")),
+}
+SIXTEEN_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "tensor_of_eight": ((*WIDE_ROWS["tensor"][0], *DEEPER), 16, ("chimera", "bitpipe-2")),
+    "data_of_eight": ((*WIDE_ROWS["data"][0], *DEEPER), 32, ("chimera", "bitpipe-2")),
+}
 # The same as they are, beside a stock with as many chunks: where a ring begins follows from a weight's place in its chunk's buffer.
 ROUNDED_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "context_rounded": ((*CONTEXT, "--gradients"), 8, ("chimera",)),
@@ -103,15 +112,18 @@ def rows_of(rows: dict[str, Any], always: tuple[str, ...] = ()) -> list[Any]:
     ]
 
 
-def trained(rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]], run: Run, wanted: set[tuple[Any, ...]], world: int) -> Outcome:
+def trained(
+    rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]], run: Run, wanted: set[tuple[Any, ...]], world: int, ranks: int = 4
+) -> Outcome:
+    """`world` processes, `ranks` of them a pipeline."""
     cases = []
     for name, (flags, microbatches, schedules) in rows.items():
         common = (*ALIKE, *(batch(microbatches) if microbatches else ()), *flags)
         of_row = [schedule for schedule in schedules if (name, schedule) in wanted]
         if of_row:
             chunks = max(2 * chunks_of(schedule) for schedule in of_row) if "--seeded" in flags or name in ROUNDED_ROWS else 1
-            cases.append(Case(name, (*common, *pipeline(2, chunks))))
-        cases += [Case(f"{name}_{schedule}", (*common, *by(schedule))) for schedule in of_row]
+            cases.append(Case(name, (*common, *pipeline(ranks // 2, chunks))))
+        cases += [Case(f"{name}_{schedule}", (*common, *by(schedule, ranks))) for schedule in of_row]
     return run(world, cases, timeout_s=2400, worker="named_worker.py")
 
 
@@ -123,6 +135,16 @@ def four(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
 @pytest.fixture(scope="module")
 def wide(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
     return trained(WIDE_ROWS | ROUNDED_ROWS, run_cases, asked_for(request, "row", "schedule"), 8)
+
+
+@pytest.fixture(scope="module")
+def eight(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
+    return trained(EIGHT_ROWS, run_cases, asked_for(request, "row", "schedule"), 8, 8)
+
+
+@pytest.fixture(scope="module")
+def sixteen(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
+    return trained(SIXTEEN_ROWS, run_cases, asked_for(request, "row", "schedule"), 16, 8)
 
 
 @pytest.mark.timeout(2460)
@@ -139,14 +161,25 @@ def test_two_pipes_train_as_stock_does(four: Outcome, row: str, schedule: str) -
 @pytest.mark.timeout(2460)
 @pytest.mark.parametrize(("row", "schedule"), rows_of(SHARED_ROWS))
 def test_experts_of_a_pair_add_up_tokens_of_both_pipes(four: Outcome, row: str, schedule: str) -> None:
-    """Those of its own pipe first, and in stock a chunk always serves the same: so experts' sums have other last bits."""
+    as_far_as_experts_allow(four, row, f"{row}_{schedule}", 4)
+
+
+@pytest.mark.timeout(2460)
+@pytest.mark.parametrize(("row", "schedule"), rows_of(EIGHT_ROWS))
+def test_experts_of_a_pair_of_eight_ranks_do_too(eight: Outcome, row: str, schedule: str) -> None:
+    as_far_as_experts_allow(eight, row, f"{row}_{schedule}", 8)
+
+
+def as_far_as_experts_allow(outcome: Outcome, row: str, ours: str, world: int) -> None:
+    """Tokens of its own pipe come first, and in stock a chunk always serves the same: so experts' sums have other last bits."""
 
     def losses(case: str) -> list[dict[str, Any]]:
-        return [{name: value for name, value in step.items() if name != "grad_norm"} for step in four.record(case, 3)["iterations"]]
+        return [
+            {name: value for name, value in step.items() if name != "grad_norm"} for step in outcome.record(case, world - 1)["iterations"]
+        ]
 
-    ours = f"{row}_{schedule}"
     assert losses(ours)[0] == losses(row)[0]
-    stock, found = gradients(four, row, 4), gradients(four, ours, 4)
+    stock, found = gradients(outcome, row, world), gradients(outcome, ours, world)
     apart = {name for name, gradient in stock.items() if not torch.equal(found[name], gradient)}
     assert all("local_experts" in name for name in apart)
     assert furthest(found, stock) < 1e-6
@@ -155,9 +188,19 @@ def test_experts_of_a_pair_add_up_tokens_of_both_pipes(four: Outcome, row: str, 
 @pytest.mark.timeout(2460)
 @pytest.mark.parametrize(("row", "schedule"), rows_of(WIDE_ROWS))
 def test_another_dimension_beside_two_pipes_changes_nothing(wide: Outcome, row: str, schedule: str) -> None:
-    alike(wide, row, f"{row}_{schedule}", world=8)
-    if "--gradients" in WIDE_ROWS[row][0]:
-        same_gradients(wide, row, f"{row}_{schedule}", 8)
+    same_as_stock(wide, row, schedule, 8, WIDE_ROWS[row][0])
+
+
+@pytest.mark.timeout(2460)
+@pytest.mark.parametrize(("row", "schedule"), rows_of(SIXTEEN_ROWS))
+def test_another_dimension_beside_two_pipes_over_eight_ranks_changes_nothing(sixteen: Outcome, row: str, schedule: str) -> None:
+    same_as_stock(sixteen, row, schedule, 16, SIXTEEN_ROWS[row][0])
+
+
+def same_as_stock(outcome: Outcome, row: str, schedule: str, world: int, flags: tuple[str, ...]) -> None:
+    alike(outcome, row, f"{row}_{schedule}", world)
+    if "--gradients" in flags:
+        same_gradients(outcome, row, f"{row}_{schedule}", world)
 
 
 # Layers of chunks that serve the pipe that begins in their rank's half of the ranks.
@@ -223,15 +266,26 @@ FROM_STOCK: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def from_stock(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
+def from_stock(run_cases: Run, request: pytest.FixtureRequest) -> Callable[[int], Outcome]:
+    done: dict[int, Outcome] = {}
+
+    def of(ranks: int) -> Outcome:
+        if ranks not in done:
+            names = {name for name, number in asked_for(request, "name", "ranks") if number == ranks}
+            done[ranks] = run_cases(ranks, resumed(names, ranks), timeout_s=1500, worker="named_worker.py")
+        return done[ranks]
+
+    return of
+
+
+def resumed(wanted: set[str], ranks: int) -> list[Case]:
     cases = []
-    wanted = asked_for(request, "name")
     first, second = ("--train-iters", "2", *RESUMED), ("--train-iters", "4", *RESUMED)
     for name, (flags, more) in FROM_STOCK.items():
-        if (name,) not in wanted:
+        if name not in wanted:
             continue
-        common = (*ALIKE, *batch(8), *flags)
-        stock, ours = (*common, *pipeline(2)), (*common, *more, *by("bitpipe-2"))
+        common = (*ALIKE, "--num-layers", str(2 * ranks), *batch(2 * ranks), *flags)
+        stock, ours = (*common, *pipeline(ranks // 2)), (*common, *more, *by("bitpipe-2", ranks))
 
         def saved(at: str, case: str = name) -> tuple[str, ...]:
             return "--save", f"{{folder}}/{case}_{at}", "--save-interval", "1"
@@ -247,17 +301,19 @@ def from_stock(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
             Case(f"{name}_ours_on", (*ours, *second, *loaded("stock"))),
             Case(f"{name}_ours_resumed", (*ours, *second, *loaded("ours"))),
         ]
-    return run_cases(4, cases, timeout_s=1500, worker="named_worker.py")
+    return cases
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1560)
 @pytest.mark.parametrize("name", FROM_STOCK)
-def test_two_pipes_go_on_from_stocks_checkpoint_and_stock_from_theirs(from_stock: Outcome, name: str) -> None:
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_two_pipes_go_on_from_stocks_checkpoint_and_stock_from_theirs(from_stock: Callable[[int], Outcome], ranks: int, name: str) -> None:
     """The optimizer's state with it, or the second pair would not be equal."""
-    alike(from_stock, f"{name}_stock", f"{name}_ours")
-    alike(from_stock, f"{name}_stock_on", f"{name}_ours_on")
-    alike(from_stock, f"{name}_stock_on", f"{name}_ours_resumed")
+    outcome = from_stock(ranks)
+    alike(outcome, f"{name}_stock", f"{name}_ours", ranks)
+    alike(outcome, f"{name}_stock_on", f"{name}_ours_on", ranks)
+    alike(outcome, f"{name}_stock_on", f"{name}_ours_resumed", ranks)
 
 
 # Of eight ranks: micro-batches and flags, by name and from a file. Of 8 micro-batches, one unit, the ranks in the middle hold most.
