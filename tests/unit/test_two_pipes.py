@@ -142,6 +142,15 @@ def test_bitpipe_takes_less_than_its_authors_order(p: int, m: int) -> None:
     assert pace(generate("bitpipe", p, m, 2), ALIKE).makespan == takes < theirs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [18, 20, 24, 32])
+def test_bitpipe_of_more_ranks_takes_no_more_than_its_authors_order(p: int, rounds: int) -> None:
+    """Up to 16 it takes what its formula says."""
+    m = p * rounds
+    assert pace(generate("bitpipe", p, m, 2), ALIKE).makespan <= 3 * m + Fraction((p - 2) * (rounds + 1), 2)
+
+
 # Rules alone left up to 4.5 forwards more: with three and four chunks everything is moved to and fro.
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2, 3, 4])
