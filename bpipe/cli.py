@@ -60,6 +60,7 @@ COMMANDS = {
     "plan": "search a model's configurations on a cluster, and say whether balancing helps",
     "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
     "profile": "time one stage of a model on this machine's device",
+    "calibrate": "say how far a cluster is from predictions, by one run on it",
     "report": "lay a recorded run beside its prediction",
     "compare": "lay two runs of one training side by side: do they compute the same, and what do they hold and take",
 }

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from bpipe.flag_types import positive
+from bpipe.models.calibration import read_calibration
 from bpipe.models.cluster import DEVICES, Cluster, parse_cluster
 from bpipe.models.cluster_file import SUFFIXES, read_cluster
 from bpipe.models.flops import FORMULAS
@@ -51,10 +52,21 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--flops-formula", choices=FORMULAS, default="megatron", help="whose FLOPs MFU counts (default megatron)")
 
 
+def add_calibration_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--calibration", metavar="FILE", help="how far this cluster is from predictions, as `bpipe calibrate` found it")
+
+
 def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Cluster:
     """`devices` are nodes and GPUs of one, for a cluster that says none."""
     path = Path(options.cluster)
-    return read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(options.cluster, devices)
+    cluster = read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(options.cluster, devices)
+    if options.calibration is None:
+        return cluster
+    calibration = read_calibration(options.calibration)
+    try:
+        return calibration.of(cluster)
+    except ValueError as error:
+        raise ValueError(f"--calibration {options.calibration}: {error}") from None
 
 
 def print_json(value: object) -> None:

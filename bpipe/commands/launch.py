@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bpipe.commands.parser import REST
 from bpipe.plan.launch_script import read_launch
 from bpipe.plan.megatron_command import Reading, read_command
 
@@ -21,8 +22,9 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from-script", metavar="FILE", help="a bash script that starts the training, read without running it ('-' is standard input)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of that script; the environment is not looked at")
     add(
-        "megatron",
+        REST,
         nargs="*",
+        default=[],
         metavar="FLAGS",
         help="after --: flags of pretrain_gpt.py, or a whole command: torchrun ... script.py ...",
     )

@@ -12,12 +12,24 @@ from typing import Any, NoReturn
 
 from bpipe.names import nearest, unknown
 
+# Where a command that takes a launch keeps its words.
+REST = "megatron"
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes no abbreviations and says which flag or choice was probably meant."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What stands behind `--` is a launch where one is taken: argparse would not, where another positional stood before a flag."""
+        if args is None or "--" not in args or self.get_default(REST) is None:
+            return super().parse_known_args(args, namespace)
+        place = args.index("--")
+        found, unknown_words = super().parse_known_args(args[:place], namespace)
+        setattr(found, REST, [*getattr(found, REST), *args[place + 1 :]])
+        return found, unknown_words
 
     def check_flags(self, arguments: Sequence[str]) -> None:
         """End with the nearest flag for the first that is unknown: argparse itself would first ask for the one that was mistyped."""

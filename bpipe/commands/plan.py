@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, print_json
+from bpipe.commands.flags import add_calibration_argument, add_model_arguments, add_training_arguments, cluster_of, print_json
 from bpipe.commands.front import picture_file, show
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.commands.simulate import budgeted
@@ -23,7 +23,7 @@ from bpipe.models.profile import read_profile
 from bpipe.plan import standings
 from bpipe.plan.budget import MemoryBudget, within_budget
 from bpipe.plan.document import document
-from bpipe.plan.explain import costly_halves, describe, only_balanced, replicas_apart, verdict
+from bpipe.plan.explain import calibrated, costly_halves, describe, only_balanced, replicas_apart, verdict
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
@@ -41,6 +41,7 @@ NO_ROWS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_training_arguments(parser)
+    add_calibration_argument(parser)
     add_launch_arguments(parser)
     add = parser.add_argument_group("search").add_argument
     add("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help="scopes to consider (default all)")
@@ -210,7 +211,7 @@ def table(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> str:
     head = f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit"
     if outcome.rows:
         head += f", {outcome.num_simulated} simulated: the {len(outcome.rows)} fastest"
-    lines = [head]
+    lines = [head, *calibrated(outcome.space.cluster)]
     for number, found in enumerate(outcome.rows, 1):
         lines += _lines(number, found)
     standing = standings.lines(outcome)

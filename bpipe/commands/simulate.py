@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.commands.flags import add_model_arguments, add_training_arguments, cluster_of, print_json
+from bpipe.commands.flags import add_calibration_argument, add_model_arguments, add_training_arguments, cluster_of, print_json
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.flag_types import numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
@@ -16,7 +16,7 @@ from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
 from bpipe.models.profile import Profile, read_profile
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
-from bpipe.plan.explain import costly_halves, describe, replicas_apart, tight
+from bpipe.plan.explain import calibrated, costly_halves, describe, replicas_apart, tight
 from bpipe.plan.options import filled, memory, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.program import BALANCES
@@ -30,7 +30,8 @@ MEMORY = "with --balance bpipe: all that a device may hold, for all ranks or eac
 HOSTS = "with --balance bpipe, who hosts: the other of a pair, or in a pool any rank with room (default pair)"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of one configuration, by flags or from a launch."""
     add_model_arguments(parser)
     add_training_arguments(parser)
     add = parser.add_argument_group("configuration").add_argument
@@ -56,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input-shards", action="store_true", help="with --vocabulary-parallel: the embedding in shards, too")
     add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
     add_launch_arguments(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_configuration_arguments(parser)
+    add_calibration_argument(parser)
     output = parser.add_argument_group("output").add_argument
     parser.add_argument("--profile", metavar="FILE", help="seconds measured by `bpipe profile` or given; the rest is predicted")
     output("--format", choices=("table", "json"), default="table")
@@ -156,6 +162,7 @@ def table(prediction: SetupPrediction) -> str:
     if timing.simulated < setup.num_microbatches:
         others = setup.num_microbatches - timing.simulated
         lines.append(f"simulated are the first {timing.simulated} micro-batches; the other {others} continue their steady phase")
+    lines += calibrated(setup.cluster)
     if bandwidth:
         lines.append(
             f"a transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: within a forward it needs "

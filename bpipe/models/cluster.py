@@ -68,9 +68,12 @@ DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
+    """`factor`: how many seconds one that is predicted really takes (`bpipe calibrate`)."""
+
     device: DeviceKind
     num_nodes: int
     devices_per_node: int
+    factor: float = 1.0
 
     @property
     def num_devices(self) -> int:

@@ -305,7 +305,7 @@ def predict_costs(setup: Setup) -> Costs:
         eager=setup.switches.overlap_grad_reduce,
         replicas_apart=not setup.replicas_share_nodes(),
     )
-    if not setup.is_sharded:
-        return costs
-    # No loop of Megatron's runs shards.
-    return replace(costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup))
+    if setup.is_sharded:
+        # No loop of Megatron's runs shards.
+        costs = replace(costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup))
+    return costs if setup.cluster.factor == 1 else costs.scaled(setup.cluster.factor)

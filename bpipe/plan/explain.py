@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bpipe.generate.families import default
-from bpipe.models.cluster import gib
+from bpipe.models.cluster import Cluster, gib
 from bpipe.models.compute import update_seconds
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import TIGHT
@@ -71,6 +71,11 @@ def tight(prediction: SetupPrediction) -> str | None:
     )
 
 
+def calibrated(cluster: Cluster) -> list[str]:
+    """That times are not as predicted, where they are not."""
+    return [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
+
+
 def replicas_apart(setup: Setup) -> str | None:
     """What it costs that pairs share nodes, where the replicas of a rank would without balancing; None where they do, or never did."""
     if setup.balance == "none" or setup.replicas_share_nodes():
@@ -79,7 +84,8 @@ def replicas_apart(setup: Setup) -> str | None:
     if not plain.replicas_share_nodes():
         return None
     mine, without = (
-        max(sum(sum(update_seconds(one)[stage]) for stage in one.stages_of(rank)) for rank in range(one.pipeline)) for one in (setup, plain)
+        setup.cluster.factor * max(sum(sum(update_seconds(one)[stage]) for stage in one.stages_of(rank)) for rank in range(one.pipeline))
+        for one in (setup, plain)
     )
     return (
         f"balanced pairs share nodes, so that the replicas of a rank do not: to reduce gradients and update weights takes {mine:.3f} "

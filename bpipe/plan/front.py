@@ -16,7 +16,7 @@ from bpipe.models.cluster import gib
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.plan.document import document
-from bpipe.plan.explain import describe
+from bpipe.plan.explain import calibrated, describe
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
@@ -125,6 +125,7 @@ def words(front: Front) -> list[str]:
     if not front.points:
         return [f"{head}: none needs less than {gib(front.most_bytes)} GiB a device, {float(MOST_TIMES):g} times what one has"]
     lines = [f"{head}: for every amount of memory the fastest, up to {gib(front.most_bytes)} GiB a device"]
+    lines += calibrated(front.points[0].prediction.setup.cluster)
     for place, point in enumerate(front.points):
         mark = "*" if place == front.winner else " " if point.peak_bytes <= front.limit_bytes else "-"
         lines.append(

@@ -83,8 +83,12 @@ class SetupPrediction:
 
 
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
+    """What a profile gives is measured as it stands; what is predicted besides takes as much longer as the cluster was found to."""
     costs = predict_costs(setup)
-    return costs if profile is None else profile.apply(setup, costs, layer_collective_seconds(setup))
+    if profile is None:
+        return costs
+    forward, backward = layer_collective_seconds(setup)
+    return profile.apply(setup, costs, (forward * setup.cluster.factor, backward * setup.cluster.factor))
 
 
 def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:

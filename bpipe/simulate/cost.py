@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
 from bpipe.ir.memory import Memory, memory_of
@@ -119,6 +119,11 @@ class Link:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but nothing arrives before it left")
 
+    def scaled(self, factor: Number) -> Link:
+        """One that takes so many times as long."""
+        speed = None if self.bytes_per_s is None else self.bytes_per_s / factor
+        return Link(speed, self.latency_s * factor, self.gap_s * factor)
+
     def message_s(self, num_bytes: int) -> Number:
         """What passes between stages."""
         return self.gap_s + self.seconds(num_bytes)
@@ -182,12 +187,27 @@ class Costs:
     eager: bool = False
     replicas_apart: bool = False
 
+    def scaled(self, factor: Number) -> Costs:
+        """All that takes time takes so many times as long; a link carries as much less."""
+        return replace(
+            self,
+            stages=tuple(_scaled(cost, factor) for cost in self.stages),
+            links=replace(self.links, inside=self.links.inside.scaled(factor), between=self.links.between.scaled(factor)),
+            shards=tuple(_scaled(shard, factor) for shard in self.shards),
+            collectives=_scaled(self.collectives, factor),
+        )
+
     @property
     def memory(self) -> Memory:
         """What every stage holds."""
         after = [cost.saved_bytes if cost.after_input_bytes is None else cost.after_input_bytes for cost in self.stages]
         held = max((shard.held_bytes for shard in self.shards), default=0)
         return memory_of([cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after, held)
+
+
+def _scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Number) -> Cost:
+    seconds = {one.name: getattr(cost, one.name) for one in fields(cost) if one.name.endswith("_s")}
+    return replace(cost, **{name: value * factor for name, value in seconds.items() if value is not None})
 
 
 def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:

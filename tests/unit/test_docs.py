@@ -26,6 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.m
 
 # What is run by another test, because it needs more than a command line: by the words it begins with, the test that runs it.
 ELSEWHERE = {
+    "bpipe calibrate train.log": "tests/unit/plan/test_calibrate.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",
     "bpipe report": "tests/unit/commands/test_report.py",

@@ -60,7 +60,9 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
-OPTIONS = argparse.Namespace(cluster="a100-80g:1x8", model=None, schedule=None, kernels="gpu", flops_formula="megatron", profile=None)
+OPTIONS = argparse.Namespace(
+    cluster="a100-80g:1x8", model=None, schedule=None, kernels="gpu", flops_formula="megatron", profile=None, calibration=None
+)
 NOT_GIVEN = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "sequence", "vocabulary"),
     *("swiglu", "rms_norm", "disable_bias_linear", "rotary", "untie_embeddings_and_output_weights", "no_dropout", "layers", "chunks"),

@@ -1,0 +1,125 @@
+"""`bpipe calibrate`: how far a cluster is from its prediction. In: one run, what was trained. Out: a file for `--calibration`, and lines.
+
+The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds. Judges nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+from bpipe.commands.flags import cluster_of, print_json
+from bpipe.commands.launch import lines, reading_of
+from bpipe.commands.simulate import add_configuration_arguments, budgeted
+from bpipe.compare.read import read_training
+from bpipe.flag_types import counted, seconds
+from bpipe.models.calibration import Calibration
+from bpipe.models.layout import Setup
+from bpipe.plan.calibrate import WARM_UP, Ran, Steady, calibrate, steady
+from bpipe.plan.explain import describe
+from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.plan.options import filled, setup_of
+from bpipe.plan.training_log import read_log
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_of", nargs="?", metavar="RUN", help="the folder of a --bpipe-report, or a log that a Megatron training printed")
+    add("--measured", type=seconds, metavar="SECONDS", help="instead of a run: what an iteration of this configuration takes")
+    add("--warm-up", type=counted, default=WARM_UP, metavar="N", help=f"iterations to leave out after a start (default {WARM_UP})")
+    add_configuration_arguments(parser)
+    output = parser.add_argument_group("output").add_argument
+    output("--output", metavar="FILE", help="write the calibration there, for --calibration of simulate and plan")
+    output("--format", choices=("table", "json"), default="table")
+    # What is calibrated is the prediction as it stands.
+    parser.set_defaults(calibration=None)
+
+
+def run(options: argparse.Namespace) -> None:
+    if (options.measured is None) == (options.run_of is None):
+        raise ValueError("name a run's folder or log, or give --measured SECONDS: one of them, the other says the same")
+    reading = reading_of(options)
+    if options.run_of is not None and Path(options.run_of).is_file():
+        launch, vocabulary = _launch_of(Path(options.run_of))
+        reading = reading or launch
+        if options.vocabulary is None and options.model is None:
+            options.vocabulary = vocabulary
+    every = filled(options, reading, ("pipeline", "global_batch"))
+    setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading.devices if reading else None)))
+    found = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
+    calibration = calibrate(setup, options.measured if found is None else found.median_s, options.run_of or "--measured")
+    if options.output is not None:
+        Path(options.output).write_text(calibration.write(), encoding="utf-8")
+    if options.format == "json":
+        print_json({**calibration.document(), "iterations": None if found is None else found._asdict()})
+        return
+    print("\n".join([*(lines(reading) if reading else ()), *_said(setup, found, calibration)]))
+    if options.output is None:
+        print("give --output FILE to keep it for --calibration of bpipe simulate and bpipe plan")
+
+
+def _said(setup: Setup, found: Steady | None, calibration: Calibration) -> list[str]:
+    median = ""
+    if found is not None:
+        median = f", the median of {found.num} behind the warm-up; the middle half took {found.low_s:.3f} to {found.high_s:.3f} s"
+    factor, devices = calibration.factor, f"{setup.cluster.num_devices} {setup.cluster.device.name}"
+    slower = f"{abs(100 * (factor - 1)):.1f} % {'more' if factor >= 1 else 'less'}"
+    return [
+        f"measured   {calibration.measured_s:.3f} s an iteration{median}",
+        f"predicted  {calibration.predicted_s:.3f} s: {describe(setup)}, batch {setup.global_batch} on {devices}",
+        f"factor     {factor:.4f}: this cluster takes {slower} than predicted",
+    ]
+
+
+def _launch_of(log: Path) -> tuple[Reading | None, int | None]:
+    """What the log says was trained, and of how many tokens."""
+    try:
+        words, vocabulary = read_log(log.read_text(encoding="utf-8", errors="replace"))
+        return (read_command(words) if words else None), vocabulary
+    except ValueError as error:
+        raise ValueError(f"{log}: {error}") from None
+
+
+def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
+    """Of its iterations with this batch size. A log may have a line for several; how far the first reaches back is not said."""
+    training = read_training(run_of)
+    numbers = sorted(training.seconds)
+    each = min((following - number for number, following in pairwise(numbers)), default=1)
+    spans, sizes, before = [], set(), (numbers[0] if numbers else each) - each
+    for number in numbers:
+        size = training.iterations[number].get("global batch size") or setup.global_batch
+        sizes.add(size)
+        if size == setup.global_batch:
+            spans.append(Ran(before + 1, number, training.seconds[number]))
+        before = number
+    try:
+        if numbers and not spans:
+            raise ValueError(f"no iterations of global batch {setup.global_batch}, only of {sorted(sizes)}: give --global-batch")
+        if run_of.is_dir():
+            _check_recorded(run_of, setup)
+        return steady(spans, warm_up)
+    except ValueError as error:
+        raise ValueError(f"{run_of}: {error}") from None
+
+
+def _check_recorded(folder: Path, setup: Setup) -> None:
+    """Raises ValueError where what the run recorded of itself is not this configuration; a run that recorded no iteration says nothing."""
+    from bpipe.record.read import has_iterations, read_run
+
+    if not has_iterations(folder):
+        return
+    recorded, wanted = read_run(folder), setup.program()
+    program = next(iteration.program for record in recorded.ranks for iteration in record.iterations.values())
+    devices = setup.cluster.num_devices
+    pairs = {
+        "ranks": (program.num_ranks, wanted.num_ranks),
+        "micro-batches": (program.num_microbatches, wanted.num_microbatches),
+        "chunks": (program.num_chunks, wanted.num_chunks),
+        "schedule": (program.schedule, wanted.schedule),
+        "balance": (program.balance_name, wanted.balance_name),
+        "devices": (recorded.info.world_size or devices, devices),
+    }
+    for name, (theirs, mine) in pairs.items():
+        if theirs != mine:
+            raise ValueError(f"{name} of the run: {theirs}, of what is to be predicted: {mine}; say what ran")

@@ -1,0 +1,234 @@
+"""One run says how far a cluster is from its prediction: read from logs and folders, applied to all times, or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.plan.calibrate import Ran, steady
+from bpipe.plan.training_log import read_log
+from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
+
+TRAINED = ["--num-layers", "16", "--hidden-size", "2048", "--num-attention-heads", "16", "--seq-length", "2048", "--swiglu", "--bf16"]
+TRAINED += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "2"]
+TRAINED += ["--no-overlap-p2p-communication", "--micro-batch-size", "1", "--global-batch-size", "32", "--sequence-parallel"]
+TRAINED += ["--recompute-granularity", "selective", "--attention-backend", "flash"]
+CLUSTER = ["--cluster", "h100-80g:2x8"]
+
+# As Megatron 0.19 prints these, with defaults of others between them.
+ARGUMENTS = {
+    "attention_backend": "AttnBackend.flash",
+    "bf16": "True",
+    "expert_model_parallel_size": "1",
+    "ffn_hidden_size": "5440",
+    "fp8": "None",
+    "global_batch_size": "32",
+    "hidden_size": "2048",
+    "kv_channels": "128",
+    "lr": "0.0003",
+    "micro_batch_size": "1",
+    "num_attention_heads": "16",
+    "num_experts": "None",
+    "num_layers": "16",
+    "num_layers_per_virtual_pipeline_stage": "2",
+    "overlap_p2p_comm": "False",
+    "pipeline_model_parallel_size": "4",
+    "recompute_granularity": "selective",
+    "recompute_modules": "['core_attn']",
+    "seq_length": "2048",
+    "sequence_parallel": "True",
+    "swiglu": "True",
+    "tensor_model_parallel_size": "2",
+    "use_distributed_optimizer": "False",
+    "virtual_pipeline_model_parallel_size": "2",
+    "world_size": "16",
+}
+LINE = " [2026-01-01 00:00:00.0] iteration {:8d}/     200 | consumed samples: 32 | elapsed time per iteration (ms): {:.1f} | "
+LINE += "learning rate: 6.0E-04 | global batch size: {:5d} | lm loss: 5.5E+00 | loss scale: 1.0 | grad norm: 8.632 |\n"
+
+
+def log(seconds: list[float], arguments: dict[str, str] | None = None, every: int = 1, batches: list[int] | None = None) -> str:
+    named = ARGUMENTS if arguments is None else arguments
+    block = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in named.items())
+    head = f"{'-' * 24} arguments {'-' * 24}\n{block}{'-' * 20} end of arguments {'-' * 21}\n"
+    head += " > padded vocab (size: 50257) with 175 dummy tokens (new size: 50432)\n"
+    return head + "".join(
+        LINE.format((number + 1) * every, 1e3 * one, batches[number] if batches else 32) for number, one in enumerate(seconds)
+    )
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([*words]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def predicted(capsys: pytest.CaptureFixture[str]) -> float:
+    words = ("simulate", *CLUSTER, "--vocabulary", "50257", "--format", "json", "--", *TRAINED)
+    return float(output(capsys, *words)["iteration_time_s"])
+
+
+def test_a_log_says_what_was_trained_and_how_fast(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Warm-up is slow, one iteration saved a checkpoint, the rest vary: the factor is the median's, and then all times are."""
+    seconds = [9 * predicted] * 5 + [predicted * (1.2 + 0.002 * (number % 7 - 3)) for number in range(30)]
+    seconds[20] = 30 * predicted
+    (tmp_path / "run.log").write_text(log(seconds))
+    file = str(tmp_path / "calibration.json")
+    found = output(capsys, "calibrate", str(tmp_path / "run.log"), *CLUSTER, "--output", file, "--format", "json")
+    assert found["factor"] == pytest.approx(1.2, rel=2e-3)
+    assert (found["predicted_s"], found["iterations"]["num"], found["iterations"]["left_out"]) == (pytest.approx(predicted), 30, 5)
+    assert found["configuration"]["no_overlap_p2p_communication"] is True
+    assert json.loads(Path(file).read_text()).items() <= found.items()
+    launch = [*CLUSTER, "--vocabulary", "50257", "--calibration", file, "--format", "json", "--", *TRAINED]
+    after = output(capsys, "simulate", *launch)
+    assert after["iteration_time_s"] == pytest.approx(found["measured_s"])
+    assert after["configuration"]["calibration_factor"] == found["factor"]
+    # In the order in which they were, for all are slower alike.
+    plans = [
+        ["plan", *CLUSTER, "--vocabulary", "50257", "--schedule", "1f1b", "--format", "json", *more]
+        for more in ([], ["--calibration", file])
+    ]
+    rows = [output(capsys, *plan, "--", *TRAINED)["rows"] for plan in plans]
+    for one, other in zip(*rows, strict=True):
+        assert one["configuration"].items() <= other["configuration"].items()
+        assert other["iteration_time_s"] == pytest.approx(found["factor"] * one["iteration_time_s"])
+
+
+def test_lines_for_several_iterations(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of lines every 10 the first holds the warm-up; of a batch that grows only the last size counts, and it has to be there."""
+    path = tmp_path / "run.log"
+    path.write_text(log([5 * predicted, *[predicted] * 3], every=10))
+    found = output(capsys, "calibrate", str(path), *CLUSTER, "--format", "json")
+    assert (found["iterations"]["num"], found["factor"]) == (3, pytest.approx(1, rel=1e-3))
+    path.write_text(log([0.3 * predicted] * 10 + [predicted] * 10, batches=[16] * 10 + [32] * 10))
+    found = output(capsys, "calibrate", str(path), *CLUSTER, "--format", "json", "--warm-up", "2")
+    assert (found["iterations"]["num"], found["factor"]) == (8, pytest.approx(1, rel=1e-3))
+    path.write_text(log([predicted] * 10, batches=[16] * 10))
+    assert "no iterations of global batch 32, only of [16.0]" in refused(capsys, "calibrate", str(path), *CLUSTER)
+
+
+def test_seconds_for_a_configuration(predicted: float, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("calibrate", "--measured", str(1.1 * predicted), *CLUSTER, "--vocabulary", "50257")
+    assert output(capsys, *words, "--format", "json", "--", *TRAINED)["factor"] == pytest.approx(1.1)
+    assert main([*words, "--", *TRAINED]) == 0
+    said = capsys.readouterr().out
+    assert "this cluster takes 10.0 % more than predicted" in said
+    assert "--output" in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ([1.0] * 6, "1 of 6 measured times are left behind 5 iterations of warm-up"),
+        ([1.0, 1.3] * 10, "that is no steady training"),
+        ([3.0] * 20, "is this the configuration that ran, and its device?"),
+        ([0.0] * 20, "none takes no time"),
+        ([0.01] * 20, "what 16 h100-80g can compute"),
+    ],
+)
+def test_what_says_nothing_is_refused(
+    seconds: list[float], words: str, predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(log([one * predicted for one in seconds]))
+    said = refused(capsys, "calibrate", str(path), *CLUSTER, "--output", str(tmp_path / "none.json"))
+    assert words in said
+    assert str(path) in said
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_a_run_or_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    both = ("--pipeline", "4", "--global-batch", "8", "--model", "gpt3-13b", *CLUSTER)
+    assert "one of them" in refused(capsys, "calibrate", *both)
+    assert "one of them" in refused(capsys, "calibrate", "run.log", "--measured", "3", *both)
+
+
+def test_what_is_not_modelled_is_refused_from_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    for changes, words in (
+        ({"num_experts": "8"}, "mixtures of experts"),
+        ({"fp8": "hybrid"}, "8-bit"),
+        ({"num_layers": "None"}, "lack --num-layers"),
+    ):
+        path.write_text(log([1.0] * 20, {**ARGUMENTS, **changes}))
+        assert words in refused(capsys, "calibrate", str(path), *CLUSTER)
+    path.write_text(log([1.0] * 20) + log([1.0] * 20, {**ARGUMENTS, "micro_batch_size": "2"}))
+    assert "several trainings" in refused(capsys, "calibrate", str(path), *CLUSTER)
+
+
+def test_the_arguments_of_a_log_are_the_launch() -> None:
+    words, vocabulary = read_log(log([1.0]))
+    assert vocabulary == 50257
+    launched = {*TRAINED, "--ffn-hidden-size", "5440", "--kv-channels", "128", "--recompute-modules", "core_attn"}
+    # What has its default is read all the same.
+    assert set(words) - launched == {"--expert-model-parallel-size"}
+    assert launched - set(words) == set()
+    # A rank's prefix, and a name longer than the dots.
+    long = "account_for_embedding_in_pipeline_split_and_what_else_there_may_be"
+    prefixed = "\n".join(f"[0]: {line}" for line in log([1.0], {**ARGUMENTS, long: "True"}).splitlines())
+    assert read_log(prefixed) == read_log(log([1.0]))
+
+
+def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(Path(__file__).parents[2] / "data/recorded_run")
+    words = ["calibrate", folder, "--cluster", "a100-80g:4", "--vocabulary", "1000", "--warm-up", "0"]
+    small = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--bpipe"]
+    small += ["--pipeline-model-parallel-size", "4", "--global-batch-size"]
+    assert "micro-batches of the run: 8, of what is to be predicted: 5; say what ran" in refused(capsys, *words, "--", *small, "5")
+    # It was a CPU, and three iterations.
+    assert "no steady training" in refused(capsys, *words, "--", *small, "8")
+
+
+def test_a_file_that_is_none_is_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    given = [*CLUSTER, "--vocabulary", "50257"]
+    assert main(["calibrate", "--measured", str(1.1 * predicted), *given, "--output", str(file), "--", *TRAINED]) == 0
+    capsys.readouterr()
+    right = json.loads(file.read_text())
+    for changes, words in (
+        ({"factor": 1.3}, "give another"),
+        ({"factor": "1.1"}, "factor is '1.1'"),
+        ({"format": "bpipe-run"}, "bpipe-calibration"),
+        ({"device": "a100-80g"}, "the cluster has h100-80g"),
+        ({"factor": 3.3, "measured_s": 3 * right["measured_s"]}, "no cluster is so far from it"),
+    ):
+        file.write_text(json.dumps({**right, **changes}))
+        said = refused(capsys, "simulate", *given, "--calibration", str(file), "--", *TRAINED)
+        assert words in said
+        assert str(file) in said
+
+
+def test_everything_that_takes_time_is_scaled() -> None:
+    """Whatever costs get besides: each second times the factor, each speed divided by it, bytes as they are."""
+
+    def filled(kind: type) -> Any:
+        return kind(**{one.name: number for number, one in enumerate(fields(kind), 1)})
+
+    stage = replace(filled(StageCost), backward_s=50, moved_bytes=1, saved_bytes=2)
+    links = Links(Link(Fraction(10), 3, 5), Link(None, 7, 11), (0, 1))
+    costs = Costs((stage,), links, shards=(filled(ShardCost),), collectives=filled(CollectiveCost))
+    twice = costs.scaled(2)
+    for one, other in ((costs.stages[0], twice.stages[0]), (costs.shards[0], twice.shards[0]), (costs.collectives, twice.collectives)):
+        for field in fields(one):
+            times = 2 if field.name.endswith("_s") else 1
+            assert getattr(other, field.name) == times * getattr(one, field.name), field.name
+    for mine, theirs in ((links.inside, twice.links.inside), (links.between, twice.links.between)):
+        assert (theirs.seconds(100), theirs.message_s(100)) == (2 * mine.seconds(100), 2 * mine.message_s(100))
+    assert costs.scaled(1) == costs
+
+
+def test_the_warm_up_is_counted_in_iterations() -> None:
+    found = steady([Ran(1, 4, 9.0), Ran(5, 8, 9.0), *(Ran(number, number, 1.0) for number in range(9, 13))])
+    assert (found.num, found.left_out, found.median_s) == (4, 2, 1.0)
