@@ -1,12 +1,15 @@
 """Measure what co-execution gains and costs: steps of one network plainly, beside Python with each backend, and lazily, taking turns.
 
-In: sizes. Out: a table, and JSON with --json: for each share of Python's work in a step, as part of the plain step's time without any, the
-medians and quartiles over rounds of how many times as fast a step is co-executed, and lazily, as plainly within that round. Wall clock, for
-overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread. On cores that others use too, two
-threads get more of them than one, and a gain may be that. Losses must be equal to the bit.
+In: sizes. Out: a table, and JSON with --json: for each kind and share of Python's work in a step, as part of the plain step's time without
+any, the medians and quartiles over rounds of how many times as fast a step is co-executed, and lazily, as plainly within that round. Work
+is done between a step's layers: "text" counts words and writes lines, as tokenizers and logs do, and keeps the interpreter's lock;
+"unpacking" decompresses, as reading data does, and lets go of it.
 
-What it cannot show: anything of a GPU, whose queue runs beside Python by itself; and other work of Python's than pure Python, which keeps
-the interpreter's lock all the time: what lets go of it, as arrays' functions do, overlaps better.
+Wall clock, for overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread. On cores that others
+use too, two threads get more of them than one, and a gain may be that: the plain side's share of a core is printed, and should be near 1.
+Losses must be equal to the bit. Operations take milliseconds here, as a device's do; with --width 64 they take as long as issuing them.
+
+What it cannot show: anything of a GPU, whose queue runs beside Python by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,31 +32,47 @@ import torch
 
 import terra
 
-SHARES = (0.0, 0.5, 1.0)
+SHARES = (0.5, 1.0)
 # Runner and backend.
 WAYS = {"operations": ("threaded", "operations"), "script": ("threaded", "script"), "lazily": ("lazy", "script")}
 # Warm-up and traces, and blocks' programs are made in the first co-executed one.
 FIRST = 5
 
 
-def spin(count: int) -> int:
-    total = 0
+_WORDS = ("a", "step", "of", "the", "training", "has", "come", "to", "its", "end", "and", "this", "is", "what", "it", "lost")
+_PACKED = zlib.compress(bytes(range(256)) * 512)
+
+
+def text(count: int) -> int:
+    """Holds the interpreter's lock."""
+    seen: dict[str, int] = {}
     for number in range(count):
-        total += number * number
-    return total
+        word = _WORDS[number % len(_WORDS)]
+        seen[word] = seen.get(word, 0) + len(f"{number} {word}")
+    return sum(seen.values())
 
 
-def training(width: int, layers: int, batch: int) -> Callable[[int], torch.Tensor]:
-    """A step that spins `count` times between its layers and then trains."""
+def unpacking(count: int) -> int:
+    """Lets go of the interpreter's lock."""
+    return sum(len(zlib.decompress(_PACKED)) for _ in range(count))
+
+
+Work = Callable[[int], int]
+# With a number of turns that takes some tens of milliseconds.
+WORKS: dict[Work, int] = {text: 100_000, unpacking: 300}
+
+
+def training(width: int, layers: int, batch: int) -> Callable[[Work, int], torch.Tensor]:
+    """A step that trains, and does `count` turns of work between its layers."""
     torch.manual_seed(1)
     parts = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(layers)]
     optimizer = torch.optim.SGD([each for part in parts for each in part.parameters()], lr=1e-3)
     given = torch.randn(batch, width)
 
-    def step(count: int) -> torch.Tensor:
+    def step(work: Work, count: int) -> torch.Tensor:
         hidden = given
         for part in parts:
-            spin(count // layers)
+            work(count // layers)
             hidden = part(hidden)
         optimizer.zero_grad()
         loss = hidden.square().mean()
@@ -69,18 +89,23 @@ class Way:
     def __init__(self, options: argparse.Namespace, session: terra.Session | None) -> None:
         self._step, self._session = training(options.width, options.layers, options.batch), session
         self.losses: list[torch.Tensor] = []
+        self.wall_s = self.processor_s = 0.0
 
-    def run(self, steps: int, count: int) -> float:
+    def run(self, steps: int, work: Work = text, count: int = 0) -> float:
         """Seconds a step."""
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         with self._session.ahead() if self._session else contextlib.nullcontext():
             for _ in range(steps):
                 with self._session or contextlib.nullcontext():
-                    self.losses.append(self._step(count))
-        return (time.perf_counter() - start) / steps
+                    self.losses.append(self._step(work, count))
+        took_s = time.perf_counter() - start
+        self.wall_s += took_s
+        self.processor_s += time.process_time() - processor
+        return took_s / steps
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
+    """Rows, and the plain side's share of a core."""
     with contextlib.ExitStack() as stack:
         sessions = {
             name: stack.enter_context(contextlib.closing(terra.Session(runner, backend=backend)))  # type: ignore[arg-type]
@@ -90,24 +115,24 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         beside = {name: Way(options, session) for name, session in sessions.items()}
         ways = [plain, *beside.values()]
         for way in ways:
-            way.run(FIRST, 0)
-        step_s = min(plain.run(options.steps, 0) for _ in range(3))
-        turn_s = min(_timed(spin, 100_000) for _ in range(5)) / 100_000
+            way.run(FIRST)
+        step_s = min(plain.run(options.steps) for _ in range(3))
         for way in beside.values():
-            way.run(3 * options.steps, 0)
+            way.run(3 * options.steps)
         rows = []
-        for share in SHARES:
-            count = int(step_s * share / turn_s)
+        for work, share in ((text, 0.0), *((work, share) for work in WORKS for share in SHARES)):
+            turn_s = min(_timed(work, WORKS[work]) for _ in range(3)) / WORKS[work]
             rounds = []
             for number in range(options.rounds):
                 first = number % len(ways)
-                rounds.append({way: way.run(options.steps, count) for way in ways[first:] + ways[:first]})
-            row: dict[str, Any] = {"python": share, "plain_ms": spread([took[plain] * 1e3 for took in rounds])}
+                rounds.append({way: way.run(options.steps, work, int(step_s * share / turn_s)) for way in ways[first:] + ways[:first]})
+            row: dict[str, Any] = {"python": share, "work": work.__name__ if share else "none"}
+            row["plain_ms"] = spread([took[plain] * 1e3 for took in rounds])
             rows.append(row | {name: spread([took[plain] / took[way] for took in rounds]) for name, way in beside.items()})
         for way in beside.values():
             assert all(torch.equal(one, other) for one, other in zip(plain.losses, way.losses, strict=True)), "losses differ"
         assert all(session.fallbacks == 0 for session in sessions.values())
-    return rows
+    return rows, plain.processor_s / plain.wall_s
 
 
 def _timed(do: Callable[[int], object], count: int) -> float:
@@ -125,23 +150,25 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=10, help="in each turn")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(options)
-    print(f"{options.layers} layers {options.width} wide, {options.batch} rows; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    rows, core = measure(options)
+    print(
+        f"{options.layers} layers {options.width} wide, {options.batch} rows; {os.cpu_count()} cores, {core:.2f} of one for the plain side"
+    )
     print("times as fast as plainly, median (quartiles)")
-    print("Python's work   plain ms a step        " + "".join(f"{name:23}" for name in WAYS))
+    print("Python's work     plain ms a step        " + "".join(f"{name:23}" for name in WAYS))
     for row in rows:
         words = (f"{middle:7.2f} ({first:.2f} to {third:.2f})" for first, middle, third in (row[name] for name in ("plain_ms", *WAYS)))
-        print(f"{row['python']:12.0%}   {'   '.join(words)}")
+        print(f"{row['work']:9} {row['python']:4.0%}   {'   '.join(words)}")
     if options.json:
-        facts = {"machine": platform.platform(), "torch": torch.__version__, "options": vars(options), "rows": rows}
+        facts = {"machine": platform.platform(), "torch": torch.__version__, "options": vars(options), "plain_core": core, "rows": rows}
         Path(options.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

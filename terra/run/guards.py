@@ -1,13 +1,15 @@
-"""Let Python wait before it looks at what pending operations still change, where no operation tells. In: open sessions. Out: waiting.
+"""What is another for the whole process while a session is open. In: open sessions. Out: waiting, and a lock that changes hands sooner.
 
-Memory of a tensor (`numpy`, `data_ptr`, saving it), its exchange (`tensor.data = other`), the state of random generators, and flags that
-choose kernels. While a session is open these are wrapped where they are looked up; a generator's own methods called on
-`torch.default_generator` itself are C's and cannot be.
+Python waits before it looks at what pending operations still change, where no operation tells: memory of a tensor (`numpy`, `data_ptr`,
+saving it), its exchange (`tensor.data = other`), the state of random generators, and flags that choose kernels. These are wrapped where
+they are looked up; a generator's own methods called on `torch.default_generator` itself are C's and cannot be. And Python that computes
+lets the runner have the interpreter's lock before a kernel's time has passed.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +24,9 @@ from terra.run.state import SETTERS, Generator, Generators
 _BASE: Any = torch._C.TensorBase
 # With tensors of other types than these, optimizers and the clipping of gradients go another way, one tensor at a time.
 _FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types, _optimizer._foreach_supported_types)
+# After this long Python that computes hands its lock to a runner that waits for it, as it does at each operation. With the 5 ms that Python
+# has of its own nothing was gained where both took 65 ms a step.
+_SWITCH_S = 2e-4
 
 
 class Waits(Protocol):
@@ -40,6 +45,8 @@ class Waits(Protocol):
 _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
 _before: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
+# The interval that there was.
+_intervals_s: list[float] = []
 
 
 def opened(session: Waits) -> None:
@@ -83,6 +90,8 @@ def _install() -> None:
         types.append(Placeholder)
     if torch.cuda.is_initialized():
         _put(torch.cuda, "default_generators", Generators(torch.cuda.default_generators, _wait))
+    _intervals_s.append(sys.getswitchinterval())
+    sys.setswitchinterval(min(_SWITCH_S, _intervals_s[0]))
 
 
 def _put(owner: Any, name: str, by: Any) -> None:
@@ -94,6 +103,7 @@ def _remove_unless_used() -> None:
     if _before and not _sessions:
         for types in _FOREACH_TYPES:
             types.remove(Placeholder)
+        sys.setswitchinterval(_intervals_s.pop())
     while _before and not _sessions:
         owner, name, was = _before.pop()
         if was is _ABSENT:
