@@ -40,7 +40,7 @@ class Views(Program):
             self.rows[0].add_(self.weight[:2], alpha=1 / (i + 2))
             self.rows[1].copy_(self.table[:2, :5])
             same = self.table.view(30).detach()
-            same[i % 30] = 2.0
+            same[i % 30] = torch.tensor(2.0)
             self.table.transpose_(0, 1).transpose_(0, 1)
             flat = self.weight.data.ravel()
             flat.clamp_(-2, 2)
