@@ -1,13 +1,12 @@
 """Predict seconds of every stage from sizes. In: a Setup. Out: `Costs` for the simulator. A roofline: products at a share of the peak, all
 else at a share of the memory's bandwidth, tensor-parallel collectives at a share of the links'. Knows no schedule.
 
-The shares are the same for every model and device; how far the result is from measurements is in docs/validation.md. Where a measured
-profile is given, it replaces what it measured.
+How far the result is from measurements is in docs/validation.md. Where a measured profile is given, it replaces what it measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import POOL, Hosts, halved, in_pairs, mirrored
@@ -15,6 +14,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
 from bpipe.models.memory import parameter_bytes, shard_parameters, stage_parameters
+from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY_EFFICIENCY, Rates
 from bpipe.models.saved import (
     STATISTICS,
     STATISTICS_BYTES,
@@ -25,19 +25,11 @@ from bpipe.models.saved import (
     shard_bytes,
     stage_bytes,
 )
+from bpipe.models.tensor_parallel import exposed, gather_s
 from bpipe.program import BALANCES, unchecked
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
-# What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
-MATMUL_EFFICIENCY = 0.70
-# FlashAttention-2 reaches 50 to 73 % of an A100's peak forward and less backward (Dao 2023, section 4.1), most at large batches.
-FLASH_EFFICIENCY = 0.50
 FLASH_BACKWARD = 2.5
-# Streaming kernels reach 80 to 90 % of the memory's bandwidth; short ones less.
-MEMORY_EFFICIENCY = 0.80
-# NCCL's bus bandwidth on large messages: about 230 of 300 GB/s on NVLink of an A100, the same share between nodes.
-LINK_EFFICIENCY = 0.77
-LINK_LATENCY_S = 20e-6
 KERNEL_S = 4e-6
 FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35
 # Of these the products for weights, in a layer of four matrices.
@@ -60,33 +52,12 @@ SHARD_STATISTICS, SHARD_GRADIENT, SHARD_EARLY = 32, 42, 36
 UPDATE_BYTES = 30
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """What the device does in a second, for this setup."""
-
-    products: float
-    flash: float
-    memory: float
-    link: float
-
-    @staticmethod
-    def of(setup: Setup) -> _Rates:
-        device = setup.cluster.device
-        peak = device.peak_flops_per_s / (2 if setup.precision == "fp32" else 1)
-        return _Rates(
-            peak * MATMUL_EFFICIENCY,
-            peak * FLASH_EFFICIENCY,
-            device.memory_bytes_per_s * MEMORY_EFFICIENCY,
-            device.inside_bytes_per_s * LINK_EFFICIENCY,
-        )
-
-
 def is_softmax_fused(setup: Setup) -> bool:
     """Whether Megatron's fused softmax takes these sizes."""
     return setup.micro_batch * setup.model.num_attention_heads // setup.tensor % 4 == 0 and setup.sequence <= 4096
 
 
-def core_seconds(setup: Setup, rates: _Rates) -> tuple[float, float]:
+def core_seconds(setup: Setup, rates: Rates) -> tuple[float, float]:
     """The attention core of one layer, forward and backward."""
     model, s = setup.model, setup.sequence
     product_flops = 4 * setup.micro_batch * s * s * model.query_size / setup.tensor
@@ -106,7 +77,7 @@ def core_seconds(setup: Setup, rates: _Rates) -> tuple[float, float]:
 
 def layer_seconds(setup: Setup) -> tuple[float, float]:
     """One layer and micro-batch, forward and backward with its recomputation."""
-    rates, model, tokens = _Rates.of(setup), setup.model, num_tokens(setup)
+    rates, model, tokens = Rates.of(setup), setup.model, num_tokens(setup)
     h, element = model.hidden_size, element_bytes(setup)
     products = 2 * tokens * model.sharded_layer_parameters / setup.tensor / rates.products
     between = element * tokens * h / setup.sequence_shards
@@ -114,22 +85,15 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
     # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
     forward = products + (10.5 * between + inside) / rates.memory + FORWARD_KERNELS * KERNEL_S
     backward = 2 * products + (14 * between + 1.5 * inside + _accumulated(setup)) / rates.memory + BACKWARD_KERNELS * KERNEL_S
-    collectives, _ = layer_collective_seconds(setup)
+    waits = exposed(setup)
     core_forward, core_backward = core_seconds(setup, rates)
-    forward += core_forward + collectives
-    backward += core_backward + collectives
+    forward += core_forward
+    backward += core_backward + waits.backward_s
     if setup.recompute == "full":
         backward += forward
     elif setup.recompute == "selective":
         backward += core_forward
-    return forward, backward
-
-
-def layer_collective_seconds(setup: Setup) -> tuple[float, float]:
-    """Of these a layer's tensor-parallel collectives: two gathers and two scatters each way with sequence parallelism, without it two
-    reductions of twice the bytes. A layer that is recomputed goes forward twice."""
-    collectives = 4 * _gather_s(setup, _Rates.of(setup))
-    return collectives, collectives * (2 if setup.recompute == "full" else 1)
+    return forward + waits.forward_s, backward
 
 
 def _accumulated(setup: Setup) -> float:
@@ -137,33 +101,26 @@ def _accumulated(setup: Setup) -> float:
     return 2 * parameter_bytes(setup)[1] * setup.model.sharded_layer_parameters / setup.tensor
 
 
-def _gather_s(setup: Setup, rates: _Rates) -> float:
-    """To gather over the tensor-parallel ranks what each has a part of."""
-    if setup.tensor == 1:
-        return 0.0
-    moved = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size * (setup.tensor - 1) / setup.tensor
-    return moved / rates.link + LINK_LATENCY_S
-
-
 def halves_seconds(setup: Setup) -> tuple[float, float]:
     """One layer and micro-batch: the halves of its backward, for its input and for its weights. Attention's core has no weights.
 
-    Together they take as long as the whole, and longer under sequence parallelism: the inputs of the matrices behind the norms are
-    gathered again, which the whole one does beside its other product.
+    Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is scattered or summed,
+    and with sequence parallelism the inputs of the matrices behind the norms are gathered again before it.
     """
-    rates = _Rates.of(setup)
+    rates = Rates.of(setup)
     _, backward = layer_seconds(setup)
     if not setup.keeps_halves:
         return backward, 0.0
     products = 2 * num_tokens(setup) * setup.model.sharded_layer_parameters / setup.tensor / rates.products
     weight = products + _accumulated(setup) / rates.memory + WEIGHT_KERNELS * KERNEL_S
-    gathers = 2 * _gather_s(setup, rates) if setup.sequence_shards > 1 else 0.0
-    return backward - weight, weight + gathers
+    gathers = 2 * gather_s(setup) if setup.sequence_shards > 1 else 0.0
+    waits = exposed(setup)
+    return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
 
 
 def output_seconds(setup: Setup) -> tuple[float, float]:
     """The output layer and the loss."""
-    rates, tokens = _Rates.of(setup), num_tokens(setup)
+    rates, tokens = Rates.of(setup), num_tokens(setup)
     logits = tokens * setup.vocabulary / setup.tensor
     product = 2 * logits * setup.model.hidden_size / rates.products
     return product + LOSS_FORWARD * logits / rates.memory, 2 * product + LOSS_BACKWARD * logits / rates.memory
@@ -171,7 +128,7 @@ def output_seconds(setup: Setup) -> tuple[float, float]:
 
 def shard_seconds(setup: Setup) -> ShardCost:
     """A rank's shard of the output layer, and of the embedding where that is split, too."""
-    rates, tokens = _Rates.of(setup), num_tokens(setup)
+    rates, tokens = Rates.of(setup), num_tokens(setup)
     logits = tokens * setup.vocabulary / setup.vocabulary_shards
     product = 2 * logits * setup.model.hidden_size / rates.products
     # Of three products algorithm 1 has two in T, algorithm 2 two in S.
@@ -200,7 +157,7 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
     The latter makes a gradient of the whole table, mostly zeros, and adds it to what there is: of 256000 rows of 3072 that was 4.1 ms on an
     A100, as long as the backward of a layer (Yeung et al. 2024, whose first rank took so much longer than the second).
     """
-    rates, element = _Rates.of(setup), element_bytes(setup)
+    rates, element = Rates.of(setup), element_bytes(setup)
     tokens = 3 * element * num_tokens(setup) * setup.model.hidden_size / rates.memory
     rows = setup.vocabulary / (setup.vocabulary_shards if setup.input_shards else setup.tensor)
     return tokens, tokens + 2 * (element + parameter_bytes(setup)[1]) * rows * setup.model.hidden_size / rates.memory

@@ -107,6 +107,9 @@ class Setup:
         if self.switches.grad_reduce_in_bf16 and self.precision != "bf16":
             raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {self.precision}: leave it out")
 
+        if self.switches.tp_comm_overlap and self.tensor > 1 and not self.sequence_parallel:
+            raise ValueError("--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the two out")
+
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
         if devices % (t * p):

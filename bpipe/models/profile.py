@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.models.layout import Setup
+from bpipe.models.tensor_parallel import Exposed
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json
+
+NONE = Exposed(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,13 @@ class Profile:
         """Whether a tensor-parallel rank was measured alone, which `bpipe profile` says by naming how many there are."""
         return "tensor" in dict(self.measured)
 
-    def apply(self, setup: Setup, costs: Costs, collectives: tuple[float, float] = (0.0, 0.0)) -> Costs:
+    def apply(self, setup: Setup, costs: Costs, collectives: Exposed = NONE) -> Costs:
         """The costs with what was measured in place of what was predicted.
 
-        `collectives` are seconds of a layer's tensor-parallel ones, forward and backward: what was measured of one rank alone lacks them.
+        `collectives` are seconds of a layer's tensor-parallel ones: what was measured of one rank alone lacks them.
         """
         entries = self.entries_for(setup)
-        missing = collectives if self.is_of_one_rank else (0.0, 0.0)
+        missing = collectives if self.is_of_one_rank else NONE
         first = None if setup.input_shards else 0
         last = None if setup.is_sharded else setup.num_stages - 1
         return replace(
@@ -91,7 +94,7 @@ class Profile:
                         _with_halves(cost, entry, num_layers, setup.keeps_halves), entry, num_layers, stage == first, stage == last
                     ),
                     entry,
-                    (num_layers * missing[0], num_layers * missing[1]),
+                    Exposed(*(num_layers * seconds for seconds in missing)),
                 )
                 for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
             ),
@@ -125,17 +128,16 @@ def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bo
     return replace(cost, input_s=cost.input_s * share, weight_s=cost.weight_s * share)
 
 
-def _with_collectives(cost: StageCost, entry: Entry, missing: tuple[float, float]) -> StageCost:
+def _with_collectives(cost: StageCost, entry: Entry, missing: Exposed) -> StageCost:
     """On top of what the entry gives; what is predicted has them."""
-    forward, backward = missing
     changes: dict[str, Any] = {}
     if entry.forward_s is not None:
-        changes["forward_s"] = cost.forward_s + forward
+        changes["forward_s"] = cost.forward_s + missing.forward_s
     if entry.backward_s is not None:
-        changes["backward_s"] = cost.backward_s + backward
+        changes["backward_s"] = cost.backward_s + missing.backward_s
     if cost.input_s is not None and (entry.input_s is not None or entry.backward_s is not None):
         # Gradients of inputs are what goes round.
-        changes["input_s"] = cost.input_s + backward
+        changes["input_s"] = cost.input_s + missing.input_half_s
     return replace(cost, **changes)
 
 

@@ -352,11 +352,15 @@ def _memory(text: str | None) -> MemoryBudget | None:
 def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
     if found.fp16 and found.bf16:
         raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+    switches = {name: getattr(found, name) for name in SWITCHES}
+    if switches["tp_comm_overlap"] and found.transformer_impl == "local":
+        notes.append("--tp-comm-overlap is Transformer Engine's: nothing of --transformer-impl local is overlapped by it")
+        switches["tp_comm_overlap"] = False
     return {
         "attention": _attention(found, notes),
         "precision": "fp16" if found.fp16 else "bf16" if found.bf16 else "fp32",
         "no_distributed_optimizer": not found.use_distributed_optimizer,
-        **{name: getattr(found, name) for name in SWITCHES},
+        **switches,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bpipe.generate.families import default
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
+from bpipe.models.switches import flag_of
 from bpipe.plan.fit import gib
 from bpipe.plan.layer_split import split_flags
 
@@ -80,4 +81,6 @@ def _memory(setup: Setup) -> list[str]:
         flags.append(f"--{setup.precision}")
     if setup.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
-    return [*flags, *setup.switches.said]
+    # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.
+    said = (flag for flag in setup.switches.said if setup.tensor > 1 or flag != flag_of("tp_comm_overlap"))
+    return [*flags, *said]

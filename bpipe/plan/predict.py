@@ -10,11 +10,12 @@ from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import num_transfers
-from bpipe.models.compute import layer_collective_seconds, predict_costs
+from bpipe.models.compute import predict_costs
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
+from bpipe.models.tensor_parallel import Exposed, exposed
 from bpipe.program import built, unchecked
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
@@ -87,8 +88,7 @@ def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
     costs = predict_costs(setup)
     if profile is None:
         return costs
-    forward, backward = layer_collective_seconds(setup)
-    return profile.apply(setup, costs, (forward * setup.cluster.factor, backward * setup.cluster.factor))
+    return profile.apply(setup, costs, Exposed(*(setup.cluster.factor * seconds for seconds in exposed(setup))))
 
 
 def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:

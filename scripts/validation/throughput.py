@@ -11,12 +11,13 @@ from functools import cache
 from itertools import combinations
 
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import gpt
+from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.models.saved import sent_bytes
 from bpipe.models.switches import Switches
+from bpipe.models.tensor_parallel import exposed
 from bpipe.plan.predict import costs_of, steady_timing
 from bpipe.simulate.cost import Costs
 from validation.measurements import rows
@@ -29,6 +30,8 @@ USUAL_VOCABULARY = 32000
 NVIDIA = Switches(overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_bf16=True)
 # Who sent parts, for lack of sequence parallelism.
 SCATTERING = ("Narayanan", "Korthikanti")
+# And who ran before tensor-parallel sums were hidden in the backward.
+WAITING = ("Narayanan",)
 # What is looked at where the source says neither, as its authors took what was best.
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8), tuple(range(1, 9))
 
@@ -103,9 +106,19 @@ def _prediction(row: dict[str, str]) -> Throughput:
 
 def _iteration_s(setup: Setup, source: str) -> float:
     costs = costs_of(setup)
-    if not source.startswith(SCATTERING):
-        return steady_timing(setup, costs).iteration_s
-    return steady_timing(setup, _scattered(setup, costs)).iteration_s
+    if source.startswith(WAITING):
+        costs = _waiting(setup, costs)
+    if source.startswith(SCATTERING):
+        costs = _scattered(setup, costs)
+    return steady_timing(setup, costs).iteration_s
+
+
+def _waiting(setup: Setup, costs: Costs) -> Costs:
+    """Where a backward waits for its sums, which Megatron lays beside the weights' gradients since 2022."""
+    waits = exposed(setup)
+    hidden = waits.input_half_s - waits.backward_s
+    stages = zip(costs.stages, setup.layers, strict=True)
+    return replace(costs, stages=tuple(replace(cost, backward_s=cost.backward_s + num * hidden) for cost, num in stages))
 
 
 def _scattered(setup: Setup, costs: Costs) -> Costs:

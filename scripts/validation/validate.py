@@ -215,7 +215,10 @@ def throughput_part() -> list[str]:
         "Asked for are a mean of 4 % and a largest of 10 %; calibrated by one row, 2.5 and 6 %. Korthikanti et al. are NOT within it, "
         "either way. They measured the 1T model on 512 GPUs at 94.42 s, which is 177 TFLOP/s by Narayanan's formula; Narayanan et al. "
         "measured six such pipelines beside each other at 163: no constants fit both, and these fit the latter. Their models run the more "
-        "above the prediction the wider they are, which one factor cannot mend.",
+        "above the prediction the wider they are, which one factor cannot mend; Narayanan et al. ran the same products with no such slope.",
+        "",
+        "A backward hides tensor-parallel sums beside the products for weights, as Megatron has done since 2022; Narayanan et al., who ran "
+        "before, waited for them.",
         "",
         "Exchanges of all but NVIDIA's runs block, with chunks as `--no-overlap-p2p-communication` has it: their Megatron could not "
         "overlap them, or did so only when asked. Narayanan et al. and Korthikanti et al. sent a part from each tensor-parallel rank. "

@@ -92,7 +92,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "passes": ("align evict forwards packing turns", "lower", "answered balance", "room", "pool windows"),
     "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
-    "models": ("cluster model switches", "calibration cluster_file flops layout", "profile saved", "memory", "compute"),
+    "models": (
+        "cluster model switches",
+        "calibration cluster_file flops layout",
+        "rates saved",
+        "memory tensor_parallel",
+        "compute profile",
+    ),
     "plan": (
         "estimate fit launch_script layer_split predict space",
         "windows",

@@ -103,6 +103,7 @@ def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
         ),
         (("overlap_param_gather",), {}, "--overlap-param-gather needs --overlap-grad-reduce"),
         (("overlap_grad_reduce", "overlap_param_gather"), {"distributed_optimizer": False}, "is for the distributed optimizer"),
+        (("tp_comm_overlap",), {"sequence_parallel": False}, "--tp-comm-overlap is for sequence parallelism"),
         (("grad_reduce_in_bf16",), {"precision": "fp16"}, "--grad-reduce-in-bf16 is for bf16, the precision is fp16"),
     ],
 )
@@ -121,3 +122,10 @@ def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFix
     offered = capsys.readouterr().out
     assert all(flag in offered and flag in flags for flag in mine.switches.said)
     assert len(mine.switches.said) == len(SWITCHES)
+    # Megatron refuses it where there is one tensor-parallel rank.
+    alone = setup("tp_comm_overlap", tensor=1)
+    assert "--tp-comm-overlap" not in megatron_flags(alone)
+    assert predict_costs(alone) == predict_costs(setup(tensor=1))
+    reading = read_command([*flags, "--transformer-impl", "local"])
+    assert reading.options["tp_comm_overlap"] is False
+    assert any("--tp-comm-overlap" in note for note in reading.notes)

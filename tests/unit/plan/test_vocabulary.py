@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_a_profile_says_how_long_the_output_layer_takes() -> None:
 
 
 def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Devices of 24 GiB: nothing but pipelines fits."""
+    """Devices of 24 GiB: pipelines fit, and cuts of two stages at most that are wider."""
     cluster = tmp_path / "cluster.json"
     device = {"like": "a100-80g", "memory_gib": 24}
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 8, "device": device}))
@@ -64,11 +65,12 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     asked = ["plan", *sizes, "--cluster", str(cluster), "--global-batch", "32", "--rows", "3", "--schedule", "1f1b", "--recompute", "none"]
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1"]) == 0
     text = capsys.readouterr().out
-    assert "The vocabulary hurts in row 1: with 128000 tokens the last stage's rank computes" in text
+    said = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
+    assert said is not None
     assert "     vocabulary 1: " in text
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["vocabulary"]
-    assert found["row"] == 1
+    assert found["row"] == int(said[1])
     assert found["last_load"] > 1.05
     assert {one["remedy"] for one in found["remedies"]} >= {"1", "2", "interlaced"}
     best = next(one for one in found["remedies"] if one["remedy"] == found["best"])

@@ -1,0 +1,41 @@
+"""Say what software reaches of a device's peaks. In: a Setup. Out: `Rates`, a second's work. Knows no layer.
+
+The shares are the same for every model and device; how far predictions made of them are from measurements is in docs/validation.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpipe.models.layout import Setup
+
+# What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
+MATMUL_EFFICIENCY = 0.70
+# FlashAttention-2 reaches 50 to 73 % of an A100's peak forward and less backward (Dao 2023, section 4.1), most at large batches.
+FLASH_EFFICIENCY = 0.50
+# Streaming kernels reach 80 to 90 % of the memory's bandwidth; short ones less.
+MEMORY_EFFICIENCY = 0.80
+# NCCL's bus bandwidth on large messages: about 230 of 300 GB/s on NVLink of an A100, the same share between nodes.
+LINK_EFFICIENCY = 0.77
+LINK_LATENCY_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device does in a second, for this setup."""
+
+    products: float
+    flash: float
+    memory: float
+    link: float
+
+    @staticmethod
+    def of(setup: Setup) -> Rates:
+        device = setup.cluster.device
+        peak = device.peak_flops_per_s / (2 if setup.precision == "fp32" else 1)
+        return Rates(
+            peak * MATMUL_EFFICIENCY,
+            peak * FLASH_EFFICIENCY,
+            device.memory_bytes_per_s * MEMORY_EFFICIENCY,
+            device.inside_bytes_per_s * LINK_EFFICIENCY,
+        )

@@ -1,0 +1,74 @@
+"""Predict what tensor-parallel collectives add to a layer: what of them no product hides. In: a Setup. Out: `Exposed` seconds.
+
+What Megatron and Transformer Engine do without being asked [1], and with `--tp-comm-overlap` [2]:
+  [1] in a backward, the gradient of what enters a matrix behind a norm is scattered (without sequence parallelism: summed) while the
+      product for that matrix's weights runs; with sequence parallelism that matrix's input is gathered again beside the product before.
+      Everything else is waited for
+  [2] what is gathered before a product or scattered behind it is cut into as many parts as there are ranks, and goes round part by part
+      beside the product of the part before: one part's product hides nothing
+Products are taken to be as fast beside a collective as alone, and in parts as whole. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bpipe.models.layout import Setup
+from bpipe.models.rates import LINK_LATENCY_S, Rates
+from bpipe.models.saved import element_bytes, num_tokens
+
+
+class Exposed(NamedTuple):
+    """Of one layer and micro-batch, in seconds: of a forward, of a whole backward, and of the first half of a split one.
+
+    A backward that recomputes its layer has a forward's in it, too.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_half_s: float
+
+
+def gather_s(setup: Setup) -> float:
+    """To gather over the tensor-parallel ranks what each has a part of, or scatter the sum; a sum that all keep takes twice as long."""
+    if setup.tensor == 1:
+        return 0.0
+    moved = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size * (setup.tensor - 1) / setup.tensor
+    return moved / Rates.of(setup).link + LINK_LATENCY_S
+
+
+def exposed(setup: Setup) -> Exposed:
+    """What is waited for."""
+    if setup.tensor == 1:
+        return Exposed(0.0, 0.0, 0.0)
+    one, behind_norms, returning = gather_s(setup), *_products_s(setup)
+    if not setup.sequence_parallel:
+        # Two sums each way.
+        backward, half = sum(max(0.0, 2 * one - product) for product in behind_norms), 4 * one
+        forward = 4 * one
+    else:
+        cut = setup.switches.tp_comm_overlap
+        # [2] of all four products, and in a backward of those whose gradients are gathered first.
+        forward, gathered = (
+            sum(_beside_parts(one, product, setup.tensor) if cut else one for product in products)
+            for products in ((*behind_norms, *returning), returning)
+        )
+        # [1] beside the product for the weights, and beside the one for the input.
+        backward = gathered + 2 * sum(max(0.0, one - product) for product in behind_norms)
+        half = gathered + 2 * one
+    again = forward if setup.recompute == "full" else 0.0
+    return Exposed(forward, backward + again, half + again)
+
+
+def _beside_parts(collective_s: float, product_s: float, parts: int) -> float:
+    """What a collective in a ring adds to a product that is cut into as many parts: each but one part's passes beside a part's product."""
+    return max(0.0, collective_s - product_s * (parts - 1) / parts)
+
+
+def _products_s(setup: Setup) -> tuple[tuple[float, float], tuple[float, float]]:
+    """One product of each matrix: of the two behind the norms, and of the two that return to the hidden size."""
+    model = setup.model
+    each = 2 * num_tokens(setup) * model.hidden_size / setup.tensor / Rates.of(setup).products
+    behind_norms = (model.query_size + model.key_value_size, model.first_mlp_size)
+    first, second = (each * size for size in behind_norms)
+    return (first, second), (each * model.query_size, each * model.ffn_hidden_size)

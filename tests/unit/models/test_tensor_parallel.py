@@ -1,0 +1,109 @@
+"""What of tensor-parallel collectives is waited for, beside a clock that goes through a layer's products and collectives one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product as every
+
+import pytest
+
+from bpipe.models.cluster import Cluster, parse_cluster
+from bpipe.models.compute import layer_seconds
+from bpipe.models.layout import Setup
+from bpipe.models.model import PRESETS
+from bpipe.models.rates import Rates
+from bpipe.models.switches import Switches
+from bpipe.models.tensor_parallel import exposed, gather_s
+
+LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
+OVERLAP = replace(LLAMA, switches=Switches(tp_comm_overlap=True))
+
+
+def with_link(setup: Setup, bytes_per_s: float) -> Setup:
+    """A link so slow that products do not hide it, or so fast that they do."""
+    cluster = setup.cluster
+    return replace(
+        setup, cluster=Cluster(replace(cluster.device, inside_bytes_per_s=bytes_per_s), cluster.num_nodes, cluster.devices_per_node)
+    )
+
+
+def products(setup: Setup) -> tuple[float, float, float, float]:
+    """QKV, projection, and both of the MLP: seconds of one product each."""
+    model = setup.model
+    widths = (model.query_size + model.key_value_size, model.query_size, model.first_mlp_size, model.ffn_hidden_size)
+    rate = Rates.of(setup).products * setup.tensor
+    return tuple(2 * setup.sequence * setup.micro_batch * model.hidden_size * width / rate for width in widths)  # type: ignore[return-value]
+
+
+def ring(collective_s: float, product_s: float, parts: int) -> float:
+    """Step by step: a part comes while the product of the one before runs; all but the first have to come."""
+    clock = 0.0
+    for part in range(parts):
+        computed = clock + product_s / parts
+        came = clock + (collective_s / (parts - 1) if part < parts - 1 else 0.0)
+        clock = max(computed, came)
+    return clock
+
+
+def clocked(setup: Setup) -> tuple[float, float]:
+    """A layer's four matrices forward and backward, two streams: when everything is over, less the products alone."""
+    one, parts, cut = gather_s(setup), setup.tensor, setup.switches.tp_comm_overlap
+    qkv, projection, first, second = products(setup)
+    forward = backward = 0.0
+    for seconds in (qkv, projection, first, second):
+        forward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
+    if not setup.sequence_parallel:
+        # A sum behind the projection and behind the MLP.
+        forward += 2 * 2 * one
+    for seconds in (second, projection):
+        # The gradient is gathered, then goes through both products.
+        gathered = (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
+        backward += gathered + seconds
+    for seconds in (first, qkv):
+        if setup.sequence_parallel:
+            # The input is gathered beside the first product, its gradient scattered beside the second.
+            backward += max(seconds, one) + max(seconds, one)
+        else:
+            backward += seconds + max(seconds, 2 * one)
+    alone = qkv + projection + first + second
+    return forward - alone, backward - 2 * alone
+
+
+@pytest.mark.parametrize(
+    ("overlap", "sequence_parallel", "speed", "tensor"),
+    [case for case in every((False, True), (False, True), (1e9, 3e10, 1e11, 4.5e11, 1e13), (2, 4, 8)) if not (case[0] and not case[1])],
+)
+def test_as_a_clock_has_it(overlap: bool, sequence_parallel: bool, speed: float, tensor: int) -> None:
+    setup = with_link(replace(OVERLAP if overlap else LLAMA, sequence_parallel=sequence_parallel, tensor=tensor), speed)
+    assert exposed(setup)[:2] == pytest.approx(clocked(setup))
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    assert exposed(replace(LLAMA, tensor=1, cluster=parse_cluster("h100-80g:8x1"))) == (0, 0, 0)
+
+
+def test_a_layer_is_longer_by_what_is_waited_for() -> None:
+    """With all that is recomputed; without a link's time the rest is the same."""
+    for setup in (
+        LLAMA,
+        OVERLAP,
+        replace(LLAMA, recompute="full"),
+        replace(OVERLAP, recompute="full"),
+        replace(LLAMA, sequence_parallel=False),
+    ):
+        free = with_link(setup, 1e30)
+        for mine, without, waits in zip(
+            layer_seconds(setup), layer_seconds(free), map(float.__sub__, exposed(setup)[:2], exposed(free)[:2]), strict=True
+        ):
+            assert mine - without == pytest.approx(waits)
+    full, none = exposed(replace(LLAMA, recompute="full")), exposed(LLAMA)
+    assert full[:2] == pytest.approx((none.forward_s, none.backward_s + none.forward_s))
+
+
+def test_overlap_never_costs_and_needs_products() -> None:
+    """Where links are as fast as NVLink it hides most; where they are slow, a product's time at most."""
+    for speed in (1e9, 3e10, 1e11, 4.5e11):
+        with_it, without = exposed(with_link(OVERLAP, speed)), exposed(with_link(LLAMA, speed))
+        assert with_it.forward_s <= without.forward_s
+        assert without.forward_s - with_it.forward_s <= sum(products(LLAMA)) * 7 / 8 + 1e-12
+    assert exposed(OVERLAP).forward_s < 0.25 * exposed(LLAMA).forward_s
