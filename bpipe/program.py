@@ -51,7 +51,8 @@ class BalanceConfig:
     where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full. `rooms`, in
     place of bounds: what each rank has room for in bytes. `hosts`: "pair", or "pool", in which any rank with room hosts for any other; then
     host buffers count all the time, and `nodes[rank]` says which ranks are near each other, where not all are. `windows`: beside rooms,
-    what computations and transfers take, for transfers that end in time.
+    what computations and transfers take, for transfers that end in time. `parts`: the stages of which only as many bytes of a micro-batch
+    leave as rooms say that move, and not all that can.
     """
 
     bounds: tuple[int, ...] | None = None
@@ -61,16 +62,24 @@ class BalanceConfig:
     hosts: str = PAIR
     nodes: tuple[int, ...] | None = None
     windows: Windows | None = None
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rooms is not None and self.bounds is not None:
             raise ValueError("bounds and rooms both say how to balance: give one of them")
         if self.windows is not None and self.rooms is None:
             raise ValueError("windows say where transfers of a plan within rooms end in time: give rooms, too")
+        if self.parts and self.rooms is None:
+            raise ValueError("parts of micro-batches leave as rooms say: give rooms, too")
         if self.hosts not in ARRANGEMENTS:
             raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
         if self.hosts == POOL and self.partners is not None:
             raise ValueError("partners are pairs, and in a pool any rank hosts for any other: give partners, or hosts pool")
+
+    @property
+    def part_bytes(self) -> dict[int, int]:
+        """By stage of which a part leaves, how much of each micro-batch does."""
+        return {} if self.rooms is None else {stage: self.rooms.memory.stages[stage].moved_bytes for stage in self.parts}
 
 
 @dataclass(frozen=True, slots=True)

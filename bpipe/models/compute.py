@@ -248,7 +248,7 @@ def predict_costs(setup: Setup) -> Costs:
                 reduction_s=reduction,
                 optimizer_s=update,
                 sent_bytes=sent,
-                moved_bytes=saved[stage],
+                moved_bytes=setup.how.part_bytes.get(stage, saved[stage]) if setup.balance != "none" else saved[stage],
                 saved_bytes=saved[stage],
                 after_input_bytes=after_input[stage],
             )

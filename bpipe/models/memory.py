@@ -26,17 +26,22 @@ from bpipe.models.saved import (
     core_bytes,
     element_bytes,
     layer_bytes,
+    layer_saved,
     moved_bytes,
     num_tokens,
     sent_bytes,
     shard_bytes,
     shared,
     stage_bytes,
+    total,
 )
 from bpipe.passes.balance import occupied
 from bpipe.program import ScheduleConfig, orders_of, unchecked
 
 MIB = 2**20
+
+# In so many steps what leaves of a micro-batch grows, where a stage has more layers: each is tried.
+_MOST_PARTS = 8
 
 # What a process takes before the first tensor: context, kernels, library workspaces. About 0.5 GiB on data-centre GPUs.
 CONTEXT_BYTES = 512 * MIB
@@ -401,6 +406,17 @@ def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
     """What one micro-batch of each stage holds; storages below `minimum_bytes` stay where they are."""
     stages = range(setup.num_stages)
     return memory_of(stage_bytes(setup), [moved_bytes(setup, stage, minimum_bytes) for stage in stages], after_input_bytes(setup))
+
+
+def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """By stage, what of a micro-batch may leave in place of all that can: some of its layers, in as many steps as there are layers, or in
+    `_MOST_PARTS`. Ascending; the last is all."""
+    layer = total(tuple(row for row in layer_saved(setup) if row.nbytes >= minimum_bytes))
+    found = []
+    for stage, layers in enumerate(setup.layers):
+        whole, steps = moved_bytes(setup, stage, minimum_bytes), min(layers, _MOST_PARTS)
+        found.append((*(layer * (layers * step // steps) for step in range(1, steps) if layer), whole))
+    return tuple(found)
 
 
 def besides_of(setup: Setup) -> DeviceBesides:

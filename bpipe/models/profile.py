@@ -144,10 +144,12 @@ def _with_collectives(cost: StageCost, entry: Entry, missing: Exposed) -> StageC
 def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, last: bool) -> StageCost:
     changes: dict[str, Any] = {}
     scale = _scale(entry, num_layers)
+    # What was measured moved all that was saved.
+    part = cost.moved_bytes / cost.saved_bytes if cost.saved_bytes else 1
     for name in ("forward_s", "backward_s", "transfer_s"):
         value = getattr(entry, name)
         if value is not None:
-            changes[name] = value * scale
+            changes[name] = value * scale * (part if name == "transfer_s" else 1)
     for name in ("reduction_s", "optimizer_s"):
         if getattr(entry, name) is not None:
             changes[name] = getattr(entry, name)
@@ -157,7 +159,8 @@ def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, las
         if value is not None and here:
             changes |= {f"{name}_forward_s": value / 3, f"{name}_backward_s": value * 2 / 3}
     if entry.saved_bytes is not None:
-        changes["saved_bytes"] = changes["moved_bytes"] = round(entry.saved_bytes * scale)
+        changes["saved_bytes"] = round(entry.saved_bytes * scale)
+        changes["moved_bytes"] = round(entry.saved_bytes * scale * part)
     return replace(cost, **changes)
 
 

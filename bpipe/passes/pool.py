@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from bpipe.ir.action import OTHER_END, Action
+from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
 from bpipe.ir.hosts import Hosts, in_pairs
 from bpipe.ir.memory import Memory, counts_of, live_bytes, peak_counts
@@ -23,7 +23,7 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.balance import Pair, check_input, choose_partners, occupied, planned, with_transfers
 from bpipe.passes.evict import Plan
 from bpipe.passes.packing import Cost, Item, pack
-from bpipe.passes.room import NoRoom, Rooms
+from bpipe.passes.room import NoRoom, Parts, Rooms, less_moved
 
 
 def pool(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -> Schedule:
@@ -53,6 +53,33 @@ def pool(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -> Schedul
             words = f"needs {memory.words(needed)}, and has room for {memory.words(rooms.room_bytes[rank])}"
             raise NoRoom((rank, rank), f"rank {rank}, hosting for others, {words}")
     return replace(pooled, bounds=tuple(map(ceil, peak_counts(pooled))))
+
+
+def fewest_of_pool(schedule: Schedule, rooms: Rooms, parts: Parts, nodes: Sequence[int] = ()) -> Rooms:
+    """The rooms with those parts of micro-batches with which the fewest bytes leave each rank, or all of each where these find no room."""
+    memory = rooms.memory
+    for rank, room in enumerate(rooms.room_bytes):
+        if max(live_bytes(schedule, rank, memory), default=0) > room:
+            memory = _fewest_of(schedule, rank, room, memory, parts)
+    found = Rooms(rooms.room_bytes, memory)
+    try:
+        pool(schedule, found, nodes)
+    except NoRoom:
+        return rooms
+    return found
+
+
+def _fewest_of(schedule: Schedule, rank: int, room: int, memory: Memory, parts: Parts) -> Memory:
+    best: tuple[int, Memory] | None = None
+    for tried in (memory, *less_moved(schedule, [rank], memory, parts)):
+        plan = planned(schedule, rank, room, tried)
+        if isinstance(plan, str):
+            continue
+        evicted = (action for actions in plan.values() for action in actions if action.kind is Kind.EVICT)
+        moved = sum(tried.stages[action.stage].moved_bytes for action in evicted)
+        if best is None or moved < best[0]:
+            best = moved, tried
+    return memory if best is None else best[1]
 
 
 def pool_within(schedule: Schedule, bounds: Sequence[int] | None, nodes: Sequence[int] = ()) -> Schedule:

@@ -2,20 +2,21 @@
 
 What counts is what a run allocates: a rank's own micro-batches at their most, and besides its host buffers, which stay once they are there.
 (`balance` counts what is hosted only while it is.) A rank that holds more than it has room for sends to its partner what must leave and no
-more. Of a pair one sends at most: it sends as much as the other then has no room for, all the time. Knows no tensors, no clock, and not
-what else a device holds.
+more. Of a pair one sends at most: it sends as much as the other then has no room for, all the time. Where parts of a micro-batch may leave
+(`fewest`), as much of each leaves as makes the fewest bytes in all. Knows no tensors, no clock, and not what else a device holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from bpipe.ir.action import Kind
 from bpipe.ir.hosts import default_partners, in_pairs, pairing
 from bpipe.ir.memory import Memory, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import Pair, check_input, occupied, pairs_of, planned, with_transfers
+from bpipe.passes.balance import Pair, check_input, occupied, own_bytes, pairs_of, planned, with_transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,11 @@ class Rooms:
 
     room_bytes: tuple[int, ...]
     memory: Memory
+
+
+# By stage, the bytes of a micro-batch that may move in place of all that can: ascending, the last is all. Every transfer of a stage moves
+# the same.
+Parts = Sequence[Sequence[int]]
 
 
 class NoRoom(ValueError):
@@ -51,26 +57,98 @@ def fit(schedule: Schedule, rooms: Rooms, partners: Sequence[int] | None = None)
     return replace(fitted, bounds=tuple(map(ceil, peak_counts(fitted))))
 
 
+def fewest(schedule: Schedule, rooms: Rooms, parts: Parts, partners: Sequence[int] | None = None) -> Rooms:
+    """The rooms with those parts of micro-batches with which `fit` moves the fewest bytes; of a rank's stages all the how many-th.
+
+    Where two choices move equally much it is the larger part, fewer times. Raises NoRoom.
+    """
+    chosen = chosen_partners(schedule, rooms) if partners is None else pairing(schedule.num_ranks, partners)
+    plain = replace(schedule, hosts=in_pairs(chosen))
+    memory = rooms.memory
+    for pair in pairs_of(chosen):
+        memory = _fewest_of_pair(plain, pair, Rooms(rooms.room_bytes, memory), parts)
+    return Rooms(rooms.room_bytes, memory)
+
+
+def _fewest_of_pair(plain: Schedule, pair: Pair, rooms: Rooms, parts: Parts) -> Memory:
+    best: tuple[int, Memory] | None = None
+    refusal: NoRoom | None = None
+    for memory in (rooms.memory, *less_moved(plain, pair, rooms.memory, parts)):
+        try:
+            fitted = _pair_fitted(plain, pair, Rooms(rooms.room_bytes, memory))
+        except NoRoom as error:
+            refusal = refusal or error
+            continue
+        sent = {rank: sent_bytes(fitted, rank, memory) for rank in pair}
+        if best is None or sum(sent.values()) < best[0]:
+            senders = [rank for rank in pair if sent[rank]]
+            best = sum(sent.values()), with_moved(plain, senders, rooms.memory, memory)
+        if not any(sent.values()):
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1]
+
+
+def with_moved(schedule: Schedule, ranks: Sequence[int], memory: Memory, other: Memory) -> Memory:
+    """What of these ranks' stages moves by the other memory, of all others by the one."""
+    stages = {stage for rank in ranks for stage in schedule.layout.stages_of(rank)}
+    pairs = enumerate(zip(memory.stages, other.stages, strict=True))
+    return replace(memory, stages=tuple(two if stage in stages else one for stage, (one, two) in pairs))
+
+
+def less_moved(schedule: Schedule, ranks: Sequence[int], memory: Memory, parts: Parts) -> Iterator[Memory]:
+    """Memories in which transfers of these ranks' stages move less and less."""
+    stages = {stage for rank in ranks for stage in schedule.layout.stages_of(rank)}
+    most = max((len(parts[stage]) for stage in stages), default=0) if parts else 0
+    for less in range(2, most + 1):
+        part = {stage: parts[stage][max(0, len(parts[stage]) - less)] for stage in stages}
+        sizes = (replace(size, moved_bytes=part.get(stage, size.moved_bytes)) for stage, size in enumerate(memory.stages))
+        yield replace(memory, stages=tuple(sizes))
+
+
+def sent_bytes(schedule: Schedule, rank: int, memory: Memory) -> int:
+    """What leaves a rank in an iteration."""
+    every = (action for slot in schedule.ranks[rank] for action in slot.transfers)
+    return sum(memory.stages[action.stage].moved_bytes for action in every if action.kind is Kind.EVICT)
+
+
 def chosen_partners(schedule: Schedule, rooms: Rooms) -> tuple[int, ...]:
     """Who lacks most with who has most to spare."""
     return default_partners([sum(occupied(schedule, rank, rooms.memory)) - room for rank, room in enumerate(rooms.room_bytes)])
 
 
 def smallest(
-    schedule: Schedule, partners: Sequence[int], pair: Pair, rooms_at: Callable[[int], Rooms], most: int, elsewhere: bool = False
+    schedule: Schedule,
+    partners: Sequence[int],
+    pair: Pair,
+    rooms_at: Callable[[int], Rooms],
+    most: int,
+    elsewhere: bool = False,
+    parts: Parts = (),
 ) -> int:
     """The smallest level in 1 to `most` with whose rooms the pair has enough; more than `most` where none is.
 
     `rooms_at(level)`: no rank's room is smaller at a higher level. `elsewhere`: what leaves goes where no rank has to have room for it.
     """
     plain = replace(schedule, hosts=in_pairs(partners))
+    memory = rooms_at(most).memory
+    ours = tuple(sorted(set(pair)))
+    together = max(map(sum, zip(*(own_bytes(schedule, rank, memory) for rank in ours), strict=True)), default=0)
 
     def enough(level: int) -> bool:
-        try:
-            _pair_fitted(plain, pair, rooms_at(level), elsewhere)
-        except NoRoom:
+        rooms = rooms_at(level)
+        if not elsewhere and sum(rooms.room_bytes[rank] for rank in ours) < together:
             return False
-        return True
+        # What leaves wholly frees most; a part lets rooms be shared more evenly.
+        for moved in (rooms.memory, *less_moved(plain, pair, rooms.memory, () if elsewhere else parts)):
+            try:
+                _pair_fitted(plain, pair, Rooms(rooms.room_bytes, moved), elsewhere)
+            except NoRoom:
+                continue
+            return True
+        return False
 
     low, high = 0, most + 1
     while high - low > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -19,11 +20,11 @@ from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import GIB
 from bpipe.models.layout import RECOMPUTE, Setup, split_layers
-from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, sizes_of
+from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, parts_of, sizes_of
 from bpipe.models.profile import Profile
 from bpipe.passes.balance import choose_partners, occupied, pairs_of
-from bpipe.passes.pool import pool, smallest_level
-from bpipe.passes.room import NoRoom, Rooms, chosen_partners, smallest
+from bpipe.passes.pool import fewest_of_pool, pool, smallest_level
+from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, smallest
 from bpipe.plan.fit import Fit, gib, lines
 from bpipe.plan.predict import costs_of
 from bpipe.plan.windows import in_time
@@ -44,6 +45,7 @@ class Devices:
 
     `moving`: what they hold besides once anything moves; groups for transfers take memory, too. `hosts`: who may host, "pair" or "pool".
     `nodes[rank]`, where there are several; every rank of another node with which one transfers, the first apart, takes `link_bytes` more.
+    `parts`: by stage, how many bytes of a micro-batch may leave in place of all that can, ascending, the last all; empty: all leave.
     """
 
     schedule: Schedule
@@ -54,6 +56,7 @@ class Devices:
     hosts: str = PAIR
     nodes: tuple[int, ...] = ()
     link_bytes: int = 0
+    parts: tuple[tuple[int, ...], ...] = ()
 
     def rooms(self, more_bytes: int = 0, moving: bool = True) -> Rooms:
         """With budgets that are so much larger."""
@@ -123,7 +126,9 @@ def _more(devices: Devices, partners: Partners, elsewhere: bool = False) -> tupl
 
 
 def tightest(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
-    """The plan with which the fuller device of each pair is as far below its budget as can be, or as little above."""
+    """The plan with which the fuller device of each pair is as far below its budget as can be, or as little above; all of a micro-batch
+    leaves, so that it can be measured."""
+    devices = replace(devices, parts=())
     chosen = tuple(partners) if partners else min(_choices(devices, devices.rooms()), key=lambda one: _more(devices, one))
     if chosen is None:
         return _fit(devices, devices.rooms(_more(devices, None)[0]), None)
@@ -135,13 +140,23 @@ def tightest(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
 
 
 def _fit(devices: Devices, rooms: Rooms, partners: Partners) -> Fit:
-    if partners is None:
-        rooms = _with_links(devices, rooms)
-    how = BalanceConfig(partners=partners, rooms=rooms, hosts=devices.hosts, nodes=devices.nodes or None)
+    rooms = _pooled(devices, rooms) if partners is None else fewest(devices.schedule, rooms, devices.parts, partners)
+    sizes = enumerate(zip(rooms.memory.stages, devices.memory.stages, strict=True))
+    parts = tuple(stage for stage, (part, whole) in sizes if part.moved_bytes < whole.moved_bytes)
+    how = BalanceConfig(partners=partners, rooms=rooms, hosts=devices.hosts, nodes=devices.nodes or None, parts=parts)
     fitted = balanced(devices.schedule, how)
     moves = any(num_transfers(fitted, rank).evictions for rank in range(fitted.num_ranks))
     alone = devices.need_bytes(devices.schedule, moving=False)
-    return Fit(how, fitted, devices.memory, devices.budget_bytes, alone, devices.need_bytes(fitted, moves))
+    needs = replace(devices, memory=rooms.memory).need_bytes(fitted, moves)
+    return Fit(how, fitted, rooms.memory, devices.budget_bytes, alone, needs)
+
+
+def _pooled(devices: Devices, rooms: Rooms) -> Rooms:
+    """For a pool, with the parts that make the fewest bytes if there is room for them. Raises NoRoom."""
+    if devices.parts:
+        with suppress(NoRoom):
+            return _with_links(devices, fewest_of_pool(devices.schedule, rooms, devices.parts, devices.nodes))
+    return _with_links(devices, rooms)
 
 
 def _with_links(devices: Devices, rooms: Rooms) -> Rooms:
@@ -165,11 +180,11 @@ def _levels(devices: Devices, partners: Partners, elsewhere: bool = False) -> di
     alone = devices.need_bytes(devices.schedule)
     most = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
     if partners is None:
-        level, worst = smallest_level(lambda level: _with_links(devices, devices.rooms(level - highest)), most)
+        level, worst = smallest_level(lambda level: _pooled(devices, devices.rooms(level - highest)), most)
         return {worst: level - highest}
     found = {}
     for pair in pairs_of(partners):
-        level = smallest(devices.schedule, partners, pair, lambda level: devices.rooms(level - highest), most, elsewhere)
+        level = smallest(devices.schedule, partners, pair, lambda level: devices.rooms(level - highest), most, elsewhere, devices.parts)
         found[pair] = level - highest
     return found
 
@@ -193,7 +208,7 @@ def better(devices: Devices, now: Schedule) -> tuple[Fit | None, list[str]]:
         return None, [f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"]
     if not links_of(found.schedule) <= links_of(now):
         return None, [f"{holds}; what would keep the budget sends from ranks that have no link yet: the plan stays"]
-    sent = replace(found, schedule=now).moved_bytes
+    sent = replace(found, schedule=now, memory=devices.memory).moved_bytes
     if fits and found.moved_bytes >= sent:
         return None, [f"{holds}, and {gib([sent])} GiB leave in an iteration: no plan does with less, so it stays"]
     return found, [f"{holds}, and {gib([sent])} GiB leave in an iteration; changing over:", *lines(found, "as measured")]
@@ -216,6 +231,7 @@ def predicted(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MI
         setup.how.hosts,
         moving.nodes() if nodes else (),
         link_bytes(setup),
+        parts_of(setup, minimum_bytes),
     )
 
 

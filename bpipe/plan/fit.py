@@ -89,6 +89,14 @@ def lines(found: Fit, known: str = "by prediction") -> list[str]:
     return [*told, *(_hosting(found, rank) for rank in senders), *_waiting(found)]
 
 
+def _part(found: Fit, stays: Sequence[Hosting]) -> str:
+    """How much of each, where that is not all."""
+    sizes = {found.memory.stages[stay.stage].moved_bytes for stay in stays}
+    if not {stay.stage for stay in stays} & set(found.how.parts):
+        return ""
+    return f"{'up to ' if len(sizes) > 1 else ''}{gib([max(sizes)])} GiB of each of "
+
+
 def _waiting(found: Fit) -> list[str]:
     """Where transfers do not end in time."""
     waits = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in enumerate(found.exposed_s or ()) if seconds >= 0.0005)
@@ -104,8 +112,8 @@ def _hosting(found: Fit, rank: int) -> str:
     for host, stays in by_host.items():
         taken = buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
         parts.append(
-            f"rank {host} hosts {len(stays)} of its {every} micro-batches, in {num_buffers_for(schedule, host)[rank]} host buffers of "
-            f"{gib([taken])} GiB in all"
+            f"rank {host} hosts {_part(found, stays)}{len(stays)} of its {every} micro-batches, in "
+            f"{num_buffers_for(schedule, host)[rank]} host buffers of {gib([taken])} GiB in all"
         )
     *needs, last = (gib([found.need_bytes[one]]) for one in (rank, *by_host))
     return f"rank {rank} would need {gib([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: they need {', '.join(needs)} and {last} GiB"

@@ -175,6 +175,7 @@ class _ProgramKeys:
     rooms: RoomsKeys | None = None
     hosts: Text | None = None
     nodes: Counts | None = None
+    parts: Counts | None = None
     group_size: Count | None = None
     exchange: ExchangeName | None = None
     delay: Count | None = None
@@ -189,7 +190,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
     """What was to be built."""
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
     how = balancing(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay), keys.hosts)
-    how = how and replace(how, rooms=keys.rooms, nodes=keys.nodes)
+    how = how and replace(how, rooms=keys.rooms, nodes=keys.nodes, parts=keys.parts or ())
     return ScheduleConfig(
         keys.schedule,
         keys.num_stages,
@@ -222,6 +223,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         rooms=how.rooms,
         hosts=None if how.hosts == PAIR else how.hosts,
         nodes=how.nodes,
+        parts=how.parts or None,
         group_size=config.group_size,
         exchange=config.exchange,
         delay=config.delay or None,

@@ -12,6 +12,7 @@ from statistics import median
 
 from bpipe.ir.action import Kind
 from bpipe.models.flops import mfu
+from bpipe.program import BalanceConfig
 from bpipe.record.format import Iteration, Row
 from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers, lanes_of, peak_microbatches, steps_of
 from bpipe.report.replay import Prediction
@@ -101,7 +102,7 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
         bound_microbatches=peaks.bound_microbatches,
         evictions=_count(typical, Kind.EVICT),
         loads=_count(typical, Kind.LOAD),
-        moved_fraction=_moved_fraction([lane.source for _, lane in typical]),
+        moved_fraction=_moved_fraction([lane.source for _, lane in typical], measured.program.balance),
         bubble=_median(_bubble(timeline, [lane]) for timeline, lane in typical),
         predicted_bubble=prediction.bubble(place),
         exposed_s=_median(lane.exposed_s for _, lane in typical),
@@ -127,9 +128,13 @@ def _count(lanes: Sequence[tuple[Timeline, Lane]], kind: Kind) -> int | None:
     return None if found is None else int(found)
 
 
-def _moved_fraction(sources: Sequence[Iteration]) -> float | None:
-    """The smallest of the rank's stages': the share of what a forward keeps for its backward that leaves with its micro-batch."""
-    shares = [min(1.0, one.moved_bytes.get(stage, 0) / kept) for one in sources for stage, kept in one.kept_bytes.items() if kept]
+def _moved_fraction(sources: Sequence[Iteration], how: BalanceConfig | None) -> float | None:
+    """The smallest of the rank's stages': the share that leaves of what a forward keeps for its backward, or of the part that is to."""
+    parts = {} if how is None else how.part_bytes
+    wanted = [
+        (one.moved_bytes.get(stage, 0), min(kept, parts.get(stage, kept))) for one in sources for stage, kept in one.kept_bytes.items()
+    ]
+    shares = [min(1.0, moved / least) for moved, least in wanted if least]
     return min(shares, default=None)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class EngineConfig:
     allocator has given out, None where nobody counts. `differing`: micro-batches of one stage may differ in size; both ranks of a pair, and
     the transport, are made for that. `waiting(backward)`: what whoever computes keeps, besides the graph, from the first
     half of a split backward to the second; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)` is entered around
-    whatever this rank does for balancing: issuing a transfer, and waiting for one.
+    whatever this rank does for balancing: issuing a transfer, and waiting for one. `parts`: by stage, how many bytes of each micro-batch
+    leave, by default all that may.
     """
 
     name: str
@@ -53,6 +54,7 @@ class EngineConfig:
     poison: bool = False
     synchronous: bool = False
     differing: bool = False
+    parts: Mapping[int, int] = field(default_factory=dict)
     allocated: Callable[[], int] | None = None
     waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
     between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
@@ -90,7 +92,7 @@ class Engine:
         self._first_iteration = True
         self._streams = Streams(config.device) if transport else None
         how = (config.poison, config.differing, config.timeout_s)
-        moving = Moving(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept)
+        moving = Moving(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept, config.parts)
         self._partners = Partners(schedule, rank, transport, moving, self._streams)
         self._evictor, self._acceptor = self._partners.evictor, self._partners.acceptor
         # Dispatch by table, and the table is complete or the program does not start.

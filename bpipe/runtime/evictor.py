@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -100,10 +101,12 @@ class Evictor:
         kept: Kept,
         claims: Claims,
         differing: bool = False,
+        parts: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
 
-        `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size.
+        `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size. `parts`: by stage, how
+        many bytes of each micro-batch leave, by default all that may.
         """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
@@ -117,6 +120,7 @@ class Evictor:
         self._wait = wait
         self._kept = kept
         self._claims = claims
+        self._parts = parts
         self._known: dict[Key, Activations] = {}
         self._announcements: list[tuple[Action, Pending]] = []
         self._measured_kinds: dict[int, Counter[str]] = {}
@@ -167,7 +171,7 @@ class Evictor:
         The partner listens no earlier than at a HOST, so this does not wait for it. Where there are none, both ends know that
         nothing of this stage travels, and its transfers are empty, until its room grows.
         """
-        movable = self._movable(self._own(self._known[_key(forward)]))
+        movable = self._movable(forward.stage, self._own(self._known[_key(forward)]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
         room = self.sizing.first(forward.stage, [found.nbytes for found in movable])
         self._announcements.append((forward, self._transport.announce({forward.stage: room})))
@@ -178,22 +182,36 @@ class Evictor:
         found = tuple(replace(item, alone=False) if item.storage._cdata in activations.outputs else item for item in found)
         return self._claims.claim(found, _key(activations.forward))
 
-    def _movable(self, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:
-        return tuple(item for item in own if item.alone and item.nbytes >= self._minimum_bytes)
+    def _movable(self, stage: int, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:
+        """What leaves of a micro-batch of a stage: all that may, or, from the end of the walk, as many as hold the stage's part of it.
+
+        There the storages of layers follow one another, and what a stage has behind its layers stands at the other end: the part is whole
+        layers' wherever its bytes are theirs.
+        """
+        movable = tuple(item for item in own if item.alone and item.nbytes >= self._minimum_bytes)
+        if stage not in self._parts:
+            return movable
+        left, part = self._parts[stage], []
+        for item in reversed(movable):
+            if left <= 0:
+                break
+            part.append(item)
+            left -= item.nbytes
+        return tuple(part)
 
     def evict(self, action: Action, host_buffer: int) -> None:
         """Start sending a finished micro-batch's storages. They are emptied by `finish_evictions`."""
         activations = self._known[_key(action)]
         activations.move(ActivationsState.LEAVING, action)
         own = self._own(activations)
-        movable = self._movable(own)
+        movable = self._movable(action.stage, own)
         lengths = tuple(found.nbytes for found in movable)
         if not self.sizing.differing and lengths != self.sizing.rooms.get(action.stage, ()):
             raise self._other_sizes(action, movable, activations.roots)
         if not self.sizing.leaves(*_key(action), lengths):
             movable, lengths = (), ()
         if self._kept.asks(*_key(action)):
-            self._kept.saw(action.stage, own, hiding(activations.roots))
+            self._kept.saw(action.stage, own, hiding(activations.roots), sum(found.nbytes for found in movable))
         activations.storages, activations.lengths = [found.storage for found in movable], lengths
         activations.roots, activations.inputs = (), ()
         self._layout.make_room(host_buffer, action.stage, self.sizing.rooms)

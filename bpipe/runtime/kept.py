@@ -32,6 +32,7 @@ class Share:
     """Of one micro-batch of a stage: the bytes that leave and those that its forward keeps, and who counted the latter.
 
     `staying` are the bytes that the graph shows and that stay, by what holds them; `hiding` the nodes that do not show what they saved.
+    `by_plan_bytes` could leave, and need not.
     """
 
     stage: int
@@ -40,10 +41,13 @@ class Share:
     counted_by: str
     staying: Mapping[str, int]
     hiding: Mapping[str, int]
+    by_plan_bytes: int = 0
 
     @property
     def fraction(self) -> float:
-        return min(1.0, self.moved_bytes / self.kept_bytes) if self.kept_bytes else 1.0
+        """Of what is to leave, what does."""
+        wanted = self.kept_bytes - self.by_plan_bytes
+        return min(1.0, self.moved_bytes / wanted) if wanted > 0 else 1.0
 
     @property
     def enough(self) -> bool:
@@ -57,10 +61,12 @@ class Share:
             f"stage {self.stage} moves {self.fraction:.2f} of what a forward keeps for its backward "
             f"({self.moved_bytes / 1e6:.4g} of {self.kept_bytes / 1e6:.4g} MB, {who})"
         )
+        if self.by_plan_bytes:
+            text += f"; {self.by_plan_bytes / 1e6:.4g} MB need not, by plan"
         if self.enough:
             return text
         holders = [f"{nbytes / 1e6:.4g} MB {holder}" for holder, nbytes in Counter(self.staying).most_common(3)]
-        unseen = self.kept_bytes - self.moved_bytes - sum(self.staying.values())
+        unseen = self.kept_bytes - self.moved_bytes - self.by_plan_bytes - sum(self.staying.values())
         if unseen > 0.01 * self.kept_bytes:
             hidden = ", ".join(f"{kind} ({number})" for kind, number in self.hiding.items())
             holders.append(
@@ -81,6 +87,7 @@ class Kept:
         self._first: dict[int, int] = {}
         self._kept: dict[int, list[int]] = {}
         self._seen: dict[int, tuple[int, Mapping[str, int], Mapping[str, int]]] = {}
+        self._by_plan: dict[int, int] = {}
 
     def starts(self) -> None:
         """A forward is about to run."""
@@ -100,9 +107,11 @@ class Kept:
         """Whether what the walk finds of this micro-batch would say something new."""
         return self._open and stage not in self._seen and self._first.get(stage, microbatch) != microbatch
 
-    def saw(self, stage: int, own: Sequence[SavedStorage], hiding: Mapping[str, int]) -> None:
-        """The walk found these storages, which no other micro-batch saved; those that may leave do."""
+    def saw(self, stage: int, own: Sequence[SavedStorage], hiding: Mapping[str, int], leaving_bytes: int) -> None:
+        """The walk found these storages, which no other micro-batch saved; of those that may leave so many bytes do."""
         staying: Counter[str] = Counter()
+        may_leave = sum(found.nbytes for found in own if found.alone and found.nbytes >= self._minimum_bytes)
+        self._by_plan[stage] = may_leave - leaving_bytes
         for found in own:
             if not found.alone:
                 staying[f"saved by {found.kind} and held elsewhere too"] += found.nbytes
@@ -119,5 +128,6 @@ class Kept:
             counted = self._kept.get(stage)
             kept = median_low(counted) if counted else seen
             if kept > 0:
-                shares[stage] = Share(stage, moved, kept, ALLOCATOR if counted else STORAGES, staying, hiding)
+                who = ALLOCATOR if counted else STORAGES
+                shares[stage] = Share(stage, moved, kept, who, staying, hiding, self._by_plan.get(stage, 0))
         return shares

@@ -26,7 +26,10 @@ from bpipe.transport.base import Pending, Transport
 
 @dataclass(frozen=True)
 class Moving:
-    """How this rank moves, whoever is at the other end; `wait` waits for a transfer of its and says in errors which."""
+    """How this rank moves, whoever is at the other end; `wait` waits for a transfer of its and says in errors which.
+
+    `parts`: by stage, how many bytes of each micro-batch leave, where not all that may do.
+    """
 
     name: str
     device: torch.device
@@ -36,6 +39,7 @@ class Moving:
     timeout_s: float
     wait: Callable[[Pending, Action, str], None]
     kept: Kept
+    parts: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,9 @@ class Partners:
         transport = self._transports[other]
         roles = (transport, streams, moving.device)
         sent, hosted = self._buffers_for(self._rank, there), self._buffers_for(other, here)
-        evictor = Evictor(sent, *roles, moving.minimum_bytes, moving.poison, moving.wait, moving.kept, claims, moving.differing)
+        evictor = Evictor(
+            sent, *roles, moving.minimum_bytes, moving.poison, moving.wait, moving.kept, claims, moving.differing, moving.parts
+        )
         acceptor: Acceptor
         if transport.one_sided:
             acceptor = LendingAcceptor(hosted, transport)

@@ -226,11 +226,11 @@ class Driver:
                 raise ValueError("micro-batches that differ in size leave to one host only: drop --bpipe-hosts pool, or make them alike")
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
-            engine = Engine(schedule, self.rank, transports, self._engine_config(differing), self._meter)
+            engine = Engine(schedule, self.rank, transports, self._engine_config(differing, program.balance), self._meter)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self, differing: bool) -> EngineConfig:
+    def _engine_config(self, differing: bool, how: BalanceConfig | None) -> EngineConfig:
         return EngineConfig(
             name=f"rank {dist.get_rank()}",
             device=self.device,
@@ -239,6 +239,7 @@ class Driver:
             poison=self._config.poison,
             synchronous=self._config.synchronous,
             differing=differing,
+            parts={} if how is None else how.part_bytes,
             allocated=allocated_on(self.device),
             waiting=lambda backward: self.waiting(backward),
             between=lambda shard: self.between(shard),

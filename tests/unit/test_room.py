@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -14,8 +15,13 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.hosts import in_pairs
 from bpipe.ir.memory import live_bytes, memory_of, num_transfers, peak_bytes
 from bpipe.ir.schedule import Schedule, Slot
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import setup_from_values
+from bpipe.models.model import find_model
 from bpipe.passes.balance import balance, occupied
-from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fit, smallest
+from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, fit, sent_bytes, smallest
+from bpipe.plan.budget import predicted, smallest_bytes, within
+from bpipe.plan.fit import lines
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -156,3 +162,74 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
         check(fitted)
         assert num_transfers(fitted, 0).evictions == fewest
     assert refused
+
+
+@pytest.mark.parametrize(("p", "m"), [(3, 3), pytest.param(3, 4, marks=pytest.mark.slow)])
+def test_no_part_and_no_plan_of_all_moves_fewer_bytes(p: int, m: int) -> None:
+    """The same with thirds of what the first rank saves: of every transfer a third moves, two, or all."""
+    plain, partners = generate("1f1b", p, m), (p - 1, *range(1, p - 1), 0)
+    parts = ((4, 8, 12),) * p
+    memories = {part: memory_of([12] * p, [part, *(12,) * (p - 1)]) for part in parts[0]}
+    needs = {
+        (sum(occupied(plan, 0, memory)), sum(occupied(plan, p - 1, memory)), part * num_transfers(plan, 0).evictions)
+        for plan in every_plan(plain, 0, p - 1)
+        for part, memory in memories.items()
+    }
+    refused, less = 0, 0
+    for own, other in product(range(12, 12 * p + 1, 4), range(12, 12 * m + 13, 4)):
+        least = min((moved for mine, theirs, moved in needs if mine <= own and theirs <= other), default=None)
+        rooms = Rooms((own, *(1000,) * (p - 2), other), memories[12])
+        try:
+            chosen = fewest(plain, rooms, parts, partners)
+        except NoRoom:
+            refused += 1
+            assert least is None, f"rooms for {own} and {other}: a plan that moves {least} keeps them"
+            continue
+        fitted = fit(plain, chosen, partners)
+        check(fitted)
+        assert sent_bytes(fitted, 0, chosen.memory) == least
+        with suppress(NoRoom):
+            less += sent_bytes(fit(plain, rooms, partners), 0, rooms.memory) > least
+    assert refused
+    assert less
+
+
+def test_parts_keep_rooms_that_whole_microbatches_do_not() -> None:
+    plain = generate("1f1b", 4, 8)
+    rooms = Rooms((350, 400, 400, 200), memory_of([100] * 4))
+    with pytest.raises(NoRoom):
+        fit(plain, rooms, (3, 2, 1, 0))
+    chosen = fewest(plain, rooms, ((50, 100),) * 4, (3, 2, 1, 0))
+    assert [size.moved_bytes for size in chosen.memory.stages] == [50, 100, 100, 100]
+    fitted = fit(plain, chosen, (3, 2, 1, 0))
+    assert held(fitted, chosen) == (350, 300, 200, 200)
+
+
+def test_a_budget_lets_no_more_leave_than_must() -> None:
+    """Of ten layers those that are enough; the smallest budget is smaller than where whole micro-batches leave."""
+    setup = setup_from_values(
+        {
+            "model": find_model("llama3-70b"),
+            "cluster": parse_cluster("h100-80g:8x8"),
+            "tensor": 4,
+            "pipeline": 8,
+            "micro_batch": 1,
+            "global_batch": 32,
+            "sequence": 8192,
+            "layers": (10,) * 8,
+            "recompute": "none",
+        }
+    )
+    devices = predicted(setup, [2**40])
+    alone = max(devices.need_bytes(devices.schedule))
+    whole = replace(devices, parts=())
+    assert smallest_bytes(devices) < smallest_bytes(whole)
+    moved = []
+    for budget in (alone, *range(alone - 2**30, smallest_bytes(whole), -(2**32)), smallest_bytes(whole)):
+        part, all_of_it = (within(replace(one, budget_bytes=(budget,) * 8)) for one in (devices, whole))
+        assert all(need <= budget for need in part.need_bytes)
+        assert part.moved_bytes <= all_of_it.moved_bytes
+        assert bool(part.how.parts) == any("GiB of each of" in line for line in lines(part))
+        moved.append((part.moved_bytes, all_of_it.moved_bytes))
+    assert moved[0] == (0, 0)
+    assert any(0 < part < 0.5 * all_of_it for part, all_of_it in moved)

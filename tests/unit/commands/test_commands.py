@@ -125,7 +125,11 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
     assert 0 == evictions[0] < evictions[1] < evictions[2]
     text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
     assert re.search(r"^by prediction within [\d.]+ GiB a device: [\d.]+ GiB leave in an iteration$", text, re.MULTILINE)
-    assert re.search(r"^rank 0 would need [\d.]+ GiB; rank 7 hosts \d+ of its 64 micro-batches, in \d+ host buffers of", text, re.MULTILINE)
+    assert re.search(
+        r"^rank 0 would need [\d.]+ GiB; rank 7 hosts [\d.]+ GiB of each of \d+ of its 64 micro-batches, in \d+ host buffers of",
+        text,
+        re.MULTILINE,
+    )
     assert "nothing has to leave, rank 0 is the fullest with" in output(capsys, *BALANCED, "--memory", "auto:200")
 
 

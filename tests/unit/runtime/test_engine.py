@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.memory import live_bytes, memory_of, num_transfers, peak_counts
 from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
@@ -249,6 +249,25 @@ def test_small_storages_stay() -> None:
     assert torch.equal(gradient(engine, plan), gradient(None, plan))
     assert transport.sizes
     assert min(transport.sizes[0]) >= 16 * WIDTH * 4
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
+    """As many storages as hold it, and no more; every micro-batch's the same, and what is held falls by that much."""
+    plan, whole, meter = schedule(), LateTransport(), Meter()
+    gradient(engine_for(plan, whole), plan)
+    part = int(share * sum(whole.sizes[0]))
+    transport = LateTransport()
+    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True, parts={0: part})
+    engine = Engine(plan, 0, transport, config, meter)
+    assert torch.equal(gradient(engine, plan, 2), gradient(None, plan, 2))
+    left = sum(transport.sizes[0])
+    assert part <= left < part + max(whole.sizes[0])
+    assert engine.moved_bytes == {0: left}
+    assert engine.shares[0].enough
+    assert ("need not, by plan" in engine.shares[0].sentence) == (share < 1)
+    memory = memory_of([meter.saved_bytes[0]] * 4, [left] * 4)
+    assert meter.peak_bytes == max(live_bytes(plan, 0, memory))
 
 
 def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

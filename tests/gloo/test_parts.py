@@ -1,0 +1,127 @@
+"""Parts of micro-batches leave: what must and no more, measured as predicted, and no bit changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from bpipe.passes.balance import occupied
+from bpipe.plan.budget import Devices, OverBudget, predicted, within
+from bpipe.plan.fit import Fit, gib
+from bpipe.plan.options import setup_from
+from megatron.scheduling.cpu_runtime import ARGUMENTS
+from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
+from tests.gloo.test_parallelism import INPUT_BYTES
+from tests.gloo.test_placed import alike
+from tests.gloo.test_training import same
+
+# Several layers a stage, and so several parts.
+SHAPES: dict[str, Sequence[str]] = {
+    "plain": ("--num-layers", "12"),
+    "chunks": ("--num-layers", "16", "--num-layers-per-virtual-pipeline-stage", "2"),
+    # The first and the last stage are on one rank, which a larger vocabulary makes the heavy one.
+    "v": (
+        *("--num-layers", "16", "--num-layers-per-virtual-pipeline-stage", "2", "--vocab-size", "1023", "--bpipe-schedule", "v-half"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0"),
+    ),
+    "uneven": ("--num-layers", "12", "--pipeline-model-parallel-layout", "Et*5|t*3|t*2|ttL", "--bpipe-hosts", "pool"),
+}
+STAGES = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
+
+
+@lru_cache
+def devices_of(shape: str) -> Devices:
+    words = [*ARGUMENTS, *TINY, *STAGES, *SHAPES[shape], "--bpipe-min-bytes", "1024", "--bpipe"]
+    return predicted(setup_from(words, "h100-80g:1x4", 1024 if shape == "v" else 128, "cpu"), [2**40], 1024)
+
+
+def whole(devices: Devices) -> int | None:
+    """The bytes that leave where all of each micro-batch does; None where no such plan keeps the budget."""
+    with suppress(OverBudget):
+        return within(replace(devices, parts=())).moved_bytes
+    return None
+
+
+@lru_cache
+def planned(shape: str) -> tuple[str, Fit]:
+    """A budget in GiB with which a part is enough, and fewer bytes leave for it, or which only parts keep; and its plan."""
+    devices = devices_of(shape)
+    alone = max(devices.need_bytes(devices.schedule))
+    for per_mille in range(990, 600, -10):
+        text = gib([alone * per_mille // 1000])
+        tried = replace(devices, budget_bytes=(int(float(text) * 2**30),) * 4)
+        with suppress(OverBudget):
+            found = within(tried)
+            if found.how.parts and found.moved_bytes < (whole(tried) or 2**40):
+                return text, found
+    raise AssertionError(f"{shape}: no budget lets a part be enough")
+
+
+def cases_of(shape: str, transport: str) -> list[Case]:
+    name = f"{shape}_{transport}"
+    stock = [flag for flag in SHAPES[shape] if flag not in ("--bpipe-schedule", "v-half", "--bpipe-hosts", "pool")]
+    memory = [*BPIPE, "--bpipe-memory", planned(shape)[0], "--bpipe-transport", transport, "--bpipe-report", f"{{folder}}/{name}_part"]
+    recorded = ["--bpipe-report-iterations", "3"]
+    return [Case(name, [*STAGES, *stock]), Case(f"{name}_part", [*STAGES, *SHAPES[shape], *memory, *recorded])]
+
+
+@pytest.fixture(scope="module")
+def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+    wanted = sorted(asked_for(request, "shape", "transport"))
+    return run_cases(4, [case for shape, transport in wanted for case in cases_of(shape, transport)], timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def of_a_v(run_cases: Callable[..., Outcome]) -> Outcome:
+    """Weights drawn by their names, which ranks of a V have others of."""
+    return run_cases(4, cases_of("v", "gloo"), timeout_s=300, worker="named_worker.py")
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize(
+    ("shape", "transport"),
+    [
+        pytest.param(shape, transport, marks=() if (shape, transport) == ("plain", "gloo") else pytest.mark.slow)
+        for shape in ("plain", "chunks", "uneven")
+        for transport in ("gloo", "peer")
+    ],
+)
+def test_a_part_leaves_as_predicted_and_no_bit_changes(four: Outcome, shape: str, transport: str) -> None:
+    same(four, f"{shape}_{transport}", f"{shape}_{transport}_part", 4)
+    check_sizes(four, shape, transport)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_part_leaves_a_v_as_predicted_and_no_bit_changes(of_a_v: Outcome) -> None:
+    alike(of_a_v, "v_gloo", "v_gloo_part")
+    check_sizes(of_a_v, "v", "gloo")
+
+
+def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
+    name, (_, found) = f"{shape}_{transport}", planned(shape)
+    senders = 0
+    for rank, report in enumerate(outcome.reports(f"{name}_part")):
+        own, hosted = occupied(found.schedule, rank, found.memory)
+        assert abs(report["peak_bytes"] - own - hosted) <= 2 * INPUT_BYTES, f"rank {rank}"
+        sent = {stage: size for stage, size in moved_of(outcome, name, rank).items() if stage in found.how.parts}
+        assert sent == {stage: found.memory.stages[stage].moved_bytes for stage in sent}, f"rank {rank}: not whole layers"
+        senders += bool(sent) and report["evictions"] > 0
+    assert senders
+    log = outcome.logs[0].split(f"=== {name}_part\n")[1].split("===")[0]
+    assert "GiB of each of" in log
+    assert "need not, by plan" in log
+    assert "little memory is freed" not in log
+
+
+def moved_of(outcome: Outcome, name: str, rank: int) -> dict[int, int]:
+    """By stage, what this rank measured that leaves with one micro-batch."""
+    path = sorted(Path(outcome.report_folder(f"{name}_part")).glob("record_*.jsonl"))[rank]
+    (found,) = (line for line in map(json.loads, path.read_text().splitlines()) if "moved_bytes" in line)
+    return {int(stage): size for stage, size in found["moved_bytes"].items()}
