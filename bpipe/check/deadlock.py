@@ -5,20 +5,22 @@ until then an end that waits for it goes no further. Every receive names its sen
 and fewer waits never block more. `Waits` says how much else waits for transfers.
 
 The first iteration waits for more, and is what is run here: a HOST until the evictor has told the sizes of all stages of which it has run
-a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its HOST has made room.
+a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its HOST has made room. Where sizes differ
+every later iteration begins with a word of each evictor to each of its hosts, how large rooms have to be, for which these wait
+(`words_of`): that is run as well, before the first computation.
 Knows no tensors, no seconds.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, num_measured
+from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, links_of, num_measured
 from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Numbering, Program, Transfer
 from bpipe.ir.schedule import Schedule
@@ -66,6 +68,13 @@ def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, e
     return tuple(sorted((rank.blocked_at(number) for number, stuck in waiting.items() for rank in stuck), key=lambda one: one.rank))
 
 
+def words_of(links: Iterable[tuple[int, int]], rank: int) -> list[tuple[bool, tuple[int, int]]]:
+    """What a rank says, and hears, as it begins, in order: of every rank with which it has to do, ascending, first its own word, if it
+    sends to that one, then the other's, if that sends here. Each pair is at its words before any later one, so nobody waits in a ring."""
+    mine = sorted(link for link in links if rank in link)
+    return sorted(((link[0] == rank, link) for link in mine), key=lambda word: (sum(word[1]) - rank, not word[0]))
+
+
 class _Board:
     """What has passed: messages by their value, then the n-th transfer from one rank to another, and the sizes that ranks have told.
 
@@ -88,6 +97,8 @@ class _Board:
         self.told: dict[tuple[int, int], list[int]] = {}
         # By host: what it takes, in order, and which of that may make a buffer grow: none of that stage of that rank was in it before.
         self.hosted: dict[int, dict[Hosting, bool]] = {}
+        # By evictor and host: the word with which it begins.
+        self.words: dict[tuple[int, int], int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
         self.waiting: dict[int, list[_RankWalk]] = {}
         self.runnable: list[_RankWalk] = []
 
@@ -165,6 +176,11 @@ class _RankWalk:
         self.run = self._run()
 
     def _run(self) -> Iterator[int]:
+        for tells, link in words_of(self.board.words, self.program.rank):
+            if tells:
+                self.board.arrive(self.board.words[link])
+            else:
+                yield from self._until(self.board.words[link])
         begin = 0
         for end, told in self.telling.items():
             yield from self._part(begin, end)
@@ -271,5 +287,8 @@ class _RankWalk:
             if number in numbers:
                 nth = numbers.index(number)
                 return Blocked(own, slot, f"transfer {nth} from rank {sender} to rank {receiver}", sender if receiver == own else receiver)
+        for (evictor, host), word in self.board.words.items():
+            if number == word:
+                return Blocked(own, slot, f"the word with which rank {evictor} begins for rank {host}", evictor)
         evictor = next(rank for (rank, _), numbers in self.board.told.items() if number in numbers)
         return Blocked(own, slot, f"the sizes of what {self.program.whats[self.index]} brings", evictor)

@@ -172,7 +172,7 @@ class Engine:
         if op.kind in READING and self._evictor:
             self._evictor.finish_load(op)
         if self._evictor and self._config.differing:
-            self._evictor.sizing.computes()
+            self._evictor.computes()
         held = self._sample()
         if self.recorder:
             self.recorder.started(op, live_bytes=held)

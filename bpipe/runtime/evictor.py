@@ -134,6 +134,10 @@ class Evictor:
         self._claims.clear()
         self.sizing.begin()
 
+    def computes(self) -> None:
+        """A computation begins."""
+        self.sizing.computes()
+
     def tell_growth(self, by: Action) -> bool:
         """Between two iterations, where sizes differ: tell the partner which rooms have to be larger, and whether any has.
 

@@ -14,31 +14,31 @@ import torch
 from bpipe.ir.action import Action
 from bpipe.runtime.acceptor import Acceptor
 from bpipe.runtime.evictor import Evictor, Key
-from bpipe.runtime.sizing import Sizing
+from bpipe.runtime.sizing import Sizing, StayedAtHome, together
 
 
 class SeveralHosts:
     """The evictors of one rank. They share what says which storages are a micro-batch's own: storages know no host."""
 
     def __init__(self, evictors: Mapping[int, Evictor], host_of: Mapping[Key, int]) -> None:
-        """`host_of`: by stage and micro-batch, for all that leave. Raises ValueError where sizes may differ."""
-        if any(evictor.sizing.differing for evictor in evictors.values()):
-            raise ValueError("micro-batches that differ in size leave to one host only")
+        """`host_of`: by stage and micro-batch, for all that leave."""
         self._evictors = dict(evictors)
         self._host_of = host_of
+        self._passed = StayedAtHome()
 
     @property
     def sizing(self) -> Sizing:
-        """What all evictors have: a stage's micro-batches are alike, wherever they go."""
-        found = Sizing(differing=False)
-        for evictor in self._evictors.values():
-            found.rooms |= evictor.sizing.rooms
-            found.moved_bytes |= evictor.sizing.moved_bytes
-        return found
+        """What all evictors have, as it is now. Each has rooms of its own with its host, and what leaves for it finds room there or not."""
+        return together((evictor.sizing for evictor in self._evictors.values()), self._passed)
 
     def begin(self) -> None:
+        self._passed = StayedAtHome()
         for evictor in self._evictors.values():
             evictor.begin()
+
+    def computes(self) -> None:
+        """What stayed on account of one host is here beside what stayed on account of another."""
+        self._passed = self._passed.with_here([size for evictor in self._evictors.values() for size in evictor.sizing.at_home])
 
     def remember(
         self,

@@ -9,7 +9,7 @@ and one that is larger than its room stays at home: its eviction and its load mo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -30,6 +30,11 @@ class StayedAtHome:
     nbytes: int = 0
     passed_microbatches: int = 0
     passed_bytes: int = 0
+
+    def with_here(self, sizes: Sequence[int]) -> StayedAtHome:
+        """Beside a computation these are here that were to be away."""
+        passed = max(self.passed_microbatches, len(sizes)), max(self.passed_bytes, sum(sizes))
+        return replace(self, passed_microbatches=passed[0], passed_bytes=passed[1])
 
 
 class Sizing:
@@ -81,10 +86,12 @@ class Sizing:
 
     def computes(self) -> None:
         """A computation begins: what is here is here beside it."""
-        if self._at_home:
-            here, nbytes = len(self._at_home), sum(self._at_home.values())
-            passed = max(self.stayed.passed_microbatches, here), max(self.stayed.passed_bytes, nbytes)
-            self.stayed = replace(self.stayed, passed_microbatches=passed[0], passed_bytes=passed[1])
+        self.stayed = self.stayed.with_here(self.at_home)
+
+    @property
+    def at_home(self) -> list[int]:
+        """The bytes of each micro-batch that is to be away and is here."""
+        return list(self._at_home.values())
 
     def back(self, stage: int, microbatch: int) -> None:
         """A micro-batch is to be here again."""
@@ -109,3 +116,20 @@ class Sizing:
 
     def _saw(self, stage: int, lengths: Sequence[int]) -> None:
         self.most_bytes[stage] = max(self.most_bytes.get(stage, 0), taken(lengths))
+
+
+def together(several: Iterable[Sizing], passed: StayedAtHome) -> Sizing:
+    """Of the evictors of one rank what they have in common: the largest rooms, and all that stayed. `passed`: at once, by all of them."""
+    found = Sizing(differing=False)
+    stayed = passed
+    for one in several:
+        found.differing = one.differing
+        stayed = replace(stayed, microbatches=stayed.microbatches + one.stayed.microbatches, nbytes=stayed.nbytes + one.stayed.nbytes)
+        found.moved_each |= one.moved_each
+        # Once an iteration at most, whoever of them grew.
+        found.num_grown = max(found.num_grown, one.num_grown)
+        for sizes, others in ((found.moved_bytes, one.moved_bytes), (found.most_bytes, one.most_bytes)):
+            sizes.update({stage: max(size, sizes.get(stage, 0)) for stage, size in others.items()})
+        found.rooms.update({stage: max(room, found.rooms.get(stage, ()), key=taken) for stage, room in one.rooms.items()})
+    found.stayed = stayed
+    return found

@@ -222,8 +222,6 @@ class Driver:
                     say(line)
                 say(describe(schedule))
             differing = self._config.differing or differ(config)
-            if differing and schedule.is_pooled:
-                raise ValueError("micro-batches that differ in size leave to one host only: drop --bpipe-hosts pool, or make them alike")
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
             engine = Engine(schedule, self.rank, transports, self._engine_config(differing, program.balance), self._meter)

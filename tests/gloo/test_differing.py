@@ -16,6 +16,7 @@ DROPLESS = (
 )
 PACKED = ("--differing", "packed", "--micro-batch-size", "1", "--sft", "--spec", "tests.gloo.layers", "attending_plainly")
 COMMON = ("--global-batch-size", "16", "--train-iters", "4")
+POOL = ("--bpipe-hosts", "pool")
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
 
 ROWS = {
@@ -23,6 +24,8 @@ ROWS = {
     "dropless_gathered": (*DROPLESS, "--moe-token-dispatcher-type", "allgather"),
     "dropless_interleaved": (*DROPLESS, *INTERLEAVED, "--moe-token-dispatcher-type", "alltoall"),
     "dropless_by_our_loop": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-executor"),
+    "dropless_to_several": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "2,3,3,3"),
+    "dropless_to_one": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "3,2,2,6"),
     "packed": (*PACKED, "--global-batch-size", "8"),
     "lengths": ("--differing", "lengths"),
     "partial": ("--differing", "partial"),
@@ -33,8 +36,8 @@ ALWAYS = (("dropless", "gloo"), ("packed", "peer"), ("lengths", "gloo"), ("parti
 
 
 def stock(flags: Sequence[str]) -> list[str]:
-    """Without our own loop: Megatron's gives the same bits."""
-    return [flag for flag in flags if flag != "--bpipe-executor"]
+    """Without our own loop: Megatron's gives the same bits; and without who hosts."""
+    return [flag for flag in flags if flag not in ("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6")]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from bpipe.check.deadlock import Blocked, Waits
+from bpipe.check import deadlock
+from bpipe.check.deadlock import Blocked, Waits, words_of
 from bpipe.check.deadlock import blocked_ranks as blocked_in
 from bpipe.generate.families import FAMILIES, exchange_of
 from bpipe.ir.host_buffers import Hosting, host_buffers
@@ -147,3 +148,24 @@ def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest
     assert not any(blocked_ranks(schedule, Waits.AFTER_EXCHANGES) for schedule in stuck)
     blocked = {one.rank for one in blocked_ranks(stuck[0])}
     assert {0, stuck[0].num_ranks - 1} <= blocked
+
+
+RINGS = [{(0, 1), (1, 0)}, {(0, 1), (1, 2), (2, 0)}, {(0, 2), (1, 0), (2, 1), (2, 0)}]
+
+
+@pytest.mark.parametrize("links", RINGS)
+def test_words_with_which_iterations_begin_go_round_in_no_ring(links: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who hosts for whom in a ring: as the runtime speaks nobody waits for ever; who heard before it spoke would."""
+    plain = FAMILIES["1f1b"].generate(3, 4, 1)
+    monkeypatch.setattr(deadlock, "links_of", lambda schedule: links)
+    assert not blocked_ranks(plain)
+
+    def hearing_first(of: Iterable[tuple[int, int]], rank: int) -> list[tuple[bool, tuple[int, int]]]:
+        return sorted(words_of(of, rank), key=lambda word: word[0])
+
+    monkeypatch.setattr(deadlock, "words_of", hearing_first)
+    blocked = blocked_ranks(plain)
+    # Whoever has nobody at its words waits for their messages.
+    assert {one.rank for one in blocked} == {0, 1, 2}
+    assert blocked[0].message == f"the word with which rank {blocked[0].peer} begins for rank {blocked[0].rank}"
+    assert blocked[0].slot == 0

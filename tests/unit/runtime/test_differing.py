@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance
-from bpipe.program import ScheduleConfig, balancing, build
+from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.sizing import RESERVE, Sizing, StayedAtHome
 from bpipe.transport.layout import aligned, taken
@@ -134,6 +134,63 @@ def test_several_stages_of_a_rank_and_either_rank_of_a_pair(plan: Callable[[], S
     sizes = [[[100 * (1 + (7 * m + 3 * i) % 5)] * ((m + i) % 3) for m in range(schedule.num_microbatches)] for i in range(3)]
     trained(schedule, kind, sizes)
     assert any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
+
+
+POOLED = {
+    "one to several": (4, (2, 3, 3, 3)),
+    "several to one": (4, (3, 2, 2, 6)),
+    "both": (6, (3, 3, 4, 5, 4, 4)),
+}
+
+
+def pooled(name: str, num_microbatches: int = 8) -> Schedule:
+    p, bounds = POOLED[name]
+    how = BalanceConfig(bounds, hosts="pool")
+    return build(ScheduleConfig("1f1b", p, num_microbatches, balance=how))
+
+
+@settings(max_examples=4, deadline=None)
+@given(PATTERNS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", POOLED)
+def test_in_a_pool_no_bit_differs_either(name: str, kind: str, pattern: Pattern) -> None:
+    """Each host has rooms of its own for what comes to it, and each link grows by itself, in one order on all ranks."""
+    trained(pooled(name), kind, pattern)
+
+
+@pytest.mark.slow
+@settings(max_examples=350, deadline=None)
+@given(PATTERNS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.timeout(1800)
+def test_in_a_pool_two_thousand_patterns_differ_in_no_bit(name: str, kind: str, pattern: Pattern) -> None:
+    trained(pooled(name), kind, pattern)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stays_on_account_of_several_hosts_is_counted_together(kind: str) -> None:
+    """The first is small, so no host has room for the others until the second iteration; stage 0 then holds what it would alone."""
+    schedule = pooled("one to several")
+    pipeline = Pipeline(schedule, kind, timeout_s=20.0, model=Differing(4, [[SMALL, *[LARGE] * 7]] * 2), differing=True)
+    evictor, seen = pipeline.engines[0], []
+    ended = evictor.end
+
+    def noted() -> None:
+        ended()
+        assert evictor.sizing is not None
+        seen.append(evictor.sizing)
+
+    evictor.end = noted  # type: ignore[method-assign]
+    pipeline.run(2)
+    first, second = seen
+    assert first.stayed.microbatches == num_transfers(schedule, 0).evictions - 1
+    # Without any of them stage 0 has four, of which two are its bound.
+    assert first.stayed.passed_microbatches == 2
+    assert first.stayed.passed_bytes == 2 * first.stayed.nbytes // first.stayed.microbatches
+    assert sorted(size > 0 for size in first.moved_each.values()) == [False] * first.stayed.microbatches + [True]
+    assert (second.stayed, second.num_grown) == (StayedAtHome(), 1)
+    assert all(second.moved_each.values())
 
 
 def test_a_partner_that_does_not_begin_is_named() -> None:
