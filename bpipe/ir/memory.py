@@ -26,6 +26,10 @@ from bpipe.ir.schedule import Schedule
 # A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
 Count = int | Fraction
 
+# Host buffers for micro-batches that differ in size are so much larger than the most that was seen. What a router sends to an expert
+# changes from step to step, and to grow costs an iteration's room.
+RESERVE = Fraction(1, 8)
+
 # A share of a micro-batch has no more decimals, so every count is written exactly.
 SHARE_DECIMALS = 4
 
@@ -58,12 +62,14 @@ class Memory:
 
     A kind that never takes, or gives, anything has no entry there; `changes[kind][stage]` has both numbers for every kind.
     Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's shard of the vocabulary holds from S to T.
+    `reserved`: micro-batches may differ in size, so host buffers have a reserve.
     """
 
     stages: tuple[StageMemory, ...]
     unit: str = "bytes"
     parts: int = 1
     shard_bytes: int = 0
+    reserved: bool = False
     takes: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     gives: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
@@ -84,6 +90,11 @@ class Memory:
         object.__setattr__(self, "takes", takes)
         object.__setattr__(self, "gives", gives)
         object.__setattr__(self, "changes", {kind: changes.get(kind, nothing) for kind in Kind})
+
+    def buffer_bytes(self, stages: Iterable[int]) -> int:
+        """What a host buffer takes through which transfers of these stages pass."""
+        most = max((self.stages[stage].moved_bytes for stage in stages), default=0)
+        return most + int(most * RESERVE) if self.reserved else most
 
     def amount(self, size: int) -> Count:
         """A size in units."""

@@ -16,7 +16,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import READING, Action, Kind
 from bpipe.ir.host_buffers import num_buffers_for
 from bpipe.ir.hosts import POOL
-from bpipe.ir.memory import Memory, live_bytes, memory_of
+from bpipe.ir.memory import RESERVE, Memory, live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.saved import (
@@ -333,7 +333,9 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
         return tuple(occupied(schedule, rank, setup.how.rooms.memory) for rank in range(setup.pipeline))
     if FAMILIES[setup.schedule].fill is None:
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
-    return tuple(one.num_bytes(saved, after_input) for one in _held_of(setup))
+    held = [one.num_bytes(saved, after_input) for one in _held_of(setup)]
+    reserve = RESERVE if setup.switches.bpipe_differing_sizes else 0
+    return tuple((own, hosted + int(hosted * reserve)) for own, hosted in held)
 
 
 def _held_of(setup: Setup) -> tuple[HeldCounts, ...]:
@@ -405,7 +407,8 @@ def _with_state(setup: Setup, num_parameters: int, going: int) -> int:
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
     """What one micro-batch of each stage holds; storages below `minimum_bytes` stay where they are."""
     stages = range(setup.num_stages)
-    return memory_of(stage_bytes(setup), [moved_bytes(setup, stage, minimum_bytes) for stage in stages], after_input_bytes(setup))
+    memory = memory_of(stage_bytes(setup), [moved_bytes(setup, stage, minimum_bytes) for stage in stages], after_input_bytes(setup))
+    return replace(memory, reserved=setup.switches.bpipe_differing_sizes)
 
 
 def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:

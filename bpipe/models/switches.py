@@ -20,6 +20,7 @@ class Switches:
     overlap_param_gather: bool = _switch("updated weights are gathered beside the next forwards")
     no_overlap_p2p_communication: bool = _switch("Megatron's interleaved loop waits for its exchanges between stages")
     tp_comm_overlap: bool = _switch("with sequence parallelism: Transformer Engine gathers and scatters beside the products, part by part")
+    bpipe_differing_sizes: bool = _switch("micro-batches may differ in size: host buffers are an eighth larger")
     grad_reduce_in_bf16: bool = _switch("with bf16: gradients are summed and reduced in 16 bit, not in 32")
 
     def __post_init__(self) -> None:

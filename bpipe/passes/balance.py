@@ -69,7 +69,7 @@ def buffer_bytes(schedule: Schedule, hosted: Mapping[Hosting, int], memory: Memo
     """What host buffers take, by what `host_buffers` says of their rank; of those for one rank only, where it is named."""
     rank_of = schedule.layout.rank_of
     found = {stay: buffer for stay, buffer in hosted.items() if guest in (None, rank_of(stay.stage, stay.microbatch))}
-    return sum(max((memory.stages[stage].moved_bytes for stage in stages), default=0) for stages in stages_in_buffers(found))
+    return sum(map(memory.buffer_bytes, stages_in_buffers(found)))
 
 
 def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:

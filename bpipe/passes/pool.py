@@ -134,7 +134,8 @@ def _hosted(schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int],
         for stay, buffer in _as_on_one_host(schedule, rank, plan).items():
             through.setdefault((rank, buffer), []).append((stay.stage, stay.microbatch))
     moved = [[memory.stages[stage].moved_bytes for stage, _ in stays] for stays in through.values()]
-    items = [Item(rank, max(sizes), sum(sizes)) for (rank, _), sizes in zip(through, moved, strict=True)]
+    taken = [memory.buffer_bytes({stage for stage, _ in stays}) for stays in through.values()]
+    items = [Item(rank, room, sum(sizes)) for (rank, _), room, sizes in zip(through, taken, moved, strict=True)]
     hosts = pack(items, [0 if rank in plans else left for rank, left in enumerate(spare)], _distances(schedule, nodes))
     if hosts is None:
         raise _no_room(items, spare, memory)

@@ -60,7 +60,7 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
     **dict.fromkeys(map(flag_of, SWITCHES), True),
     "--bpipe-vocabulary-input": True,
-    **dict.fromkeys(("--bpipe-differing-sizes", "--sft", "--dataloader-inter-document-masking"), True),
+    **dict.fromkeys(("--sft", "--dataloader-inter-document-masking"), True),
 }
 
 _EXPERTS, _OFFLOAD, _FSDP, _LOW = "mixtures of experts", "offloading", "sharding by FSDP", "8-bit and 4-bit training"
@@ -361,16 +361,20 @@ def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "precision": "fp16" if found.fp16 else "bf16" if found.bf16 else "fp32",
         "no_distributed_optimizer": not found.use_distributed_optimizer,
         **switches,
+        "bpipe_differing_sizes": bool(_differing(found)),
     }
 
 
+def _differing(found: argparse.Namespace) -> list[str]:
+    """The flags by which micro-batches may differ in size."""
+    return [flag_of(name) for name in ("bpipe_differing_sizes", "sft", "dataloader_inter_document_masking") if getattr(found, name)]
+
+
 def _sizes_that_differ(found: argparse.Namespace, notes: list[str]) -> None:
-    """What is assumed of micro-batches that may differ in size."""
-    given = [flag_of(name) for name in ("bpipe_differing_sizes", "sft", "dataloader_inter_document_masking") if getattr(found, name)]
+    """What is assumed of them."""
+    given = _differing(found)
     if given:
-        notes.append(
-            f"{given[0]}: micro-batches may differ in size; each is predicted as one full sequence, and host buffers without a reserve"
-        )
+        notes.append(f"{given[0]}: micro-batches may differ in size; each is predicted as one full sequence")
 
 
 def _attention(found: argparse.Namespace, notes: list[str]) -> str:

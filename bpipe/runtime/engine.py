@@ -117,6 +117,11 @@ class Engine:
         return dict(self._evictor.sizing.moved_bytes) if self._evictor else {}
 
     @property
+    def most_bytes(self) -> dict[int, int]:
+        """The same of what would leave if there were room for it."""
+        return dict(self._evictor.sizing.most_bytes) if self._evictor else {}
+
+    @property
     def sizing(self) -> Sizing | None:
         """What the rooms of what leaves are, and what of the iteration under way, or the last one, found too little."""
         return self._evictor.sizing if self._evictor else None

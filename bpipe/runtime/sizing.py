@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
+from bpipe.ir.memory import RESERVE
 from bpipe.transport.layout import aligned, taken
-
-# More than the most that was seen. What a router sends to an expert changes from step to step, and to grow costs an iteration's room.
-RESERVE = Fraction(1, 8)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Driver:
     the same of a shard of the vocabulary between S and T, by S.
     `running` is true inside of `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last
     iteration's note. `changed_over`: this iteration is the first of its program since another one's, and every rank's is. `how`: how what
-    runs is balanced, if at all.
+    runs is balanced, if at all. `differing`: micro-batches may differ in size; known from the first iteration on.
     """
 
     def __init__(self, config: SchedulingConfig) -> None:
@@ -94,6 +94,7 @@ class Driver:
         self._own_time = OwnTime()
         self._num_iterations = 0
         self.changed_over = False
+        self.differing = False
         self.links: list[MeasuredLink] = []
         self.recording = False
         self.recorded: Recorded | None = None
@@ -221,7 +222,7 @@ class Driver:
                 for line in () if self._engines else self._config.plan:
                     say(line)
                 say(describe(schedule))
-            differing = self._config.differing or differ(config)
+            differing = self.differing = self._config.differing or differ(config)
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
             engine = Engine(schedule, self.rank, transports, self._engine_config(differing, program.balance), self._meter)
@@ -315,8 +316,10 @@ class Driver:
     def measured(self) -> FirstMeasured:
         """What the iteration that ran last showed."""
         assert self._meter is not None, "nobody measures"
-        meter, moved = self._meter, self._engines[self.program_now].moved_bytes
-        sizes = (meter.latest_bytes, moved, meter.after_input_bytes, meter.shard_bytes)
+        meter, engine = self._meter, self._engines[self.program_now]
+        # Of sizes that differ the most there was: rooms have to be that large.
+        saved, moved = (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
+        sizes = (saved, moved, meter.after_input_bytes, meter.shard_bytes)
         return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most)
 
     def learned(self, how: BalanceConfig | None) -> None:

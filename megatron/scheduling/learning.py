@@ -86,6 +86,7 @@ class Learner:
         # Where devices differ, each rank's is the least that one of its has: all plan with the same.
         budgets = tuple(map(min, zip(*(spread(budget, plain.num_ranks) for _, budget in found), strict=True)))
         devices = devices_of([one for one, _ in found], plain, budgets)
+        devices = replace(devices, memory=replace(devices.memory, reserved=self._driver.differing))
         how = self._driver.how
         if how is not None:
             devices = replace(devices, hosts=how.hosts, nodes=how.nodes or ())

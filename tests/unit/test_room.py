@@ -19,6 +19,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import setup_from_values
 from bpipe.models.model import find_model
 from bpipe.passes.balance import balance, occupied
+from bpipe.passes.pool import pool
 from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, fit, sent_bytes, smallest
 from bpipe.plan.budget import predicted, smallest_bytes, within
 from bpipe.plan.fit import lines
@@ -233,3 +234,18 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
         moved.append((part.moved_bytes, all_of_it.moved_bytes))
     assert moved[0] == (0, 0)
     assert any(0 < part < 0.5 * all_of_it for part, all_of_it in moved)
+
+
+def test_host_buffers_with_a_reserve_take_room() -> None:
+    """What they take is counted where rooms are kept, and not what a transfer moves."""
+    plain = generate("1f1b", 4, 8)
+    memory = memory_of([800] * 4)
+    rooms = Rooms((2400, 3200, 3200, 800 + 2 * 800), memory)
+    assert sent_bytes(fit(plain, rooms, (3, 2, 1, 0)), 0, memory) == 3 * 800
+    reserved = replace(memory, reserved=True)
+    with pytest.raises(NoRoom, match="needs 2600 bytes, and has room for 2400"):
+        fit(plain, Rooms(rooms.room_bytes, reserved), (3, 2, 1, 0))
+    enough = Rooms((*rooms.room_bytes[:3], 800 + 2 * 900), reserved)
+    assert held(fit(plain, enough, (3, 2, 1, 0)), enough) == (2400, 2400, 1600, 2600)
+    pooled = pool(plain, enough)
+    assert all(need <= room for need, room in zip(held(pooled, enough), enough.room_bytes, strict=True))

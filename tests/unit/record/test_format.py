@@ -145,6 +145,12 @@ PROGRAMS = (
         costs=UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20)),
     ),
     ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig(rooms=Rooms((300, 400, 400, 400), memory_of([100] * 4, [90] * 4)))),
+    ScheduleConfig(
+        "1f1b",
+        4,
+        8,
+        balance=BalanceConfig(rooms=Rooms((350, 400, 400, 400), replace(memory_of([100] * 4, [50] * 4), reserved=True)), parts=(0,)),
+    ),
 )
 
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.ir.memory import num_transfers
+from bpipe.ir.memory import RESERVE, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.runtime.errors import TransferError
-from bpipe.runtime.sizing import RESERVE, Sizing, StayedAtHome
+from bpipe.runtime.sizing import Sizing, StayedAtHome
 from bpipe.transport.layout import aligned, taken
 from tests.unit.hand_made import v_flat
 from tests.unit.runtime.keeping import Keeping
