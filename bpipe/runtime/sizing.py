@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from bpipe.ir.memory import RESERVE
 from bpipe.transport.layout import aligned, taken
+
+# In so many steps what leaves of a micro-batch is tried to be less.
+STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,18 @@ class Sizing:
         self.rooms |= grown
         self.num_grown += bool(grown)
         return grown
+
+    def parts(self) -> dict[int, tuple[int, ...]]:
+        """By stage, what of a micro-batch could leave in place of all that does, as storages lie: ascending, the last is all.
+
+        From the end of the walk, as an evictor takes them. Where sizes differ nobody can say.
+        """
+        found = {}
+        for stage, lengths in ({} if self.differing else self.rooms).items():
+            sums = list(accumulate(reversed(lengths)))
+            wanted = (sums[-1] * step // STEPS for step in range(1, STEPS)) if sums else ()
+            found[stage] = (*sorted({next(one for one in sums if one >= least) for least in wanted} - set(sums[-1:])), *sums[-1:])
+        return found
 
     def release(self) -> None:
         """Rooms are announced anew; what was seen stays known."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class FirstMeasured:
     """What one rank held in its first iteration: of one micro-batch by stage, what it receives for one, and the most at once.
 
     `moved_bytes` only of what left. `allocated_bytes` and `reserved_bytes`: the most by the device's allocator until the loop's end, before
-    weights were updated; 0 where nobody counts.
+    weights were updated; 0 where nobody counts. `parts`: of what left, what could have in its place, see `Sizing.parts`.
     """
 
     saved_bytes: Mapping[int, int]
@@ -64,6 +64,7 @@ class FirstMeasured:
     peak_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Driver:
@@ -320,7 +321,8 @@ class Driver:
         # Of sizes that differ the most there was: rooms have to be that large.
         saved, moved = (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
         sizes = (saved, moved, meter.after_input_bytes, meter.shard_bytes)
-        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most)
+        parts = engine.sizing.parts() if engine.sizing is not None else {}
+        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most, parts)
 
     def learned(self, how: BalanceConfig | None) -> None:
         """What was measured is enough. From the next iteration on `how`, on every rank, or None: as before."""

@@ -135,4 +135,8 @@ def devices_of(found: Sequence[Seen], plain: Schedule, budgets: tuple[int, ...])
         tuple(max(one.update_bytes for one in of_place) for of_place in there),
         max(one.fragmentation for one in found),
     )
-    return Devices(plain, memory, besides, budgets)
+    parts = {stage: sizes for one in found for stage, sizes in one.measured.parts.items()}
+    # Of a stage of which nothing has left nobody knows how its storages lie.
+    whole = [(size.moved_bytes,) for size in memory.stages]
+    known = [parts[stage] if parts.get(stage, ())[-1:] == whole[stage] else whole[stage] for stage in stages]
+    return Devices(plain, memory, besides, budgets, parts=tuple(known))
