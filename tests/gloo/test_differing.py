@@ -17,6 +17,7 @@ DROPLESS = (
 PACKED = ("--differing", "packed", "--micro-batch-size", "1", "--sft", "--spec", "tests.gloo.layers", "attending_plainly")
 COMMON = ("--global-batch-size", "16", "--train-iters", "4")
 POOL = ("--bpipe-hosts", "pool")
+OURS = ("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6", "--bpipe-memory", "auto:0.016")
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
 
 ROWS = {
@@ -26,6 +27,7 @@ ROWS = {
     "dropless_by_our_loop": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-executor"),
     "dropless_to_several": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "2,3,3,3"),
     "dropless_to_one": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "3,2,2,6"),
+    "dropless_learned": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-memory", "auto:0.016"),
     "packed": (*PACKED, "--global-batch-size", "8"),
     "lengths": ("--differing", "lengths"),
     "partial": ("--differing", "partial"),
@@ -37,7 +39,7 @@ ALWAYS = (("dropless", "gloo"), ("packed", "peer"), ("lengths", "gloo"), ("parti
 
 def stock(flags: Sequence[str]) -> list[str]:
     """Without our own loop: Megatron's gives the same bits; and without who hosts."""
-    return [flag for flag in flags if flag not in ("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6")]
+    return [flag for flag in flags if flag not in OURS]
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, Outcome, _free_po
 STAGES = (*ITERATIONS, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16", "--bpipe-placement", "none")
 
 
-def run(folder: Path, arguments: Sequence[str], fault: str | None = None, only: int | None = None) -> Outcome:
-    """Train on four ranks; wait for all of them to end, or for rank `only`."""
+def run(folder: Path, arguments: Sequence[str], fault: str | None = None, only: int | None = None, ranks: int = 4) -> Outcome:
+    """Train on so many ranks; wait for all of them to end, or for rank `only`."""
     script = [str(ROOT / "tests/gloo/faulty.py"), *TINY, *STAGES, *arguments]
-    processes = start(4, script, folder, _free_ports(1)[0], {"FAULT": fault} if fault else None)
+    processes = start(ranks, script, folder, _free_ports(1)[0], {"FAULT": fault} if fault else None)
     return finish(processes, folder, timeout_s=90.0, only=only)
 
 
@@ -70,6 +70,51 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
     assert "rank 0, stage 0: 0" in outcome.logs[0]
     assert "with stage 3 did not end" in outcome.logs[0]
     assert "the time-out is 5 s, --bpipe-timeout" in outcome.logs[0]
+
+
+# No expert has a capacity: each takes the tokens that the router sends, and sizes travel in front of what they are of.
+DIFFERING = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"),
+    *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
+)
+# The last of five hosts for three others.
+SHARED = (
+    *("--num-layers", "5", "--pipeline-model-parallel-size", "5", "--global-batch-size", "20"),
+    *("--bpipe-hosts", "pool", "--bpipe-bound", "4,3,2,3,11"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+@pytest.mark.parametrize(
+    ("flags", "ranks", "fault"),
+    [
+        pytest.param((), 4, "3 3F2 SIGKILL", id="host"),
+        pytest.param((), 4, "0 0F3 SIGKILL", id="evictor"),
+        pytest.param((), 4, "0 0B7 SIGKILL 1", id="before its word"),
+        pytest.param(SHARED, 5, "4 4F2 SIGKILL", id="host of three"),
+        pytest.param(SHARED, 5, "1 1F4 SIGKILL", id="one of three"),
+        pytest.param(SHARED, 5, "2 2B9 SIGKILL 1", id="one of three before its word"),
+    ],
+)
+def test_whoever_dies_where_sizes_differ_ends_the_others(
+    tmp_path: Path, flags: Sequence[str], ranks: int, fault: str, transport: str
+) -> None:
+    """In the middle of an iteration, with lengths or payload under way, and between two, where hosts wait for an evictor's word."""
+    outcome = run(tmp_path, [*BPIPE, "--bpipe-transport", transport, *DIFFERING, *flags], fault=fault, ranks=ranks)
+    dead = int(fault[0])
+    assert outcome.codes[dead] == -signal.SIGKILL
+    for rank in set(range(ranks)) - {dead}:
+        assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
+        # A compiler that experts load has its own last words. Rank 0 keeps the store in which the others look.
+        said = (
+            f"rank {dead} failed first: it does not answer, so it was killed,"
+            if dead
+            else "who keeps the store of this run does not answer"
+        )
+        assert f"\nbpipe: {said}" in outcome.logs[rank]
+    assert outcome.seconds < 60
 
 
 OWN = ("--bpipe-schedule", "zb-h1", "--bpipe-timeout", "5")
