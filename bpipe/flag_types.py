@@ -19,6 +19,12 @@ LARGEST = 10**12
 # What is chosen, and not given.
 AUTO = "auto"
 
+# What the arrangements of hosts mean (`ir.hosts`), in the help of every command that has them.
+HOSTS_SAID = (
+    "pair: to the other of its pair; pool: to any rank with room; host: into its own node's memory; all: to any rank with room, and what "
+    "none has room for into its own node's memory (default pair)"
+)
+
 
 def positive(text: str) -> int:
     """A whole number from 1 on."""

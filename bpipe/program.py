@@ -22,7 +22,7 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
 from bpipe.ir.action import Action
-from bpipe.ir.hosts import ARRANGEMENTS, PAIR, POOL
+from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
 from bpipe.ir.program import Exchange
@@ -30,8 +30,8 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import header, read_csv, write_rows
 from bpipe.names import unknown
 from bpipe.passes.balance import balance, keeps, occupied_counts
-from bpipe.passes.pool import pool, pool_within
 from bpipe.passes.room import Rooms, fit
+from bpipe.passes.tiers import arranged, arranged_within
 from bpipe.passes.windows import Windows, in_time
 
 # What commands and files call no `BalanceConfig`, and one.
@@ -49,7 +49,8 @@ class BalanceConfig:
 
     `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on. `buffers_stay`:
     where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full. `rooms`, in
-    place of bounds: what each rank has room for in bytes. `hosts`: "pair", or "pool", in which any rank with room hosts for any other; then
+    place of bounds: what each rank has room for in bytes. `hosts` (`ir.hosts`): "pair"; "pool", in which any rank with room hosts for any
+    other; "host", where all that leaves goes to its own node's memory; or "all", the pool first and then that memory. With any but pairs
     host buffers count all the time, and `nodes[rank]` says which ranks are near each other, where not all are. `windows`: beside rooms,
     what computations and transfers take, for transfers that end in time. `parts`: the stages of which only as many bytes of a micro-batch
     leave as rooms say that move, and not all that can.
@@ -73,8 +74,8 @@ class BalanceConfig:
             raise ValueError("parts of micro-batches leave as rooms say: give rooms, too")
         if self.hosts not in ARRANGEMENTS:
             raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
-        if self.hosts == POOL and self.partners is not None:
-            raise ValueError("partners are pairs, and in a pool any rank hosts for any other: give partners, or hosts pool")
+        if self.hosts != PAIR and self.partners is not None:
+            raise ValueError(f"partners are pairs, and hosts {self.hosts} are others: give partners, or hosts {self.hosts}")
 
     @property
     def part_bytes(self) -> dict[int, int]:
@@ -173,7 +174,7 @@ class ScheduleConfig:
     def room(self) -> RankRoom | None:
         """What orders are made for: one bound for all, where nobody chose the groups or the pairs, and the family makes orders for one."""
         how = self.balance
-        bounds = None if how is None or how.partners is not None or how.hosts == POOL else how.bounds
+        bounds = None if how is None or how.partners is not None or how.hosts != PAIR else how.bounds
         if self.written is not None or FAMILIES[self.schedule].within is None or self.group_size is not None or bounds is None:
             return None
         return RankRoom(bounds[0], self.after_input) if len(set(bounds)) == 1 else None
@@ -355,11 +356,12 @@ def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
     """The balancing pass with one bound for each rank, one for all, or the smallest for all."""
     p = schedule.num_ranks
     if how.rooms is not None:
-        fitted = pool(schedule, how.rooms, how.nodes or ()) if how.hosts == POOL else fit(schedule, how.rooms, how.partners)
+        paired = how.hosts == PAIR
+        fitted = fit(schedule, how.rooms, how.partners) if paired else arranged(schedule, how.hosts, how.rooms, how.nodes or ())
         return fitted if how.windows is None else in_time(fitted, how.rooms, how.windows)
     if how.bounds is not None and len(how.bounds) not in (1, p):
         raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
     bounds = None if how.bounds is None else how.bounds * (p if len(how.bounds) == 1 else 1)
-    if how.hosts == POOL:
-        return pool_within(schedule, bounds, how.nodes or ())
-    return balance(schedule, bounds, how.partners)
+    if how.hosts == PAIR:
+        return balance(schedule, bounds, how.partners)
+    return arranged_within(schedule, how.hosts, bounds, how.nodes or ())

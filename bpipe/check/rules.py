@@ -13,7 +13,7 @@ from bpipe.check.case import NOWHERE, Case, Rule, ScheduleError, Spots
 from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.check.replicas import check_mirror_images, check_reduction_order, check_sum_order
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.host_buffers import Hosting, host_buffers, own_buffers
 from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
@@ -268,25 +268,51 @@ def _cannot_return(slot: int, need: int, left: int) -> str | None:
     return f"its backward is in slot {need}, load before" if slot >= need else None
 
 
-def check_host_buffers(case: Case, assigned: Mapping[int, Mapping[Hosting, int]] | None = None) -> None:
-    """No host buffer of an acceptor holds two micro-batches at once. `assigned` replaces what `host_buffers` gives, rank by rank."""
-    schedule, rule = case.schedule, "host buffers"
+# By rank: the buffer that each stay takes.
+Assigned = Mapping[int, Mapping[Hosting, int]]
+
+
+def check_host_buffers(case: Case, assigned: Assigned | None = None, own: Assigned | None = None) -> None:
+    """No host buffer holds two micro-batches at once, on an acceptor or in own host memory, and none is numbered that is never needed.
+
+    `assigned` and `own` replace what `host_buffers` and `own_buffers` give.
+    """
+    schedule = case.schedule
     for rank in range(schedule.num_ranks):
-        stays = (host_buffers(schedule, rank) if assigned is None else assigned[rank]) if _hosts(schedule, rank) else {}
-        nth: dict[tuple[int, int], int] = {}
-        taken: dict[int, Action] = {}
-        for slot, cell in enumerate(schedule.ranks[rank]):
-            for action in cell.transfers:
-                key = (action.stage, action.microbatch)
-                if action.kind is _HOST:
-                    nth[key] = nth.get(key, -1) + 1
-                    index = stays[Hosting(*key, nth[key])]
-                    if index in taken:
-                        raise case.error(rule, rank, slot, action, f"host buffer {index} still holds {taken[index]}")
-                    taken[index] = action
-            for action in cell.transfers:
-                if action.kind is _RETURN:
-                    taken.pop(stays[Hosting(action.stage, action.microbatch, nth[action.stage, action.microbatch])], None)
+        if _hosts(schedule, rank):
+            stays = host_buffers(schedule, rank) if assigned is None else assigned[rank]
+            _check_buffers(case, rank, stays, (_HOST, _RETURN), "host buffer")
+        stays = own_buffers(schedule, rank) if own is None else own.get(rank, {})
+        if stays:
+            most = _check_buffers(case, rank, stays, (_EVICT, _LOAD), "host buffer in own memory")
+            if max(stays.values()) >= most:
+                reason = f"own memory has {max(stays.values()) + 1} host buffers, and no more than {most} are ever full at once"
+                raise case.error("host buffers", rank, 0, None, reason)
+
+
+def _check_buffers(case: Case, rank: int, stays: Mapping[Hosting, int], kinds: tuple[Kind, Kind], what: str) -> int:
+    """How many buffers are full at once, at most."""
+    begins, ends = kinds
+    now: dict[tuple[int, int], Hosting] = {}
+    taken: dict[int, Action] = {}
+    most = 0
+    for slot, cell in enumerate(case.schedule.ranks[rank]):
+        for action in cell.transfers:
+            key = (action.stage, action.microbatch)
+            if action.kind is begins:
+                stay = now[key] = Hosting(*key, now[key].nth + 1 if key in now else 0)
+                if begins is _EVICT and stay not in stays:
+                    # It goes to another rank.
+                    continue
+                index = stays[stay]
+                if index in taken:
+                    raise case.error("host buffers", rank, slot, action, f"{what} {index} still holds {taken[index]}")
+                taken[index] = action
+        most = max(most, len(taken))
+        for action in cell.transfers:
+            if action.kind is ends and now[action.stage, action.microbatch] in stays:
+                taken.pop(stays[now[action.stage, action.microbatch]], None)
+    return most
 
 
 def check_bounds(case: Case) -> None:

@@ -14,7 +14,7 @@ from bpipe.commands.flags import add_calibration_argument, add_model_arguments, 
 from bpipe.commands.front import picture_file, show
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.commands.simulate import budgeted
-from bpipe.flag_types import positive
+from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import Cluster, gib
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
-    add("--hosts", choices=ARRANGEMENTS, help="of balanced rows, who hosts: the other of a pair, or in a pool any with room (default pair)")
+    add("--hosts", choices=ARRANGEMENTS, help=f"of balanced rows, where what leaves goes: {HOSTS_SAID}")
     add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
     add(

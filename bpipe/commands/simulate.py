@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bpipe.commands.flags import add_calibration_argument, add_model_arguments, add_training_arguments, cluster_of, print_json
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
-from bpipe.flag_types import numbers, positive
+from bpipe.flag_types import HOSTS_SAID, numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
 from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.ir.layout import Vocabulary
@@ -27,8 +27,6 @@ MOST_COMPUTATIONS = 100_000
 
 MEMORY = "with --balance bpipe: all that a device may hold, for all ranks or each; only what must leaves. auto: what the device has"
 
-HOSTS = "with --balance bpipe, who hosts: the other of a pair, or in a pool any rank with room (default pair)"
-
 
 def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     """Of one configuration, by flags or from a launch."""
@@ -47,7 +45,7 @@ def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     add("--balance", choices=BALANCES, help="default none")
     add("--bound", type=numbers, metavar="N|N,N,...", help="with --balance bpipe: most micro-batches of a chunk, for all ranks or each")
     add("--memory", type=memory, metavar="GIB|GIB,GIB,...|auto", help=MEMORY)
-    add("--hosts", choices=ARRANGEMENTS, help=HOSTS)
+    add("--hosts", choices=ARRANGEMENTS, help=f"with --balance bpipe, where what leaves goes: {HOSTS_SAID}")
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
     add(
         "--vocabulary-parallel",

@@ -1,20 +1,21 @@
-"""Give every hosted micro-batch one of its acceptor's host buffers. In: a Schedule and a rank. Out: which buffer each hosting takes.
+"""Give every micro-batch that is away a host buffer. In: a Schedule and a rank. Out: which buffer each hosting takes.
 
 A buffer is taken from the start of the HOST's slot in the grid to the end of the RETURN's, so a buffer returned in a slot is free only in
 the next. A rank that hosts for several has buffers of its own for each: whoever fills one never has to wait for somebody it does not know.
+What a rank keeps in its own host memory has buffers there, each taken from its EVICT's slot to its LOAD's.
 Both ends of a pair compute this, each on its own: same schedule, same answer. Knows no tensors, no bytes.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.hosts import OWN_MEMORY
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 
 
 class Hosting(NamedTuple):
@@ -30,26 +31,55 @@ def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
 
     Of several ranks that it hosts for each has its own numbers.
     """
-    rank_of = schedule.layout.rank_of
+    return _numbered(schedule.ranks[rank], (Kind.HOST, Kind.RETURN), schedule.layout.rank_of)
+
+
+def own_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
+    """The same of all that a rank keeps in its own host memory."""
+    if schedule.hosts is None or OWN_MEMORY not in schedule.hosts[rank]:
+        return {}
+    mine = {stay for stay, host in hosts_of(schedule, rank).items() if host == rank}
+    return _numbered(schedule.ranks[rank], (Kind.EVICT, Kind.LOAD), schedule.layout.rank_of, mine)
+
+
+def buffers_at(schedule: Schedule, host: int, evictor: int) -> dict[Hosting, int]:
+    """The host buffers on the rank to which another sends, or in own host memory where it is the same one."""
+    return own_buffers(schedule, host) if host == evictor else host_buffers(schedule, host)
+
+
+def buffers_met(schedule: Schedule, rank: int) -> dict[Hosting, int]:
+    """By all that leaves a rank or comes to it from others: its host buffer, wherever that is."""
+    hosts = hosts_of(schedule, rank)
+    there = {host: buffers_at(schedule, host, rank) for host in set(hosts.values())}
+    return host_buffers(schedule, rank) | {stay: there[host][stay] for stay, host in hosts.items()}
+
+
+def _numbered(
+    row: Sequence[Slot], kinds: tuple[Kind, Kind], guest_of: Callable[[int, int], int], only: Container[Hosting] | None = None
+) -> dict[Hosting, int]:
+    """The buffer of every stay that begins and ends with these kinds; `only` some of them."""
+    begins, ends = kinds
     assigned: dict[Hosting, int] = {}
     stays: dict[tuple[int, int], Hosting] = {}
     # By the rank it hosts for.
     free: dict[int, list[int]] = {}
     num_buffers = 0
-    for slot in schedule.ranks[rank]:
+    for slot in row:
         returned = []
         for action in slot.transfers:
             key = (action.stage, action.microbatch)
-            if action.kind is Kind.HOST:
-                stays[key] = Hosting(*key, stays[key].nth + 1 if key in stays else 0)
-                empty = free.setdefault(rank_of(*key), [])
+            if action.kind is begins:
+                stay = stays[key] = Hosting(*key, stays[key].nth + 1 if key in stays else 0)
+                if only is not None and stay not in only:
+                    continue
+                empty = free.setdefault(guest_of(*key), [])
                 if empty:
-                    assigned[stays[key]] = heapq.heappop(empty)
+                    assigned[stay] = heapq.heappop(empty)
                 else:
-                    assigned[stays[key]] = num_buffers
+                    assigned[stay] = num_buffers
                     num_buffers += 1
-            elif action.kind is Kind.RETURN:
-                returned.append((rank_of(*key), assigned[stays[key]]))
+            elif action.kind is ends and stays[key] in assigned:
+                returned.append((guest_of(*key), assigned[stays[key]]))
         for evictor, index in returned:
             heapq.heappush(free[evictor], index)
     return assigned
@@ -139,8 +169,13 @@ def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, i
 
 
 def num_host_buffers(schedule: Schedule, rank: int) -> int:
-    """How many host buffers the rank has to preallocate."""
+    """How many host buffers the rank has to preallocate on its device."""
     return max(host_buffers(schedule, rank).values(), default=-1) + 1
+
+
+def num_own_buffers(schedule: Schedule, rank: int) -> int:
+    """How many it has to preallocate in its own host memory."""
+    return max(own_buffers(schedule, rank).values(), default=-1) + 1
 
 
 def stages_in_buffers(hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:

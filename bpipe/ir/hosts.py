@@ -1,7 +1,7 @@
 """Say where evicted activations may go. In: peaks, partners, or text. Out: hosts by rank, or the partners they are. Knows no placement.
 
 `hosts[rank]` are the ranks that may hold what the rank evicts, and OWN_MEMORY where that may be its own host memory, behind its device's.
-Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement is a pool.
+Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement is a pool, own memory included.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ Hosts = tuple[tuple[int, ...], ...]
 
 OWN_MEMORY = -1
 
-# Who may host, as commands and files say it: the other rank of a pair, or any rank with room.
-PAIR, POOL = ARRANGEMENTS = ("pair", "pool")
+# Where what leaves a rank may go, as commands and files say it: to the other rank of a pair; to any rank with room; into its own node's
+# memory; or to any rank with room and, what none has room for, into its own node's memory.
+PAIR, POOL, HOST, ALL = ARRANGEMENTS = ("pair", "pool", "host", "all")
 
 # In text: joins the hosts of one rank; a rank's own host memory; a rank without hosts.
 _BESIDE, _OWN, _NOBODY = "+", "own", "none"
@@ -77,6 +78,11 @@ def pairing(num_ranks: int, partners: Sequence[int]) -> tuple[int, ...]:
         if partners[partner] != rank:
             raise ValueError(f"rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}: pair them both ways")
     return tuple(partners)
+
+
+def in_own_memory(hosts: Hosts | None) -> bool:
+    """Whether some rank may keep what it evicts in its own host memory."""
+    return any(OWN_MEMORY in of_rank for of_rank in hosts or ())
 
 
 def write_hosts(hosts: Hosts) -> str:

@@ -24,12 +24,16 @@ def gib(num_bytes: float) -> str:
 # The runs of Yeung et al. 2024 (13 MB, one node) lack 0.2 ms an exchange. This is their middle.
 EXCHANGE_GAP_S = 300e-6
 
+# Sixteen lanes of PCI Express in one direction, by their raw rate.
+PCIE_4, PCIE_5 = 32e9, 64e9
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
     """`memory_bytes` is what a process can use at most: the size a CUDA runtime reports, a little less than the label says.
 
-    Inside a node and between nodes a message between stages takes its bytes' time and a gap.
+    Inside a node and between nodes a message between stages takes its bytes' time and a gap. `host_bytes_per_s` is the link to the node's
+    memory; `host_node_bytes_per_s` what those of all its devices carry together, None where each carries all at once.
     """
 
     name: str
@@ -41,6 +45,8 @@ class DeviceKind:
     source: str
     inside_gap_s: float = EXCHANGE_GAP_S
     between_gap_s: float = EXCHANGE_GAP_S
+    host_bytes_per_s: float = PCIE_5
+    host_node_bytes_per_s: float | None = None
 
 
 # `between` is one network port a device: eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
@@ -50,8 +56,10 @@ class DeviceKind:
 # nvidia-smi shows, less the half to three quarters of a GiB by which torch reports less on an H100 and a B200.
 # `inside` is NVLink. Of the MI300X it is the seven links of 64 GB/s to the seven others of a node, so a single pair has a seventh of it.
 # The NVLink of a GB200 NVL72 joins 72: write nodes of 72, or the 4 of a tray where the job has no more.
+# To the node's memory it is PCIe 5 where nothing else stands here; of a GB200 half of what joins its CPU and two GPUs, 900 GB/s both ways.
+_HOST = {"a100-40g": PCIE_4, "a100-80g": PCIE_4, "a800-80g": PCIE_4, "gb200-186g": 225e9}
 DEVICES = {
-    device.name: device
+    device.name: replace(device, host_bytes_per_s=_HOST.get(device.name, PCIE_5))
     for device in (
         DeviceKind("a100-40g", 312e12, int(39.5 * GIB), 1.555e12, 300e9, 25e9, "NVIDIA A100 data sheet; 39.5 GiB as torch reports it"),
         DeviceKind("a100-80g", 312e12, int(79.25 * GIB), 2.039e12, 300e9, 25e9, "NVIDIA A100 data sheet"),

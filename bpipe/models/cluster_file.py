@@ -8,6 +8,8 @@ like = "h100-80g"        # what is not said is taken from there
 name = "our-h100"
 between_gb_per_s = 25    # half the ports
 between_gap_us = 400     # what a message between stages takes besides
+host_gb_per_s = 32       # a device's link to its node's memory, one direction
+host_node_gb_per_s = 128 # what those of all devices of a node carry together
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ NUMBERS = {
     "between_gb_per_s": ("between_bytes_per_s", 1e9),
 }
 # These may be left out.
-GAPS = {"inside_gap_us": ("inside_gap_s", 1e-6), "between_gap_us": ("between_gap_s", 1e-6)}
+OPTIONAL = {
+    "inside_gap_us": ("inside_gap_s", 1e-6),
+    "between_gap_us": ("between_gap_s", 1e-6),
+    "host_gb_per_s": ("host_bytes_per_s", 1e9),
+    "host_node_gb_per_s": ("host_node_bytes_per_s", 1e9),
+}
 SUFFIXES = (".json", ".toml")
 # More than any device has: beyond, the unit was mistaken.
 LARGEST = 1e6
@@ -67,7 +74,7 @@ def _device(path: Path, said: object) -> DeviceKind:
         return _known(path, "device", said)
     if not isinstance(said, dict):
         raise ValueError(f"{path}: device is {_said(said)}, but must be a name or an object")
-    known = {**NUMBERS, **GAPS}
+    known = {**NUMBERS, **OPTIONAL}
     _refuse_unknown(path, "device.", said, ("like", "name", *known))
     numbers: dict[str, Any] = {field: _number(path, key, said[key]) * unit for key, (field, unit) in known.items() if key in said}
     if "memory_bytes" in numbers:

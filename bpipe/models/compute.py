@@ -7,9 +7,10 @@ How far the result is from measurements is in docs/validation.md. Where a measur
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import mul
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.hosts import POOL, Hosts, halved, in_pairs, mirrored
+from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, mirrored
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
@@ -164,8 +165,8 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def _hosts(setup: Setup) -> Hosts:
-    """Who hosts, of a pool as it is planned."""
-    if setup.balance != BALANCES[0] and setup.how.hosts == POOL:
+    """Who hosts, of other than pairs as it is planned."""
+    if setup.balance != BALANCES[0] and setup.how.hosts != PAIR:
         # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
         count = setup.num_microbatches if setup.how.rooms else min(setup.num_microbatches, setup.pipeline)
         return unchecked(setup.program(count)).hosts or ()
@@ -176,7 +177,20 @@ def _hosts(setup: Setup) -> Hosts:
 def links(setup: Setup) -> Links:
     device = setup.cluster.device
     inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
-    return Links(inside, Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s), setup.nodes())
+    between = Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s)
+    return Links(inside, between, setup.nodes(), Link(_host_bytes_per_s(setup) * LINK_EFFICIENCY, LINK_LATENCY_S))
+
+
+def _host_bytes_per_s(setup: Setup) -> float:
+    """What a device's link to its node's memory carries in one direction, when all devices of the node that send there do so at once."""
+    device, cluster = setup.cluster.device, setup.cluster
+    if device.host_node_bytes_per_s is None:
+        return device.host_bytes_per_s
+    sends = [OWN_MEMORY in of_rank for of_rank in _hosts(setup)]
+    nodes = setup.nodes()
+    # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it does.
+    part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)
+    return min(device.host_bytes_per_s, device.host_node_bytes_per_s / max(1.0, part * cluster.devices_per_node))
 
 
 def one_sided(links: Links, hosts: Hosts) -> frozenset[int]:
@@ -184,7 +198,9 @@ def one_sided(links: Links, hosts: Hosts) -> frozenset[int]:
 
     There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet.
     """
-    return frozenset(rank for rank, of_rank in enumerate(hosts) if not any(links.crosses(rank, host) for host in of_rank))
+    return frozenset(
+        rank for rank, of_rank in enumerate(hosts) if not any(links.crosses(rank, host) for host in of_rank if host != OWN_MEMORY)
+    )
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:

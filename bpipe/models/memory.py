@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from operator import le, mul, sub
+from operator import gt, le, mul, sub
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import READING, Action, Kind
 from bpipe.ir.host_buffers import num_buffers_for
-from bpipe.ir.hosts import POOL
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.memory import RESERVE, Memory, live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import EVENLY, Setup
@@ -332,6 +332,8 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
         schedule = unchecked(setup.program())
         return tuple(occupied(schedule, rank, setup.how.rooms.memory) for rank in range(setup.pipeline))
     if FAMILIES[setup.schedule].fill is None:
+        if keeps_own(setup):
+            return tuple(one.num_bytes(saved, after_input) for one in _held(setup.program()))
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
     held = [one.num_bytes(saved, after_input) for one in _held_of(setup)]
     reserve = RESERVE if setup.switches.bpipe_differing_sizes else 0
@@ -346,9 +348,16 @@ def _held_of(setup: Setup) -> tuple[HeldCounts, ...]:
     return _held(setup.program(min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + setup.delay)))
 
 
+def keeps_own(setup: Setup) -> bool:
+    """Whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all ranks hold alike, too."""
+    return setup.balance != "none" and setup.how.hosts in (HOST, ALL)
+
+
 def moves_anything(setup: Setup) -> bool:
     """Whether balancing would move any of this setup's activations: not where all ranks hold alike, or no pair can keep less together."""
-    plain, balanced = replace(setup, balance="none"), replace(setup, balance="bpipe")
+    plain, balanced = replace(setup, balance="none", how=EVENLY), replace(setup, balance="bpipe")
+    if keeps_own(balanced):
+        return any(map(gt, (own for own, _ in activations(plain)), (own for own, _ in activations(balanced))))
     if setup.pipeline == 1 or FAMILIES[setup.schedule].fill is None or len({max(map(sum, one.moments)) for one in _held_of(plain)}) == 1:
         return False
     return any(one.num_buffers for one in _held_of(balanced))
@@ -395,8 +404,8 @@ def least_shared_bytes(setup: Setup) -> int:
 
 
 def _part(setup: Setup, held: int) -> int:
-    """Whoever has the rest of it, one of those who share it holds as large a part."""
-    return held // (setup.pipeline if setup.how.hosts == POOL else 2)
+    """Whoever has the rest of it, one of those who share it holds as large a part; a node's memory may have all of it."""
+    return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.how.hosts, 0)
 
 
 def _with_state(setup: Setup, num_parameters: int, going: int) -> int:

@@ -1,7 +1,8 @@
 """Put host buffers of given sizes into the room that ranks have to spare. In: items, room, what distances cost. Out: a host for each item.
 
 Exact where the search ends within its limits, as it does at small sizes and wherever all items are of one size: then there is a packing
-whenever there can be one, and none costs less. Beyond the limits what was found first stays, nearest hosts first. Knows no schedule.
+whenever there can be one, and none costs less. Beyond the limits what was found first stays, nearest hosts first. Where items may stay with
+their owners, in its own memory, what passes through those is least. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+from bpipe.ir.hosts import OWN_MEMORY
 
 # So many steps are taken to find a packing, and to find a cheaper one when there is one.
 MOST_STEPS = 50_000
@@ -27,17 +30,32 @@ class Item(NamedTuple):
     moved_bytes: int
 
 
-def pack(items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], Cost]) -> list[int] | None:
-    """By item its host, a rank with room; None where no packing was found. `cost(owner, host)` is that of one byte; never its own rank."""
+def pack(items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], Cost], own_memory: bool = False) -> list[int] | None:
+    """By item its host, a rank with room; None where no packing was found. `cost(owner, host)` is that of one byte; never its own rank.
+
+    `own_memory`: OWN_MEMORY where no rank has room; it holds any, and a byte there costs more than all others elsewhere.
+    """
     order = sorted(range(len(items)), key=lambda one: (-items[one].num_bytes, items[one].owner, -items[one].moved_bytes))
-    search = _Search([items[one] for one in order], list(spare_bytes), cost)
+    spare = list(spare_bytes)
+    if own_memory:
+        # What passes most is placed first, and behind the ranks is room for all.
+        order.sort(key=lambda one: -items[one].moved_bytes)
+        spare.append(sum(item.num_bytes for item in items))
+    search = _Search([items[one] for one in order], spare, _or_own_memory(items, spare_bytes, cost))
     search.place(0, (0, 0), 0)
     if search.best is None:
         return None
     hosts = [0] * len(items)
     for one, host in zip(order, search.best, strict=True):
-        hosts[one] = host
+        hosts[one] = OWN_MEMORY if host == len(spare_bytes) else host
     return hosts
+
+
+def _or_own_memory(items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], Cost]) -> Callable[[int, int], Cost]:
+    """Behind all ranks comes own memory."""
+    far = max((cost(item.owner, host)[0] for item in items for host in range(len(spare_bytes))), default=0)
+    above_all = 1 + far * sum(item.moved_bytes for item in items)
+    return lambda owner, host: (above_all, 0) if host == len(spare_bytes) else cost(owner, host)
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from math import ceil
 
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
-from bpipe.ir.hosts import Hosts, in_pairs
-from bpipe.ir.memory import Memory, counts_of, live_bytes, peak_counts
+from bpipe.ir.hosts import OWN_MEMORY, Hosts, in_pairs
+from bpipe.ir.memory import Memory, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.balance import Pair, check_input, choose_partners, occupied, planned, with_transfers
 from bpipe.passes.evict import Plan
@@ -32,6 +32,15 @@ def pool(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -> Schedul
     `nodes[rank]`: the node a rank is on; empty where all are on one. Raises NoRoom.
     """
     memory = rooms.memory
+    plans, spare = leaving(schedule, rooms)
+    if plans and schedule.num_ranks == 1:
+        raise NoRoom((0, 0), "rank 0 has nobody who could host for it, and no room for its own micro-batches")
+    return with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory), rooms)
+
+
+def leaving(schedule: Schedule, rooms: Rooms) -> tuple[dict[int, Plan], list[int]]:
+    """By rank that lacks room, what leaves it; and what every rank has to spare, below 0 where it lacks room. Raises NoRoom."""
+    memory = rooms.memory
     if min(rooms.room_bytes, default=1) < 1:
         rank = rooms.room_bytes.index(min(rooms.room_bytes))
         raise NoRoom((rank, rank), f"rank {rank} has no room for any micro-batch, and what is computed on must be held")
@@ -44,15 +53,7 @@ def pool(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -> Schedul
         if isinstance(plan, str):
             raise NoRoom((rank, rank), plan)
         plans[rank] = plan
-    if plans and schedule.num_ranks == 1:
-        raise NoRoom((0, 0), "rank 0 has nobody who could host for it, and no room for its own micro-batches")
-    pooled = _with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory))
-    for rank in range(schedule.num_ranks):
-        needed = sum(occupied(pooled, rank, memory))
-        if needed > rooms.room_bytes[rank]:
-            words = f"needs {memory.words(needed)}, and has room for {memory.words(rooms.room_bytes[rank])}"
-            raise NoRoom((rank, rank), f"rank {rank}, hosting for others, {words}")
-    return replace(pooled, bounds=tuple(map(ceil, peak_counts(pooled))))
+    return plans, spare
 
 
 def fewest_of_pool(schedule: Schedule, rooms: Rooms, parts: Parts, nodes: Sequence[int] = ()) -> Rooms:
@@ -82,31 +83,6 @@ def _fewest_of(schedule: Schedule, rank: int, room: int, memory: Memory, parts: 
     return memory if best is None else best[1]
 
 
-def pool_within(schedule: Schedule, bounds: Sequence[int] | None, nodes: Sequence[int] = ()) -> Schedule:
-    """The same within counts of chunk micro-batches, host buffers counted all the time; by default the smallest that a pool keeps for all.
-
-    Raises ValueError where bounds cannot be kept, naming the smallest that can.
-    """
-    memory = counts_of(schedule)
-    parts = memory.parts
-
-    def kept(limits: Sequence[int]) -> Schedule:
-        return replace(pool(schedule, Rooms(tuple(limit * parts for limit in limits), memory), nodes), bounds=tuple(limits))
-
-    if bounds is not None:
-        try:
-            check_input(schedule, bounds, memory)
-            return kept(bounds)
-        except NoRoom as error:
-            least = _smallest(kept, schedule)
-            raise ValueError(f"{error}. The smallest bound that a pool keeps for all ranks is {least} {memory.unit}") from None
-    return kept((_smallest(kept, schedule),) * schedule.num_ranks)
-
-
-def _smallest(kept: Callable[[Sequence[int]], Schedule], schedule: Schedule) -> int:
-    return smallest_level(lambda bound: kept((bound,) * schedule.num_ranks), ceil(max(peak_counts(schedule))) - 1)[0]
-
-
 def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pair]:
     """The smallest level in 1 to `most` at which an attempt does not raise NoRoom, more than `most` where none is; and who had none below.
 
@@ -124,19 +100,19 @@ def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pa
 
 
 # A micro-batch of a stage: it leaves once in an iteration at most.
-_Stay = tuple[int, int]
+Stay = tuple[int, int]
 
 
-def _hosted(schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory) -> dict[_Stay, int]:
+def _hosted(schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory) -> dict[Stay, int]:
     """Where each micro-batch goes that leaves: one host for all that pass through one host buffer. Raises NoRoom."""
-    through: dict[tuple[int, int], list[_Stay]] = {}
+    through: dict[tuple[int, int], list[Stay]] = {}
     for rank, plan in plans.items():
         for stay, buffer in _as_on_one_host(schedule, rank, plan).items():
             through.setdefault((rank, buffer), []).append((stay.stage, stay.microbatch))
     moved = [[memory.stages[stage].moved_bytes for stage, _ in stays] for stays in through.values()]
     taken = [memory.buffer_bytes({stage for stage, _ in stays}) for stays in through.values()]
     items = [Item(rank, room, sum(sizes)) for (rank, _), room, sizes in zip(through, taken, moved, strict=True)]
-    hosts = pack(items, [0 if rank in plans else left for rank, left in enumerate(spare)], _distances(schedule, nodes))
+    hosts = pack(items, [0 if rank in plans else left for rank, left in enumerate(spare)], distances(schedule, nodes))
     if hosts is None:
         raise _no_room(items, spare, memory)
     return {stay: host for stays, host in zip(through.values(), hosts, strict=True) for stay in stays}
@@ -150,7 +126,7 @@ def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Hosting, 
     return host_buffers(replace(schedule, ranks=tuple(rows)), other)
 
 
-def _distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], Cost]:
+def distances(schedule: Schedule, nodes: Sequence[int]) -> Callable[[int, int], Cost]:
     """What a byte costs from a rank to another: first whether they are on two nodes, then how far apart. A usual partner is nearest."""
     usual = choose_partners(schedule, None)
 
@@ -171,8 +147,11 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> NoR
     return NoRoom((most, most), f"what leaves needs host buffers ({asked} {memory.unit}) for which the others have no room ({there})")
 
 
-def _with_hosts(schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[_Stay, int]) -> Schedule:
-    """Of one slot all transfers stand in the order of those who send, on every rank."""
+def with_hosts(schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Stay, int], rooms: Rooms) -> Schedule:
+    """The schedule with these transfers, to a rank or OWN_MEMORY. Its bounds are the counts it reaches. Raises NoRoom.
+
+    Of one slot all transfers stand in the order of those who send, on every rank.
+    """
     rows = [list(row) for row in schedule.ranks]
     used: list[set[int]] = [set() for _ in rows]
     for rank, plan in sorted(plans.items()):
@@ -180,14 +159,28 @@ def _with_hosts(schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[
             for action in actions:
                 host = host_of[action.stage, action.microbatch]
                 used[rank].add(host)
-                for row, one in ((rows[rank], action), (rows[host], Action(action.stage, OTHER_END[action.kind], action.microbatch))):
+                ends = [(rows[rank], action)]
+                if host != OWN_MEMORY:
+                    ends.append((rows[host], Action(action.stage, OTHER_END[action.kind], action.microbatch)))
+                for row, one in ends:
                     row[slot] = Slot(row[slot].compute, (*row[slot].transfers, one))
-    return replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used))
+    hosted = replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used))
+    _check_room(hosted, rooms)
+    return replace(hosted, bounds=tuple(map(ceil, peak_counts(hosted))))
+
+
+def _check_room(schedule: Schedule, rooms: Rooms) -> None:
+    """Raises NoRoom where a rank takes more than it has room for."""
+    for rank in range(schedule.num_ranks):
+        needed = sum(occupied(schedule, rank, rooms.memory))
+        if needed > rooms.room_bytes[rank]:
+            words = f"needs {rooms.memory.words(needed)}, and has room for {rooms.memory.words(rooms.room_bytes[rank])}"
+            raise NoRoom((rank, rank), f"rank {rank}, hosting for others, {words}")
 
 
 def _hosts(used: Sequence[set[int]]) -> Hosts:
-    """Pairs where each rank has to do with one other at most."""
+    """Pairs where each rank has to do with one other at most, and none with its own memory. That stands behind all ranks."""
     others = [set(hosts) | {guest for guest, of in enumerate(used) if rank in of} for rank, hosts in enumerate(used)]
-    if all(len(of_rank) < 2 for of_rank in others):
+    if all(len(of_rank) < 2 and OWN_MEMORY not in of_rank for of_rank in others):
         return in_pairs([min(of_rank, default=rank) for rank, of_rank in enumerate(others)])
-    return tuple(tuple(sorted(of_rank)) for of_rank in used)
+    return tuple(tuple(sorted(of_rank, key=lambda host: (host == OWN_MEMORY, host))) for of_rank in used)

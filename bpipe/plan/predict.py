@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
+from bpipe.ir.hosts import OWN_MEMORY
 from bpipe.ir.memory import num_transfers
 from bpipe.models.compute import predict_costs
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory, predict_memory
+from bpipe.models.memory import RankMemory, keeps_own, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.models.tensor_parallel import Exposed, exposed
 from bpipe.program import built, unchecked
@@ -180,10 +181,11 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
     """Evictions a rank makes per iteration; grown from the steady phase as times are."""
-    if setup.balance == "none" or (FAMILIES[setup.schedule].fill is None and setup.how.rooms is None):
+    fills = FAMILIES[setup.schedule].fill is not None
+    if setup.balance == "none" or not (fills or setup.how.rooms is not None or keeps_own(setup)):
         return (0,) * setup.pipeline
     m = setup.num_microbatches
-    if setup.how.rooms is not None:
+    if setup.how.rooms is not None or not fills:
         whole = unchecked(setup.program())
         return tuple(num_transfers(whole, rank).evictions for rank in range(setup.pipeline))
     short, step = _steady(setup)
@@ -208,7 +210,7 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
     for rank, evictions in enumerate(moves):
         if not evictions:
             continue
-        speeds = [costs.links.link(rank, host).bytes_per_s for host in hosts[rank]]
+        speeds = [costs.links.link(rank, rank if host == OWN_MEMORY else host).bytes_per_s for host in hosts[rank]]
         available = min((speed for speed in speeds if speed is not None), default=None)
         for stage in setup.stages_of(rank):
             cost = costs.stages[stage]

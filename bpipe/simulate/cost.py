@@ -146,22 +146,32 @@ def ports(rank: int, between: bool) -> tuple[int, int]:
     return first, first + 1
 
 
+def host_port(rank: int, num_ranks: int, out: bool) -> int:
+    """Behind all of these: the number of a rank's port out to its node's memory, or in from there."""
+    return 4 * num_ranks + 2 * rank + (not out)
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """Which link joins two ranks: `inside` a node or `between` nodes. `nodes[rank]` is the rank's node; empty: all are on one.
 
     Each rank has, for either medium, one port out and one port in; what leaves or enters through the same port shares it. With tensor
-    parallelism a rank stands for one of its devices: all of them do the same at once, each over its own ports.
+    parallelism a rank stands for one of its devices: all of them do the same at once, each over its own ports. `host` joins every rank to
+    its node's memory, there and back beside each other and beside all else.
     """
 
     inside: Link = FREE
     between: Link = FREE
     nodes: tuple[int, ...] = ()
+    host: Link = FREE
 
     def crosses(self, rank: int, other: int) -> bool:
         return bool(self.nodes) and self.nodes[rank] != self.nodes[other]
 
     def link(self, rank: int, other: int) -> Link:
+        """A rank with itself: with its own node's memory."""
+        if rank == other:
+            return self.host
         return self.between if self.crosses(rank, other) else self.inside
 
 

@@ -12,6 +12,7 @@ Every rank follows its program (`passes.lower`) and waits as the runtime does; t
       the rank goes on when it has passed
   [6] a collective starts when all who have a part in it are there, and the one before it of its sort is over
   [7] gradients are reduced over replicas behind or beside all that (`reductions`), and then all ranks update their weights
+What a rank keeps in its own node's memory has no other end, and takes the rank's link there: one port out and one in.
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
 ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
 Knows no tensors and no device; refuses nothing that `check` lets pass.
@@ -31,7 +32,7 @@ from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
-from bpipe.simulate.cost import Costs, Number, ShardCost, check_fits, ports
+from bpipe.simulate.cost import Costs, Number, ShardCost, check_fits, host_port, ports
 from bpipe.simulate.reductions import reductions
 from bpipe.simulate.report import Simulation, Timed
 
@@ -57,7 +58,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 @dataclass(slots=True)
 class _Transfer:
-    """One move of a micro-batch's activations from `sender` to `receiver`. `behind` is what brought there what comes back now."""
+    """One move of a micro-batch's activations from `sender` to `receiver`. `behind` is what brought there what comes back now.
+
+    Behind the ranks are the two ends of each rank's link to its node's memory, on its device and there: p + rank and 2p + rank.
+    """
 
     event: int
     sender: int
@@ -113,7 +117,7 @@ class _Run:
         self.hosted: dict[tuple[int, int], _Transfer] = {}
         # What happens next: a message or transfer is ready, or (negative) a transfer may be over.
         self.ready: list[tuple[Number, int, int, int, Number]] = []
-        self.port_free: list[Number] = [0] * (4 * schedule.num_ranks)
+        self.port_free: list[Number] = [0] * (6 * schedule.num_ranks)
         # By port, when messages pass it: what reductions beside computations give way to.
         self.messages: dict[int, list[tuple[Number, Number]]] = {}
         self.waiting: dict[int, list[_Process]] = {}
@@ -152,6 +156,10 @@ class _Run:
         return paths
 
     def _ports(self, sender: int, receiver: int) -> tuple[int, int]:
+        p = self.schedule.num_ranks
+        if sender >= p:
+            port = host_port(sender % p, p, sender < receiver)
+            return port, port
         between = self.costs.links.crosses(sender, receiver)
         return ports(sender, between)[0], ports(receiver, between)[1]
 
@@ -217,7 +225,8 @@ class _Run:
             heapq.heappush(self.ready, (transfer.end, ~transfer.event, port_out, port_in, 0))
             return False
         self.over[transfer.event] = transfer.end
-        del self.under_way[port_out], self.under_way[port_in]
+        for port in {port_out, port_in}:
+            del self.under_way[port]
         if self.held_up.get(port_in):
             following, out_of = self.held_up[port_in].popleft()
             heapq.heappush(self.ready, (transfer.end, following.event, out_of, port_in, 0))
@@ -310,7 +319,7 @@ class _Run:
     def _post_end(self, transfer: _Transfer, action: Action, clock: Number) -> None:
         """[3] One end of a transfer is posted. Of a one-sided one the evictor's end is all there is."""
         evictor = self.schedule.layout.rank_of(action.stage, action.microbatch)
-        alone = evictor in self.costs.one_sided or transfer.sender == transfer.receiver
+        alone = evictor in self.costs.one_sided or transfer.sender >= self.schedule.num_ranks
         there, back = (_EVICT, _LOAD) if alone else (_HOST, _RETURN)
         if alone and action.kind not in (there, back):
             return
@@ -333,10 +342,13 @@ class _Run:
         else:
             cost = self.costs.stages[action.stage]
             seconds = self.costs.links.link(sender, receiver).seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s
+            other = receiver if rank == sender else sender
+            if other == rank:
+                ends = (self.schedule.num_ranks + rank, 2 * self.schedule.num_ranks + rank)
+                sender, receiver = ends if action.kind is _EVICT else reversed(ends)
             transfer = _Transfer(len(self.over), sender, receiver, seconds, {})
             self.over.append(None)
             self.transfers.append(transfer)
-            other = receiver if rank == sender else sender
             if other != rank:
                 self.open.setdefault((other, sender), deque()).append(transfer)
         transfer.actions[rank] = action

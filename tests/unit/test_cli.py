@@ -111,7 +111,7 @@ REFUSED = {
     "bound without balance": ([*EXAMPLE[:-2], "--bound", "3"], "--bound says how to balance: give --balance bpipe, too"),
     "partners without balance": ([*EXAMPLE[:-2], "--partners", "3,2,1,0"], "--partners says how to balance: give --balance bpipe, too"),
     "a pool without balance": ([*EXAMPLE[:-2], "--hosts", "pool"], "--hosts says how to balance: give --balance bpipe, too"),
-    "a pool with partners": ([*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"], "partners are pairs, and in a pool any rank hosts"),
+    "a pool with partners": ([*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"], "partners are pairs, and hosts pool are others"),
     "a pool without room": (
         [*EXAMPLE, "--hosts", "pool", "--bound", "2"],
         "for which the others have no room (rank 3 1). The smallest bound that a pool keeps for all ranks is 3 micro-batches",

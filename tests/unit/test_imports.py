@@ -89,7 +89,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
-    "passes": ("align evict forwards packing turns", "lower", "answered balance", "room", "pool windows"),
+    "passes": ("align evict forwards packing turns", "lower", "answered balance", "room", "pool windows", "tiers"),
     "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
     "models": (

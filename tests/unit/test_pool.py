@@ -12,12 +12,14 @@ from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import host_buffers, num_buffers_for
+from bpipe.ir.hosts import POOL
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance, occupied
 from bpipe.passes.packing import Cost, Item, pack
-from bpipe.passes.pool import pool, pool_within, smallest_level
+from bpipe.passes.pool import pool, smallest_level
 from bpipe.passes.room import NoRoom, Rooms, fit
+from bpipe.passes.tiers import arranged_within
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -173,7 +175,7 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
 def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None:
     """1F1B with equal stages: what two mirror images hold together is the same for all pairs, so nobody else has more room."""
     plain = generate("1f1b", p, m)
-    pooled, paired = pool_within(plain, None), balance(plain)
+    pooled, paired = arranged_within(plain, POOL, None), balance(plain)
     assert pooled.bounds == paired.bounds
     assert pooled.ranks == paired.ranks
     assert pooled.partners is not None
@@ -214,7 +216,7 @@ def test_whom_it_refuses() -> None:
     with pytest.raises(NoRoom, match="rank 0 has nobody who could host for it"):
         pool(generate("gpipe", 1, 4), Rooms((399,), memory_of([100])))
     with pytest.raises(ValueError, match=r"The smallest bound that a pool keeps for all ranks is 3 micro-batches"):
-        pool_within(plain, [2] * 4)
+        arranged_within(plain, POOL, [2] * 4)
 
 
 def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
