@@ -108,7 +108,8 @@ class _Run:
         # When each event is over: values, by their number, then transfers in the order in which they are first posted.
         self.over: list[Number | None] = [None] * self.first_transfer
         self.transfers: list[_Transfer] = []
-        self.open: dict[tuple[int, int], deque[_Transfer]] = {}
+        # By the rank whose half is still to come, sender and receiver.
+        self.open: dict[tuple[int, int, int], deque[_Transfer]] = {}
         # By sender: what is posted, in order, the first perhaps under way.
         self.queues: dict[int, deque[_Transfer]] = {}
         self.under_way: dict[int, _Transfer] = {}
@@ -336,21 +337,21 @@ class _Run:
     def _meet(self, rank: int, half: Transfer) -> _Transfer:
         """The transfer this half belongs to: the n-th one sent is the n-th received."""
         action, sender, receiver = half
-        met = self.open.setdefault((rank, sender), deque())
+        met = self.open.setdefault((rank, sender, receiver), deque())
         if met:
             transfer = met.popleft()
         else:
             cost = self.costs.stages[action.stage]
             seconds = self.costs.links.link(sender, receiver).seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s
-            other = receiver if rank == sender else sender
-            if other == rank:
-                ends = (self.schedule.num_ranks + rank, 2 * self.schedule.num_ranks + rank)
-                sender, receiver = ends if action.kind is _EVICT else reversed(ends)
-            transfer = _Transfer(len(self.over), sender, receiver, seconds, {})
+            p, ends = self.schedule.num_ranks, (sender, receiver)
+            if sender == receiver:
+                ends = (p + rank, 2 * p + rank) if action.kind is _EVICT else (2 * p + rank, p + rank)
+            transfer = _Transfer(len(self.over), *ends, seconds, {})
             self.over.append(None)
             self.transfers.append(transfer)
-            if other != rank:
-                self.open.setdefault((other, sender), deque()).append(transfer)
+            if sender != receiver:
+                other = receiver if rank == sender else sender
+                self.open.setdefault((other, sender, receiver), deque()).append(transfer)
         transfer.actions[rank] = action
         return transfer
 

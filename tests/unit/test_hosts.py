@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -20,9 +20,9 @@ from bpipe.ir.text import TextError, read_csv, write_csv
 from bpipe.passes.balance import balance
 from bpipe.passes.lower import lower
 from bpipe.passes.pool import pool
-from bpipe.passes.room import Rooms
+from bpipe.passes.room import NoRoom, Rooms
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from bpipe.simulate.cost import Costs, StageCost
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 
 PAIRS = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -73,6 +73,26 @@ def test_what_comes_to_one_host_from_two_comes_one_after_the_other() -> None:
     arriving = sorted((one.start_s, one.end_s) for one in report.transfers[3] if one.action.kind is Kind.HOST)
     assert len({one.action.stage for one in report.transfers[3]}) == 2
     assert all(before[1] <= after[0] for before, after in pairwise(arriving))
+
+
+@pytest.mark.parametrize("forwards", [(1, 1, 1, 1, 6), (6, 1, 1, 1, 1), (2, 5, 1, 3, 1)])
+def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[int, ...]) -> None:
+    """Two hosts may both be there before their guest, and it sends first to the one that came last."""
+    plain = build(ScheduleConfig("1f1b", 5, 12))
+    for rooms in product((2, 3, 5, 8), repeat=5):
+        try:
+            pooled = pool(plain, Rooms(rooms, memory_of([1] * 5)))
+        except NoRoom:
+            continue
+        if all(len(of_rank) < 2 for of_rank in pooled.hosts or ()):
+            continue
+        stages = tuple(StageCost(seconds, 2, moved_bytes=3, saved_bytes=3) for seconds in forwards)
+        report = simulate(pooled, Costs(stages, Links(Link(1))))
+        spans: dict[tuple[int, int, bool], set[tuple[object, object]]] = {}
+        for one in (one for row in report.transfers for one in row):
+            leaves = one.action.kind in (Kind.EVICT, Kind.HOST)
+            spans.setdefault((one.action.stage, one.action.microbatch, leaves), set()).add((one.start_s, one.end_s))
+        assert all(len(same) == 1 for same in spans.values()), rooms
 
 
 def test_memory_is_where_the_hosts_are() -> None:
