@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import PAIR, POOL
+from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.text import TextError, read_numbers
 from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.models.switches import SWITCHES, flag_of
@@ -50,7 +50,7 @@ READ: dict[str, Any] = {
     "--bpipe-group": (str, None, None),
     "--bpipe-delay": (int, None, None),
     **dict.fromkeys(("--bpipe-bound", "--bpipe-memory"), (str, None, None)),
-    "--bpipe-hosts": (str, PAIR, (PAIR, POOL)),
+    "--bpipe-hosts": (str, PAIR, ARRANGEMENTS),
     "--bpipe-min-bytes": (int, MINIMUM_BYTES, None),
     "--bpipe-vocabulary": (str, None, (*TRAINED_SHARDS, REDISTRIBUTE)),
     "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),

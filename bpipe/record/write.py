@@ -38,6 +38,7 @@ def _line(value: Any) -> str:
     return json.dumps(_keys(value), separators=separators) + "\n"
 
 
+_OWN_MEMORY = ("own_buffers", "own_bytes")
 _DIFFERING = ("stayed_microbatches", "stayed_bytes", "passed_microbatches", "passed_bytes", "largest_bytes", "times_grown")
 
 
@@ -45,8 +46,9 @@ def _keys(value: Any) -> dict[str, Any]:
     kind = type(value)
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
-    # Only of backwards with halves, of shards, and of micro-batches that differ in size: elsewhere there is nothing to say.
-    for name in ("after_input_bytes", "shard_bytes", "in_shards_bytes", *_DIFFERING):
+    # Only of backwards with halves, of shards, of what a node's own memory holds, and of micro-batches that differ in size: elsewhere
+    # there is nothing to say.
+    for name in ("after_input_bytes", "shard_bytes", "in_shards_bytes", *_OWN_MEMORY, *_DIFFERING):
         if not keys.get(name, True):
             del keys[name]
     if isinstance(value, Iteration):

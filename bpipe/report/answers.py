@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.ir.host_buffers import num_buffers_for, stays_by_host
+from bpipe.ir.host_buffers import num_buffers_for, num_own_buffers, stays_by_host
 from bpipe.ir.memory import num_transfers
 from bpipe.report.compare import Comparison, StageRow
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
@@ -82,7 +82,11 @@ def _hosted(comparison: Comparison, rank: int, host: int) -> str:
     sizes, count = comparison.prediction.sizes[host], len(stays_by_host(schedule, rank)[host])
     own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
     where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
-    if sizes is not None and sizes.host_bytes:
+    if host == rank:
+        in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
+        places = counted(num_own_buffers(schedule, rank), "host buffer")
+        where = f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's memory, in {places}{in_all}"
+    elif sizes is not None and sizes.host_bytes:
         buffers = num_buffers_for(schedule, host)
         others = "" if len(buffers) == 1 else ", others' included"
         where += f" in {counted(buffers[rank], 'host buffer')} of {bytes_text(sizes.host_bytes)} in all{others}"

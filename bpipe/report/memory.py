@@ -22,7 +22,7 @@ class RankSizes:
     """What one rank measured: of one micro-batch by stage, what it receives for one, and what its host buffers occupy.
 
     `after_input_bytes`: of stages whose backward is split, what is held between its halves. `shard_bytes`: what a shard of the vocabulary
-    holds between its passes.
+    holds between its passes. `own_bytes`: of its host buffers in its own node's memory.
     """
 
     saved_bytes: Mapping[int, int]
@@ -31,6 +31,7 @@ class RankSizes:
     host_bytes: int
     after_input_bytes: Mapping[int, int] = field(default_factory=dict)
     shard_bytes: int = 0
+    own_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ class Engine:
         config: EngineConfig,
         meter: Meter | None = None,
     ) -> None:
-        """`transport` is that to the rank's partner or, of a pool, one to each rank that it sends to or hosts for, by rank."""
+        """`transport` is that to the rank's partner, or one to each rank that it sends to or hosts for, by rank; under its own rank one
+        into its own node's memory."""
         self.schedule = schedule
         self._rank = rank
         self._config = config
@@ -140,6 +141,11 @@ class Engine:
     def host_bytes(self) -> int:
         """Bytes preallocated for others."""
         return self._acceptor.host_buffer_bytes if self._acceptor else 0
+
+    @property
+    def own_memory(self) -> tuple[int, int]:
+        """How many host buffers are preallocated in its own node's memory, and their bytes."""
+        return self._partners.own_memory
 
     # -- the calls -----------------------------------------------------------------------------------------------------------------
 
@@ -334,6 +340,6 @@ class Engine:
 
     def _failure(self, action: Action, what: str, error: Exception) -> TransferError:
         return TransferError(
-            f"{self._config.name}, stage {self._rank}: {action} with stage {self._partners.other(action)} {what}; the time-out is "
+            f"{self._config.name}, stage {self._rank}: {action} with {self._partners.named(action)} {what}; the time-out is "
             f"{self._config.timeout_s:g} s, --bpipe-timeout: {error}"
         )

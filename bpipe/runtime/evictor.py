@@ -300,6 +300,11 @@ class Evictor:
         activations.move(state, activations.action)
 
     @property
+    def host_buffers(self) -> tuple[int, int]:
+        """How many the partner has for this rank, and their bytes."""
+        return self._layout.num_buffers, self._layout.nbytes
+
+    @property
     def is_scattered(self) -> bool:
         """Whether the partner's host buffers are in several pieces of memory."""
         return len(self._layout.pieces) > 1

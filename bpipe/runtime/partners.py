@@ -1,5 +1,7 @@
 """Hold what a rank has to do with others: those it sends to, and those it hosts for, each over a transport of its own.
 
+Its own node's memory is one of those it sends to, under its own rank, and hosts nothing for anybody.
+
 In: a schedule, a rank, and its transports. Out: one evictor and one acceptor, which pass on what concerns one of several, and whatever has
 to be done with all of them in one order. Starts no transfer.
 """
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.ir.action import TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Hosting, guests_of, host_buffers, hosts_of, num_measured, stages_in_buffers
+from bpipe.ir.host_buffers import Hosting, buffers_at, guests_of, host_buffers, hosts_of, num_measured, stages_in_buffers
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import Claims
@@ -60,16 +62,12 @@ class Partners:
         """Raises ValueError for transfers that there is no transport for."""
         self._rank_of, self._rank, self._moving = schedule.layout.rank_of, rank, moving
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
-        if rank in hosts.values():
-            raise ValueError(
-                f"{moving.name}: the schedule keeps activations of rank {rank} in its own host memory, which nothing here does"
-            )
         self._host_of = _only_hosts(hosts, moving.name)
         self._transports = _by_rank(schedule, rank, transports)
         others = sorted({*guests, *hosts.values()})
         if any(other not in self._transports for other in others):
             raise ValueError(f"{moving.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
-        here, there = host_buffers(schedule, rank), {host: host_buffers(schedule, host) for host in set(hosts.values())}
+        here, there = host_buffers(schedule, rank), {host: buffers_at(schedule, host, rank) for host in set(hosts.values())}
         # By stay, hosted here or elsewhere: its host buffer.
         self.buffer_of = {**here, **{stay: there[host][stay] for stay, host in hosts.items()}}
         # By what is hosted here: of how many of its rank's stages it has told the sizes by then.
@@ -112,9 +110,20 @@ class Partners:
         return SeveralGuests(acceptors, self._rank_of) if len(acceptors) > 1 else next(iter(acceptors.values()), None)
 
     def other(self, action: Action) -> int:
-        """The rank at the other end of a transfer."""
+        """The rank at the other end of a transfer: this one, where it has none."""
         key = (action.stage, action.microbatch)
         return self._host_of[key] if action.kind in (Kind.EVICT, Kind.LOAD) else self._rank_of(*key)
+
+    def named(self, action: Action) -> str:
+        """The same in an error."""
+        other = self.other(action)
+        return "its own node's memory" if other == self._rank else f"stage {other}"
+
+    @property
+    def own_memory(self) -> tuple[int, int]:
+        """How many host buffers this rank has in its own node's memory, and their bytes."""
+        own = self._partners.get(self._rank)
+        return (0, 0) if own is None else own.evictor.host_buffers
 
     def sees(self, action: Action) -> bool:
         """Whether this rank has to write it down: with a one-sided transport a host sees nothing of its host buffers' transfers."""

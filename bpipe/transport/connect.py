@@ -25,7 +25,7 @@ from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
-from bpipe.transport.probe import measure
+from bpipe.transport.probe import measure, measure_alone
 
 TWO_SIDED = ("nccl", "gloo")
 # A one-sided copy takes no compute unit and no moment of the partner's: worth a somewhat slower link.
@@ -145,6 +145,36 @@ class Connection:
             lane.close()
 
 
+class OwnMemory:
+    """This rank's way into its own node's memory. Like a connection, of which nobody else is a part."""
+
+    def __init__(self, device: Device, budget: Budget, timeout_s: float) -> None:
+        self._device, self._budget = device, budget
+        self._lanes = device.lanes(device.device, timeout_s)
+        rank = dist.get_rank()
+        self.link = MeasuredLink((rank, rank), "host", {"host": measure_alone(self.transport(), device)})
+
+    def transport(self, name: str | None = None, differing: bool = False) -> Transport:
+        """A transport for one program; all of them share lanes. It is always the same one, and takes any sizes."""
+        wanted, way_out = "--bpipe-hosts", "Let less leave (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)"
+        return Reaching(Host(self._device, self._budget, wanted, way_out), *self._lanes)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+
+def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[OwnMemory | None, list[MeasuredLink]]:
+    """This rank's way into its node's memory, None where it has no `buffers` to keep there; and every such rank's link, on all ranks.
+
+    Collective over the world: what all ranks of a node keep there has to fit together.
+    """
+    everyone = _neighbours(buffers)
+    own = OwnMemory(device, Budget(everyone[dist.get_rank()], everyone), timeout_s) if buffers.count else None
+    mine = [] if own is None else [asdict(own.link)]
+    return own, _all_links(mine)
+
+
 def connect(
     pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
 ) -> tuple[Connection | None, list[MeasuredLink]]:
@@ -156,15 +186,20 @@ def connect(
 
 
 def connect_all(
-    pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
+    pairs: Sequence[tuple[int, int]],
+    wanted: str,
+    timeout_s: float,
+    device: Device,
+    buffers: Buffers | None = None,
+    own_memory: bool = False,
 ) -> tuple[dict[int, Connection], list[MeasuredLink]]:
     """Connect all pairs: this rank's connections by the other's rank, ascending, and every pair's link, the same on all ranks.
 
     `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together, and two ranks that are in
-    several pairs come to those in one order. `buffers` are what this rank would keep in the host's memory. Raises ValueError or
-    RuntimeError on every rank alike where a pair has no transport.
+    several pairs come to those in one order. `buffers` are what this rank would keep in the host's memory; with `own_memory` that is for
+    what goes to no other rank. Raises ValueError or RuntimeError on every rank alike where a pair has no transport.
     """
-    names = candidates(wanted, device.device.type)
+    names = tuple(name for name in candidates(wanted, device.device.type) if not (own_memory and name == "host"))
     rank = dist.get_rank()
     everyone = _neighbours(buffers or Buffers())
     connections: dict[int, Connection] = {}

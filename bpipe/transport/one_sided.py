@@ -127,15 +127,19 @@ class Peer:
         return known
 
 
+_TRANSPORT, _ANOTHER = "--bpipe-transport host", "Use another (auto finds it)"
+
+
 class Host:
     """The host buffers are this rank's own memory on the host, pinned on a machine with a GPU."""
 
     lends = False
 
-    def __init__(self, device: Device, budget: Budget | None = None) -> None:
-        """`budget` says whether there is room for this rank's buffers and its neighbours'."""
+    def __init__(self, device: Device, budget: Budget | None = None, wanted: str = _TRANSPORT, way_out: str = _ANOTHER) -> None:
+        """`budget` says whether there is room for this rank's buffers and its neighbours'. `wanted`, `way_out`: in its refusal."""
         self._device = device
         self._budget = budget
+        self._refusal = wanted, way_out
         self._regions: list[Region] = []
         self._nbytes = 0
 
@@ -151,8 +155,9 @@ class Host:
     def grow(self, nbytes: int) -> None:
         lacking = self._budget.of(self._nbytes + nbytes, self) if self._budget is not None else None
         if lacking is not None:
+            wanted, way_out = self._refusal
             raise RuntimeError(
-                f"--bpipe-transport host: {lacking}. Use another (auto finds it), move less (a smaller --micro-batch-size, recomputation), "
+                f"{wanted}: {lacking}. {way_out}, move less (a smaller --micro-batch-size, recomputation), "
                 f"or give the job more of the host's memory"
             )
         self._regions.append(own_memory(nbytes, self._device))

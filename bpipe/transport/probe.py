@@ -42,6 +42,13 @@ def measure(transport: Transport, control: Control, device: Device, evictor: boo
     return speed, why or other
 
 
+def measure_alone(transport: Transport, device: Device) -> float:
+    """The speed of a transport into this rank's own memory, of which nobody else is a part. Raises what it raises."""
+    seconds = _rounds(transport, device, evictor=True)
+    transport.release()
+    return 2 * PROBE_BYTES / statistics.median(seconds[1:])
+
+
 def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
     """Seconds of every round there and back. Raises RuntimeError where a byte came back that was not sent."""
     buffer = torch.arange(PROBE_BYTES // 8, device=device.device).view(torch.uint8)

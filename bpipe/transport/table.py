@@ -20,14 +20,16 @@ def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
         of_stages[low, high].append(link)
     lines = ["links, measured there and back:"]
     for pair, same in sorted(of_stages.items()):
+        who = f"stages {pair[0]} and {pair[1]}" if pair[0] != pair[1] else f"stage {pair[0]} and its node's memory"
         for name in sorted({link.transport for link in same}):
-            lines.append(f"  stages {pair[0]} and {pair[1]}{_chosen(name, [link for link in same if link.transport == name])}")
+            lines.append(f"  {who}{_chosen(name, [link for link in same if link.transport == name])}")
     return "\nbpipe: ".join(lines)
 
 
 def _chosen(name: str, links: Sequence[MeasuredLink]) -> str:
     """What links of the same stages have in common: their transport, how fast they are, and what else was tried on the first of them."""
-    count = "" if len(links) == 1 else f", {len(links)} pairs of ranks"
+    of = "ranks" if links[0].ranks[0] == links[0].ranks[1] else "pairs of ranks"
+    count = "" if len(links) == 1 else f", {len(links)} {of}"
     others = [other for other in links[0].bytes_per_s if other != name]
     tried = [f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}" for other in others]
     tried += [f"{other} not: {why}" for other, why in links[0].refused.items()]
@@ -46,8 +48,10 @@ def sufficiency(stage: int, partner: int, moved_bytes: int, window_s: float, byt
     # A backward takes about twice as long as a forward.
     needed = steady_bytes_per_s(moved_bytes, window_s / 3)
     enough = needed <= bytes_per_s
-    verdict = "enough" if enough else "NOT enough: transfers will hold the computation up. Put the pair on one node, or move less"
+    own = stage == partner
+    verdict = f"NOT enough: transfers will hold the computation up. {'Let less leave' if own else 'Put the pair on one node'}, or move less"
+    where = "its node's memory" if own else f"stage {partner}"
     return enough, (
-        f"stage {stage} moves {moved_bytes / 1e6:.4g} MB to stage {partner} and back while a micro-batch computes, about "
-        f"{1e3 * window_s:.3g} ms: {needed / 1e9:.3g} GB/s of the link's {bytes_per_s / 1e9:.3g} GB/s, {verdict}"
+        f"stage {stage} moves {moved_bytes / 1e6:.4g} MB to {where} and back while a micro-batch computes, about "
+        f"{1e3 * window_s:.3g} ms: {needed / 1e9:.3g} GB/s of the link's {bytes_per_s / 1e9:.3g} GB/s, {'enough' if enough else verdict}"
     )

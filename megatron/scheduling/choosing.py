@@ -14,13 +14,14 @@ from typing import Any
 from bpipe.check.order import check_microbatch_order
 from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups, that_take_shards
 from bpipe.generate.family import ALIKE, Family, UnitCosts
-from bpipe.ir.hosts import PAIR
+from bpipe.ir.hosts import HOST, PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
+from bpipe.transport import AUTO
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import budgets, upstream
 from megatron.scheduling.following import of_file
@@ -74,7 +75,7 @@ def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(f"--bpipe-bound {_listed(args.bpipe_bound)} says how to balance: give --bpipe, too, or leave it out")
     if args.bpipe_hosts != PAIR:
-        _check_pool(args, balance)
+        _check_hosts(args, balance)
     vocabulary = vocabulary_of(args)
     if name not in FAMILIES:
         if vocabulary is not Vocabulary.WHOLE:
@@ -114,15 +115,18 @@ def _of_family(args: Any, family: Family, balance: BalanceConfig | None, vocabul
 
 def balance_of(balance: bool, bounds: tuple[int, ...] | None, hosts: str = PAIR) -> BalanceConfig | None:
     """How to balance; None where nobody wants to. `bounds`: micro-batches of a chunk, for all ranks or each; where an order is chosen for
-    one, host buffers are there all the time. `hosts`: "pair" or "pool"."""
+    one, host buffers are there all the time. `hosts`: who may host (`ir.hosts`)."""
     return BalanceConfig(bounds, buffers_stay=bounds is not None, hosts=hosts) if balance else None
 
 
-def _check_pool(args: Any, balance: BalanceConfig | None) -> None:
+def _check_hosts(args: Any, balance: BalanceConfig | None) -> None:
     wanted = f"--bpipe-hosts {args.bpipe_hosts}"
     if balance is None:
         raise ValueError(f"{wanted} says how to balance: give --bpipe, too, or leave it out")
-    if args.bpipe_transport == "host":
+    if args.bpipe_hosts == HOST:
+        if args.bpipe_transport not in (AUTO, HOST):
+            raise ValueError(f"{wanted}: nothing goes to another rank, so --bpipe-transport {args.bpipe_transport} has nothing to carry")
+    elif args.bpipe_transport == "host":
         raise ValueError(f"{wanted}: with --bpipe-transport host each rank keeps what leaves in its host's memory: leave one of them out")
 
 

@@ -30,7 +30,7 @@ from bpipe.runtime.recorder import ExactBytes, Recorder
 from bpipe.runtime.sizing import StayedAtHome
 from bpipe.runtime.streams import Clock, allocated_on
 from bpipe.transport.base import Transport
-from bpipe.transport.connect import Connection, MeasuredLink
+from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling import links, upstream
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.beside import OwnTime
@@ -84,7 +84,7 @@ class Driver:
         self._active: Engine | None = None
         self._at: Action | None = None
         # By the place of the other rank.
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, Connection | OwnMemory] = {}
         self.how = config.balancing
         self._learns = config.memory is not None and config.memory.learns
         self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None or self._learns else None
@@ -298,6 +298,7 @@ class Driver:
             shard_bytes=self._meter.shard_bytes,
             received_bytes=self._meter.received_bytes,
             host_bytes=engine.host_bytes,
+            own_bytes=engine.own_memory[1],
             peak_bytes=self._meter.peak_bytes,
             shares=engine.shares,
             stayed=StayedAtHome() if sizing is None else sizing.stayed,
@@ -359,6 +360,7 @@ class Driver:
             received_bytes=self._meter.received_bytes,
             num_host_buffers=engine.num_host_buffers,
             host_bytes=engine.host_bytes,
+            own_memory=engine.own_memory,
             shares=engine.shares,
             balanced=self._config.balance,
             pipeline=pipeline,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bpipe.flag_types import costs_of_halves, group_size, hop, numbers, share
+from bpipe.flag_types import HOSTS_SAID, costs_of_halves, group_size, hop, numbers, share
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_are_made_for_bounds, that_take_delays, that_take_groups, that_take_shards
 from bpipe.generate.family import UnitCosts
-from bpipe.ir.hosts import PAIR, POOL
+from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.plan.options import memory
@@ -168,10 +168,10 @@ def _order(group: Any) -> None:
     )
     group.add_argument(
         "--bpipe-hosts",
-        choices=(PAIR, POOL),
+        choices=ARRANGEMENTS,
         default=PAIR,
-        help="With --bpipe: who hosts what leaves a rank. pair: the other of its pair. pool: any rank with room, and for several; by "
-        "--bpipe-memory or --bpipe-bound, for ranks that differ.",
+        help=f"With --bpipe: where what leaves a rank goes. {HOSTS_SAID}. With any but pair by --bpipe-memory or --bpipe-bound; "
+        "without, as much leaves as can.",
     )
     group.add_argument(
         "--bpipe-kept",

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from bpipe.ir.host_buffers import links_of, num_buffers_for, stays_by_host
-from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.host_buffers import links_of, num_buffers_for, num_own_buffers, stays_by_host
+from bpipe.ir.hosts import in_own_memory
+from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, SharedGroups, connect_shared
-from bpipe.transport.connect import Connection, MeasuredLink, connect_all
+from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
 from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import connect_edges
 from bpipe.transport.host_memory import Buffers
@@ -52,29 +53,46 @@ def _backend(device: torch.device) -> str:
 
 def connect_pairs(
     schedule: Schedule, positions: Positions, wanted: str, timeout_s: float, device: torch.device, known: Container[Pair] = ()
-) -> tuple[dict[int, Connection], list[MeasuredLink], str]:
+) -> tuple[dict[int, Connection | OwnMemory], list[MeasuredLink], str]:
     """This rank's connections, by the place of the other; every pair's link; and the table of them. Collective over the world.
 
-    Only of pairs of global ranks that are not `known`.
+    Only of pairs of global ranks that are not `known`. A rank that keeps what leaves in its own node's memory is a pair with itself.
     """
     stages = {pair: places for pair, places in stages_of_pairs(schedule, positions).items() if pair not in known}
     if not stages:
         return {}, [], ""
-    buffers = host_buffers(schedule, positions.here(), total_bytes(device))
-    connections, links = connect_all(sorted(stages), wanted, timeout_s, copying_on(device), buffers)
-    mine = next(way for way in pipelines(positions) if dist.get_rank() in way)
-    return {mine.index(other): connection for other, connection in connections.items()}, links, describe(links, stages)
+    rank, here, copying = dist.get_rank(), positions.here(), copying_on(device)
+    mine = next(way for way in pipelines(positions) if rank in way)
+    pairs, own = sorted(pair for pair in stages if pair[0] != pair[1]), in_own_memory(schedule.hosts)
+    links: list[MeasuredLink] = []
+    connections: dict[int, Connection | OwnMemory] = {}
+    if pairs:
+        found, links = connect_all(pairs, wanted, timeout_s, copying, host_buffers(schedule, here, total_bytes(device)), own)
+        connections |= {mine.index(other): connection for other, connection in found.items()}
+    if len(pairs) < len(stages):
+        buffers = own_buffers(schedule, here, total_bytes(device)) if (rank, rank) in stages else Buffers(0)
+        memory, owns = connect_own(buffers, timeout_s, copying)
+        links = links + owns
+        connections |= {} if memory is None else {here: memory}
+    return connections, links, describe(links, stages)
 
 
 def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
-    """What a rank of a pipeline would keep in its host's memory, before anybody has measured a micro-batch.
+    """What a rank of a pipeline would keep in its host's memory in place of its hosts', before anybody has measured a micro-batch.
 
     As many micro-batches as it ever holds fit into its device together, so none is larger than their part of it.
     """
-    if not num_transfers(schedule, rank).evictions:
-        return Buffers(0)
-    count = sum(num_buffers_for(schedule, host)[rank] for host in stays_by_host(schedule, rank))
-    return Buffers(count, int(device_bytes // peak_counts(schedule)[rank]))
+    others = [host for host in stays_by_host(schedule, rank) if host != rank]
+    return _buffers(schedule, rank, device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
+
+
+def own_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
+    """The same of what it keeps there by its schedule."""
+    return _buffers(schedule, rank, device_bytes, num_own_buffers(schedule, rank))
+
+
+def _buffers(schedule: Schedule, rank: int, device_bytes: int, count: int) -> Buffers:
+    return Buffers(count, int(device_bytes // peak_counts(schedule)[rank])) if count else Buffers(0)
 
 
 def stages_of_pairs(schedule: Schedule, positions: Positions) -> dict[Pair, Pair]:

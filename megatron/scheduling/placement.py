@@ -12,8 +12,8 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.hosts import mirrored
-from bpipe.ir.memory import moves_anything
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import choose_partners
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
@@ -54,12 +54,13 @@ _Pairs = tuple[tuple[int, ...], Positions]
 
 
 def _pairs_in(schedule: Schedule) -> _Pairs | None:
-    """None where no pair moves anything, or pairs of two pipes are of both halves and no node could take them all.
+    """None where no pair moves anything, but for each into its own node's memory, or pairs of two pipes are of both halves and no node
+    could take them all.
 
     Raises ValueError for stages that Megatron cannot place so.
     """
     positions = Positions.of(schedule.layout)
-    if not moves_anything(schedule):
+    if all(rank == host for rank, host in links_of(schedule)):
         return None
     # Of a pool those lie beside each other that would be pairs: its plan looks for hosts on a rank's own node.
     partners = (None if schedule.is_pooled else schedule.partners) or choose_partners(without_transfers(schedule), None)

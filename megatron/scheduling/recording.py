@@ -63,6 +63,7 @@ class Recorded:
     shard_bytes: int
     received_bytes: int
     host_bytes: int
+    own_bytes: int
     peak_bytes: int
     shares: Mapping[int, Share]
     stayed: StayedAtHome
@@ -111,6 +112,7 @@ class RunRecord:
             kept_counted_by=next((share.counted_by for share in recorded.shares.values()), None),
             received_bytes=recorded.received_bytes,
             host_bytes=recorded.host_bytes,
+            own_bytes=recorded.own_bytes,
             stayed_microbatches=recorded.stayed.microbatches,
             stayed_bytes=recorded.stayed.nbytes,
             passed_microbatches=recorded.stayed.passed_microbatches,

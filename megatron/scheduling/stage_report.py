@@ -28,6 +28,7 @@ def summary_of(
     received_bytes: int,
     num_host_buffers: int,
     host_bytes: int,
+    own_memory: tuple[int, int],
     shares: Mapping[int, Share],
     balanced: bool,
     pipeline: int,
@@ -36,7 +37,8 @@ def summary_of(
     """Lay the measurement beside what the schedule says for micro-batches of this size.
 
     Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its own
-    micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received.
+    micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received. `own_memory`: the host buffers in
+    its own node's memory and their bytes.
     """
     # As the meter counts: a micro-batch of which less than half has left is still here.
     leaves = {
@@ -56,6 +58,8 @@ def summary_of(
         predicted_bytes=own_peak(schedule, stage, saved_bytes, moved_bytes, received_bytes, after_input_bytes, shard_bytes) + host_bytes,
         evictions=transfers[Kind.EVICT],
         loads=transfers[Kind.LOAD],
+        own_buffers=own_memory[0],
+        own_bytes=own_memory[1],
         moved_fraction=min((share.fraction for share in shares.values()), default=None),
         stayed_microbatches=differing.microbatches,
         stayed_bytes=differing.nbytes,

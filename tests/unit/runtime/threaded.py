@@ -25,7 +25,7 @@ from bpipe.transport.headed import Headed
 from bpipe.transport.lanes import ThreadLane
 from tests.unit.runtime.held import HeldLane, HeldMemory, HeldTwoSided
 from tests.unit.runtime.pipeline import Model
-from tests.unit.transport.loopback import controls, peers
+from tests.unit.transport.loopback import alone, controls, peers
 
 CPU = torch.device("cpu")
 Edges = defaultdict[tuple[int, ...], "queue.SimpleQueue[tuple[Message, Tensors]]"]
@@ -73,10 +73,14 @@ class Pipeline:
             self._executors.append(Executor(schedule, rank, self.model.parts(schedule, rank), mail))
 
     def _transports(self, kind: str, timeout_s: float) -> dict[int, dict[int, Transport]]:
-        """By rank and other rank, for all that move anything to each other."""
+        """By rank and other rank, for all that move anything to each other; by a rank itself into its own node's memory."""
         made: dict[int, dict[int, Transport]] = defaultdict(dict)
         for low, high in sorted({(min(link), max(link)) for link in links_of(self.schedule)}):
-            if kind == "two-sided":
+            if low == high:
+                lanes = [HeldLane(name, "free") for name in ("outbound", "inbound")]
+                self._lanes += lanes
+                made[low][low] = alone(*lanes)[0]
+            elif kind == "two-sided":
                 alike = HeldTwoSided.pair(late_send=True, late_receive=True, timeout_s=timeout_s)
                 made[low][high], made[high][low] = self._headed(alike, timeout_s) if self._differing else alike
             else:
