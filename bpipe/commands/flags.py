@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from bpipe.flag_types import positive
@@ -67,6 +68,14 @@ def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = No
         return calibration.of(cluster)
     except ValueError as error:
         raise ValueError(f"--calibration {options.calibration}: {error}") from None
+
+
+def picture_file(name: str | None, suffixes: Sequence[str]) -> Path | None:
+    """Where --plot draws. Raises ValueError for what is not drawn."""
+    if name is None or Path(name).suffix in suffixes:
+        return None if name is None else Path(name)
+    *others, last = suffixes
+    raise ValueError(f"--plot {name}: the name must end in {', '.join(others)} or {last}")
 
 
 def print_json(value: object) -> None:

@@ -16,15 +16,6 @@ from bpipe.plan.space import Space
 SUFFIXES = (".svg", ".png", ".html")
 
 
-def picture_file(name: str | None) -> Path | None:
-    """Where to draw. Raises ValueError for what is not drawn."""
-    if name is None:
-        return None
-    if Path(name).suffix not in SUFFIXES:
-        raise ValueError(f"--plot {name}: the name must end in {', '.join(SUFFIXES)}")
-    return Path(name)
-
-
 def show(space: Space, form: str, plot: Path | None, row: int | None, progress: Callable[[str, int, int], None]) -> Front:
     """Search, draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
     front = find_front(space, progress)

@@ -10,8 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bpipe.commands.flags import add_calibration_argument, add_model_arguments, add_training_arguments, cluster_of, print_json
-from bpipe.commands.front import picture_file, show
+from bpipe.commands.flags import (
+    add_calibration_argument,
+    add_model_arguments,
+    add_training_arguments,
+    cluster_of,
+    picture_file,
+    print_json,
+)
+from bpipe.commands.front import SUFFIXES, show
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import HOSTS_SAID, positive
@@ -101,7 +108,7 @@ def run(asked: argparse.Namespace) -> int:
     )
     bar = _Bar()
     if options.front:
-        found = show(space, options.format, picture_file(options.plot), row, bar.show)
+        found = show(space, options.format, picture_file(options.plot, SUFFIXES), row, bar.show)
         return NO_ROWS if found.winner is None else 0
     if options.plot is not None:
         raise ValueError("--plot draws a front: give --front, too, or leave it out")

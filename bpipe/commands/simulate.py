@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.commands.flags import add_calibration_argument, add_model_arguments, add_training_arguments, cluster_of, print_json
+from bpipe.commands.flags import add_calibration_argument, add_model_arguments, add_training_arguments, cluster_of, picture_file, print_json
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.flag_types import HOSTS_SAID, numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
@@ -24,6 +24,8 @@ from bpipe.simulate.report import Simulation
 
 # Some seconds. Beyond, the steady phase is continued, unless a trace or picture needs every action.
 MOST_COMPUTATIONS = 100_000
+
+SUFFIXES = (".svg", ".png")
 
 MEMORY = "with --balance bpipe: all that a device may hold, for all ranks or each; only what must leaves. auto: what the device has"
 
@@ -80,9 +82,7 @@ def run(options: argparse.Namespace) -> None:
     setup = setup_of(options, cluster_of(options, reading.devices if reading else None))
     profile = None if options.profile is None else read_profile(options.profile)
     setup, plan = budgeted(options, setup, profile)
-    plot = None if options.plot is None else Path(options.plot)
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise ValueError(f"--plot {plot}: the name must end in .svg or .png")
+    plot = picture_file(options.plot, SUFFIXES)
     drawn = options.trace is not None or plot is not None
     simulation = simulation_of(setup, profile) if drawn or _num_computations(setup) <= MOST_COMPUTATIONS else None
     prediction = predict(setup, profile, simulation, options.flops_formula)

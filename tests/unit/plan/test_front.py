@@ -79,6 +79,6 @@ def test_the_command_prints_and_draws_it(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_what_cannot_be_drawn_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, *FEW, "--front", "--plot", "front.pdf"]) == 2
-    assert "the name must end in .svg, .png, .html" in capsys.readouterr().err
+    assert "the name must end in .svg, .png or .html" in capsys.readouterr().err
     assert main([*FLAGS, *FEW, "--plot", "front.svg"]) == 2
     assert "--plot draws a front: give --front, too" in capsys.readouterr().err
