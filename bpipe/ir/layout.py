@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bpipe.ir.action import SHARDS, Action, Kind
 
@@ -61,7 +62,8 @@ class Layout:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank computes in any pipe, ascending."""
-        return tuple(stage for stage, owners in enumerate(zip(*self.placements, strict=True)) if rank in owners)
+        found = _stages_by_rank(self.placements)
+        return found[rank] if 0 <= rank < len(found) else ()
 
     def replicas(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage, one a pipe."""
@@ -77,6 +79,16 @@ class Layout:
     def only_rank_of(self, stage: int) -> int:
         """The rank of a stage where there is one pipe."""
         return self.only_placement[stage]
+
+
+@lru_cache(maxsize=1024)
+def _stages_by_rank(placements: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """What `Layout.stages_of` says, of all ranks at once: a search asks it hundreds of thousands of times."""
+    found: list[list[int]] = [[] for _ in range(1 + max(map(max, placements)))]
+    for stage, owners in enumerate(zip(*placements, strict=True)):
+        for rank in set(owners):
+            found[rank].append(stage)
+    return tuple(map(tuple, found))
 
 
 def one_pipe(stage_to_rank: Sequence[int]) -> Layout:

@@ -247,12 +247,15 @@ def predict_costs(setup: Setup) -> Costs:
     after_input = after_input_bytes(setup)
     embedding = embedding_seconds(setup)
     stages = []
+    # Of hundreds of stages nearly all are alike.
+    made: dict[tuple[object, ...], StageCost] = {}
     for stage, num_layers in enumerate(setup.layers):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
-        stages.append(
-            StageCost(
+        known = (num_layers, first, last, reduction, update, saved[stage], after_input[stage])
+        if known not in made:
+            made[known] = StageCost(
                 forward_s=num_layers * forward,
                 backward_s=num_layers * backward,
                 weight_s=num_layers * weight_half,
@@ -268,7 +271,7 @@ def predict_costs(setup: Setup) -> Costs:
                 saved_bytes=saved[stage],
                 after_input_bytes=after_input[stage],
             )
-        )
+        stages.append(made[known])
     joined = links(setup)
     costs = Costs(
         tuple(stages),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from operator import gt, le, mul, sub
+from operator import gt, mul, sub
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import READING, Action, Kind
@@ -253,11 +253,23 @@ def _digits(number: int, base: int, count: int) -> tuple[int, ...]:
 
 
 def _highest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """All that no other exceeds."""
+    """All that no other exceeds. Each is packed into one number, with a bit above every count: of a difference of two it remains wherever
+    the first has as many."""
+    rows = sorted(moments, key=sum, reverse=True)
+    width = max(map(max, rows)).bit_length() + 1
+    above = sum(1 << (place * width + width - 1) for place in range(len(rows[0])))
     kept: list[tuple[int, ...]] = []
-    for moment in sorted(moments, key=sum, reverse=True):
-        if not any(all(map(le, moment, other)) for other in kept):
+    packed: list[int] = []
+    for moment in rows:
+        number = 0
+        for count in reversed(moment):
+            number = number << width | count
+        for other in packed:
+            if (other - number) & above == above:
+                break
+        else:
             kept.append(moment)
+            packed.append(number | above)
     return tuple(kept)
 
 
@@ -274,19 +286,22 @@ def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
 def _moments_of(order: Sequence[Action], stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """What is held when something is about to be given back: in between it only grows. Of an I also when it is over."""
     place_of, counts = {stage: place for place, stage in enumerate(stages)}, [0] * (2 * len(stages))
-    found = {tuple(counts)}
+    found, has_grown = {tuple(counts)}, False
     for action in order:
         kind = action.kind
         if kind is Kind.FORWARD:
             counts[place_of[action.stage]] += 1
+            has_grown = True
         elif kind in READING:
-            found.add(tuple(counts))
+            if has_grown:
+                found.add(tuple(counts))
             place = place_of[action.stage]
             if kind is Kind.BACKWARD_WEIGHT:
                 counts[len(stages) + place] -= 1
             else:
                 counts[place] -= 1
                 counts[len(stages) + place] += kind is Kind.BACKWARD_INPUT
+            has_grown = kind is Kind.BACKWARD_INPUT
     return _highest(found)
 
 
