@@ -84,8 +84,10 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
     between = element * tokens * h / setup.sequence_shards
     inside = element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
     # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
-    forward = products + (10.5 * between + inside) / rates.memory + FORWARD_KERNELS * KERNEL_S
-    backward = 2 * products + (14 * between + 1.5 * inside + _accumulated(setup)) / rates.memory + BACKWARD_KERNELS * KERNEL_S
+    # Those of queries and keys read and write; backward they read what went in and out, and write.
+    normed = element * tokens * (model.query_size + model.key_value_size // 2) / setup.tensor * model.qk_norm
+    forward = products + (10.5 * between + inside + 2 * normed) / rates.memory + FORWARD_KERNELS * KERNEL_S
+    backward = 2 * products + (14 * between + 1.5 * inside + 3 * normed + _accumulated(setup)) / rates.memory + BACKWARD_KERNELS * KERNEL_S
     waits = exposed(setup)
     core_forward, core_backward = core_seconds(setup, rates)
     forward += core_forward

@@ -96,6 +96,13 @@ class Setup:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
+        if self.kernels == "cpu" and (self.model.qk_norm or self.model.squared_relu or self.model.gated_gelu):
+            raise ValueError("what kernels of a CPU save of norms of queries and keys, squared ReLUs and gated GELUs is not modelled")
+        if self.model.window is not None and self.sequence > self.model.window:
+            raise ValueError(
+                f"{self.model.name} attends to {self.model.window} tokens at most, which is not modelled where the sequence, "
+                f"{self.sequence}, is longer: give --sequence {self.model.window} or less"
+            )
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")

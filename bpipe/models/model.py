@@ -1,16 +1,8 @@
-"""Describe a transformer by its sizes. In: a preset's name, a Hugging Face config.json, or numbers. Out: a frozen `Model`.
-
-Knows no parallelism, no device and no weights; refuses what it does not model (mixtures of experts).
-"""
+"""Describe a transformer by its sizes. In: numbers. Out: a frozen `Model`. Knows no parallelism, no device, no weights and no file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from bpipe.names import unknown
-from bpipe.values import a_whole, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +10,9 @@ class Model:
     """A decoder with `num_layers` equal layers. The names are Megatron's flags where it has one.
 
     `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU MLP: the first
-    projection is twice as wide. `rms_norm` has a weight and no bias. `learned_positions` adds an embedding of the sequence's length.
+    projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a gate. `rms_norm` has a weight and no
+    bias. `learned_positions` adds an embedding of the sequence's length. `qkv_bias`: of linear layers only those of Q, K and V have biases.
+    `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no token attends to more than so many.
     """
 
     name: str
@@ -36,6 +30,11 @@ class Model:
     learned_positions: bool = True
     tied_embedding: bool = True
     dropout: bool = True
+    squared_relu: bool = False
+    gated_gelu: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -44,6 +43,8 @@ class Model:
                 raise ValueError(f"model {self.name}: {name} is {value}, but must be at least 1")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} heads")
+        if self.squared_relu and self.gated:
+            raise ValueError(f"model {self.name}: a SwiGLU is no squared ReLU: leave one of the two out")
 
     @property
     def query_size(self) -> int:
@@ -67,12 +68,14 @@ class Model:
 
     @property
     def sharded_layer_biases(self) -> int:
-        return (self.query_size + self.key_value_size + self.first_mlp_size) * self.linear_bias
+        attention = (self.query_size + self.key_value_size) * (self.linear_bias or self.qkv_bias)
+        return attention + self.first_mlp_size * self.linear_bias
 
     @property
     def replicated_layer_parameters(self) -> int:
-        """Parameters of a layer that every tensor-parallel rank has: two norms, and the biases of what returns to the hidden size."""
-        return 2 * self.norm_parameters + 2 * self.hidden_size * self.linear_bias
+        """Parameters of a layer that every tensor-parallel rank has: norms, and the biases of what returns to the hidden size."""
+        of_heads = 2 * self.kv_channels * (1 if self.rms_norm else 2) * self.qk_norm
+        return 2 * self.norm_parameters + of_heads + 2 * self.hidden_size * self.linear_bias
 
     @property
     def norm_parameters(self) -> int:
@@ -114,53 +117,3 @@ PRESETS = {
         llama("llama3-405b", 126, 16384, 128, 8, 53248, 128256, 8192),
     )
 }
-
-
-def find_model(name: str) -> Model:
-    """A preset, or a Hugging Face config.json (the file or the folder it is in)."""
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        return read_hugging_face(path)
-    raise ValueError(f"{unknown('model', name, PRESETS)}, or name a config.json of Hugging Face on disk")
-
-
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3")
-_GPT2 = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
-
-
-# Beyond any layer and any vocabulary.
-_LARGEST_SIZE = 10**9
-
-
-def read_hugging_face(path: Path) -> Model:
-    """The model of a config.json. Raises ValueError for a kind that is not modelled, and names the key that is missing."""
-    try:
-        config: Any = load_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: a config.json holds one object, not {type(config).__name__}")
-    kind = config.get("model_type")
-    if kind != "gpt2" and kind not in _LLAMA_LIKE:
-        raise ValueError(f"{path}: model_type {kind!r} is not modelled, only gpt2, {', '.join(_LLAMA_LIKE)}: give the sizes as flags")
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.get(key):
-            raise ValueError(f"{path}: {key} is {config[key]}: mixtures of experts are not modelled")
-
-    def number(key: str, default: int | None = None) -> int:
-        value = config.get(_GPT2[key] if kind == "gpt2" and key in _GPT2 else key)
-        value = default if value is None else value
-        return a_whole(value, f"{path}: {key}", 1, _LARGEST_SIZE)
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    common = (str(path), number("num_hidden_layers"), hidden, heads)
-    vocabulary, sequence = number("vocab_size"), number("max_position_embeddings")
-    if kind == "gpt2":
-        return Model(*common, heads, hidden // heads, number("n_inner", 4 * hidden), vocabulary, sequence)
-    channels, groups = number("head_dim", hidden // heads), number("num_key_value_heads", heads)
-    tied = bool(config.get("tie_word_embeddings", False))
-    return Model(*common, groups, channels, number("intermediate_size"), vocabulary, sequence, True, True, False, False, tied, False)

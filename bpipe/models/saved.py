@@ -177,11 +177,12 @@ def saves_input(setup: Setup) -> bool:
 
 def _gpu_layer(setup: Setup) -> tuple[Saved, ...]:
     model, hidden = setup.model, sent_bytes(setup)
-    per_width = element_bytes(setup) * num_tokens(setup)
+    per_width, normed = element_bytes(setup) * num_tokens(setup), model.query_size + model.key_value_size // 2
     return (
         Saved("inputs of norms and of the matrices behind them", hidden, 4),
         *_dropout(setup, 2),
         Saved("Q, K, V", shared(per_width * (model.query_size + model.key_value_size), setup.tensor)),
+        *((Saved("Q and K before their norms", shared(per_width * normed, setup.tensor)),) * model.qk_norm),
         Saved("input of the output projection", shared(per_width * model.query_size, setup.tensor)),
         Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
         Saved("input of the second MLP matrix", shared(per_width * model.ffn_hidden_size, setup.tensor)),

@@ -29,7 +29,10 @@ def _model(setup: Setup) -> list[str]:
     flags += ["--position-embedding-type", "learned_absolute" if model.learned_positions else "rope"]
     switches = {
         "--swiglu": model.gated,
+        "--squared-relu": model.squared_relu,
         "--disable-bias-linear": not model.linear_bias,
+        "--add-qkv-bias": model.qkv_bias,
+        "--qk-layernorm": model.qk_norm,
         "--untie-embeddings-and-output-weights": not model.tied_embedding,
     }
     flags += [flag for flag, wanted in switches.items() if wanted]

@@ -15,8 +15,9 @@ from bpipe.generate.families import FAMILIES, default
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import Cluster, parse_cluster
+from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import KEPT_HALVES, Setup, setup_from_values, split_layers
-from bpipe.models.model import Model, find_model
+from bpipe.models.model import Model
 from bpipe.models.switches import SWITCHES, Switches, flag_of
 from bpipe.plan.budget import MemoryBudget, read_asked
 from bpipe.plan.megatron_command import Reading, read_command
@@ -27,6 +28,9 @@ MODEL_SWITCHES = {
     "swiglu": ("gated", True, "the MLP is a SwiGLU"),
     "rms_norm": ("rms_norm", True, "norms have a weight and no bias"),
     "disable_bias_linear": ("linear_bias", False, "linear layers have no bias"),
+    "squared_relu": ("squared_relu", True, "the MLP is a squared ReLU, without a gate"),
+    "add_qkv_bias": ("qkv_bias", True, "of linear layers those of Q, K and V have biases, with --disable-bias-linear"),
+    "qk_layernorm": ("qk_norm", True, "every head's queries and keys are normed"),
     "rotary": ("learned_positions", False, "positions are not learned"),
     "untie_embeddings_and_output_weights": ("tied_embedding", False, "the output layer has weights of its own"),
     "no_dropout": ("dropout", False, "no dropout, and so no masks to save"),

@@ -16,6 +16,7 @@ from bpipe.plan.search import Found, Outcome, Standing
 HALVES = "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: scripts/gpu_check.py --only halves"
 AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybrid models"
 
+GATED_GELU = "a gated GELU, for which Megatron has no flag: --swiglu, of the same sizes, stands in its place"
 TWO_PIPES = "two pipes were trained on CPUs alone so far"
 
 
@@ -31,13 +32,14 @@ def lines(outcome: Outcome) -> list[str]:
 def needs(outcome: Outcome) -> list[str]:
     """What the rows' schedules need of the trainer, as far as it is not simply there."""
     found = {need for row in outcome.rows for need in needs_of(row.prediction.setup)}
-    return [need for need in (HALVES, AS_A_V, TWO_PIPES) if need in found]
+    return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU) if need in found]
 
 
 def needs_of(setup: Setup) -> list[str]:
     """The same of one setup."""
     halves = setup.splits and setup.kernels == "gpu"
-    return [need for need, there in ((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)) if there]
+    every = ((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1), (GATED_GELU, setup.model.gated_gelu))
+    return [need for need, there in every if there]
 
 
 def documents(outcome: Outcome) -> list[dict[str, Any]]:

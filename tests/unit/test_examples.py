@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
-from bpipe.models.model import find_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])

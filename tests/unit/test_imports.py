@@ -94,7 +94,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
     "models": (
         "cluster model switches",
-        "calibration cluster_file flops layout",
+        "calibration cluster_file flops hugging_face layout",
         "rates saved",
         "memory tensor_parallel",
         "compute profile",

@@ -11,8 +11,9 @@ import pytest
 
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.flops import mfu, training_flops
+from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.model import PRESETS, find_model
+from bpipe.models.model import PRESETS
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
