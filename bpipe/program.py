@@ -21,6 +21,7 @@ from bpipe.generate.families import (
     that_take_shards,
 )
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
+from bpipe.generate.place import Order, place
 from bpipe.ir.action import Action
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import Layout, Vocabulary
@@ -256,8 +257,9 @@ def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
     assert config.written is None, "what was written is no family's"
     assert config.room is None, "an order made for a bound is not the usual one"
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    orders: Sequence[Order]
     if config.vocabulary is Vocabulary.WHOLE:
-        orders = family.orders(*sizes, config.asked)
+        orders = _usual_orders(config.schedule, sizes, config.asked)
     else:
         assert family.sharded is not None, f"nobody has said where shards stand in {family.name}"
         orders = family.sharded(*sizes, config.asked, config.layout)
@@ -282,8 +284,15 @@ def _usual(config: ScheduleConfig) -> Schedule:
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     asked = replace(config.asked, room=None)
     if config.vocabulary is Vocabulary.WHOLE:
-        return family.generate(*sizes, asked)
+        layout = family.layout(config.num_ranks, config.num_chunks)
+        return place(family.name, config.num_microbatches, layout, _usual_orders(config.schedule, sizes, asked))
     return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, asked)
+
+
+@lru_cache(maxsize=2)
+def _usual_orders(schedule: str, sizes: tuple[int, int, int], asked: Asked) -> Sequence[Order]:
+    """What is asked for as it is, and then balanced, has the same orders, and some take as long to find as all else."""
+    return FAMILIES[schedule].orders(*sizes, asked)
 
 
 def choice_of(config: ScheduleConfig) -> Choice | None:
