@@ -42,8 +42,11 @@ def refuse_packed(args: Any) -> None:
 
     They would train on pre-training data all the same, each row as one sequence, and say nothing.
     """
-    for name in ("sft", "dataloader_inter_document_masking"):
-        if getattr(args, name, False):
+    from megatron.scheduling.refusals import Settings
+
+    given = Settings(args)
+    for name, wanted in (("sft", given.sft), ("dataloader_inter_document_masking", given.dataloader_inter_document_masking)):
+        if wanted:
             starting.end(
                 f"--{name.replace('_', '-')}: this script reads sequences that fill a row, and no packed ones; train with Megatron's own "
                 "pretrain_gpt.py, or a script of yours that reads them: python -m megatron.scheduling.launch SCRIPT"
