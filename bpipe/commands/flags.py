@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bpipe.flag_types import positive
 from bpipe.models.calibration import read_calibration
-from bpipe.models.cluster import DEVICES, Cluster, parse_cluster
-from bpipe.models.cluster_file import SUFFIXES, read_cluster
+from bpipe.models.cluster import DEVICES, Cluster
+from bpipe.models.cluster_file import cluster_named
 from bpipe.models.flops import FORMULAS
 from bpipe.models.layout import ATTENTION, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
@@ -59,8 +59,7 @@ def add_calibration_argument(parser: argparse.ArgumentParser) -> None:
 
 def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Cluster:
     """`devices` are nodes and GPUs of one, for a cluster that says none."""
-    path = Path(options.cluster)
-    cluster = read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(options.cluster, devices)
+    cluster = cluster_named(options.cluster, devices)
     if options.calibration is None:
         return cluster
     calibration = read_calibration(options.calibration)

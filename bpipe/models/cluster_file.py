@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.models.cluster import DEVICES, GIB, Cluster, DeviceKind
+from bpipe.models.cluster import DEVICES, GIB, Cluster, DeviceKind, parse_cluster
 from bpipe.names import unknown
 from bpipe.values import load_json
 
@@ -41,6 +41,12 @@ OPTIONAL = {
 SUFFIXES = (".json", ".toml")
 # More than any device has: beyond, the unit was mistaken.
 LARGEST = 1e6
+
+
+def cluster_named(text: str, devices: tuple[int, int] | None = None) -> Cluster:
+    """A file's, by its name, or `parse_cluster`'s. `devices` are nodes and GPUs of one, where neither says them."""
+    path = Path(text)
+    return read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(text, devices)
 
 
 def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:

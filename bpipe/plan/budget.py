@@ -250,9 +250,14 @@ def within_budget(
     found = or_what_helps(setup, devices, minimum_bytes)
     if not found.moved_bytes:
         return replace(setup, balance="none", how=BalanceConfig(), budget_bytes=devices.budget_bytes), found
+    found = timed(setup, devices, found, profile)
+    return replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes), found
+
+
+def timed(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Fit:
+    """The plan with its transfers where they end in time on the setup's cluster, if it waits less for them, and how long it waits."""
     moving = replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes)
-    found = in_time(found, devices.schedule, costs_of(moving, profile))
-    return replace(moving, how=found.how), found
+    return in_time(found, devices.schedule, costs_of(moving, profile)) if found.moved_bytes else found
 
 
 def or_what_helps(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Fit:

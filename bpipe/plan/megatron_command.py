@@ -49,7 +49,7 @@ READ: dict[str, Any] = {
     "--bpipe-schedule": (str, None, None),
     "--bpipe-group": (str, None, None),
     "--bpipe-delay": (int, None, None),
-    **dict.fromkeys(("--bpipe-bound", "--bpipe-memory"), (str, None, None)),
+    **dict.fromkeys(("--bpipe-bound", "--bpipe-memory", "--bpipe-cluster"), (str, None, None)),
     "--bpipe-hosts": (str, PAIR, ARRANGEMENTS),
     "--bpipe-min-bytes": (int, MINIMUM_BYTES, None),
     "--bpipe-vocabulary": (str, None, (*TRAINED_SHARDS, REDISTRIBUTE)),

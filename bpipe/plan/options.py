@@ -154,7 +154,7 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
     return setup_from_values({**vars(options), **others})
 
 
-def setup_from(words: Sequence[str], cluster: str, vocabulary: int, kernels: str) -> Setup:
+def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:
     """Of a launch's own words, on so many devices: what `bpipe simulate -- WORDS` predicts. Raises ValueError for what it does not."""
     given = {
         **dict.fromkeys(_NAMES),
@@ -163,4 +163,4 @@ def setup_from(words: Sequence[str], cluster: str, vocabulary: int, kernels: str
         "kernels": kernels,
     }
     options = filled(argparse.Namespace(**given), read_command(words), ())
-    return setup_of(options, parse_cluster(cluster))
+    return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

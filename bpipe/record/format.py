@@ -33,7 +33,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.text import read_action, read_costs, read_share
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing
 from bpipe.record.keys import Rule, by_name, each, keys_of, line, number, values_of, whole, written
-from bpipe.record.rooms import RoomsKeys
+from bpipe.record.rooms import RoomsKeys, WindowsKeys
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_number, a_text, a_whole, an_object
 
 VERSION = 1
@@ -176,6 +176,7 @@ class _ProgramKeys:
     hosts: Text | None = None
     nodes: Counts | None = None
     parts: Counts | None = None
+    windows: WindowsKeys | None = None
     group_size: Count | None = None
     exchange: ExchangeName | None = None
     delay: Count | None = None
@@ -190,7 +191,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
     """What was to be built."""
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
     how = balancing(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay), keys.hosts)
-    how = how and replace(how, rooms=keys.rooms, nodes=keys.nodes, parts=keys.parts or ())
+    how = how and replace(how, rooms=keys.rooms, nodes=keys.nodes, parts=keys.parts or (), windows=keys.windows)
     return ScheduleConfig(
         keys.schedule,
         keys.num_stages,
@@ -224,6 +225,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         hosts=None if how.hosts == PAIR else how.hosts,
         nodes=how.nodes,
         parts=how.parts or None,
+        windows=how.windows,
         group_size=config.group_size,
         exchange=config.exchange,
         delay=config.delay or None,

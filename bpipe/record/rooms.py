@@ -1,13 +1,18 @@
-"""Write down for which bytes a schedule was balanced. In: `Rooms`. Out: a JSON object, and the same read strictly. Reads no file."""
+"""Write down for which bytes a schedule was balanced, and for which seconds. In: `Rooms`, `Windows`. Out: JSON objects, and the same read
+strictly. Reads no file.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
+from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of
 from bpipe.passes.room import Rooms
-from bpipe.record.keys import Rule, each, values_of, whole, written
+from bpipe.passes.windows import Windows
+from bpipe.record.keys import Rule, by_name, each, number, values_of, whole, written
 from bpipe.values import a_flag
 
 _Flag = Annotated[bool, Rule(a_flag)]
@@ -42,3 +47,33 @@ def _write(rooms: Rooms) -> dict[str, Any]:
 
 
 RoomsKeys = Annotated[Rooms, Rule(_read, _write)]
+
+_Seconds = Annotated[float, number()]
+_SecondsByStage = Annotated[tuple[float, ...], each(number())]
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowsKeys:
+    """What things take: computations by kind and stage, a message, and by stage a transfer within a node and between two."""
+
+    lasts_s: Annotated[Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")]
+    hop_s: _Seconds
+    inside_s: _SecondsByStage
+    between_s: _SecondsByStage
+    nodes: _Sizes = ()
+
+
+def _read_windows(found: object, name: str) -> Windows:
+    keys = _WindowsKeys(**values_of(_WindowsKeys, found, name, f"{name}."))
+    return Windows(
+        tuple((Kind(kind), lasts) for kind, lasts in keys.lasts_s.items()), keys.hop_s, keys.inside_s, keys.between_s, keys.nodes
+    )
+
+
+def _write_windows(windows: Windows) -> dict[str, Any]:
+    lasts = {kind.value: tuple(map(float, seconds)) for kind, seconds in windows.lasts_s}
+    inside, between = (tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s))
+    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes))
+
+
+WindowsKeys = Annotated[Windows, Rule(_read_windows, _write_windows)]

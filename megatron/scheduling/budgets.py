@@ -1,7 +1,8 @@
 """Plan what leaves a run's devices within `--bpipe-memory`, before anything was measured.
 
 In: Megatron's arguments, the command line that they came from, and the schedule that was asked for. Out: how to balance it, and what to say
-of it. The prediction is that of `bpipe simulate -- FLAGS`, by the same function. Imports no Megatron.
+of it. The prediction is that of `bpipe simulate -- FLAGS`, by the same function; how long transfers take only `--bpipe-cluster` says.
+Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
+from bpipe.models.cluster_file import cluster_named
 from bpipe.models.layout import Setup
-from bpipe.plan.budget import AUTO, Devices, MemoryBudget, or_what_helps, predicted, tightest
+from bpipe.plan.budget import AUTO, Devices, MemoryBudget, or_what_helps, predicted, tightest, timed
 from bpipe.plan.fit import lines
 from bpipe.plan.options import setup_from
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -52,7 +54,7 @@ def _planned(args: Any, config: ScheduleConfig) -> tuple[BalanceConfig, tuple[st
         # They change; more than fill the pipeline take no more room.
         filling = FAMILIES[config.schedule].filling(config.num_ranks)
         config = replace(config, num_microbatches=max(config.num_microbatches, filling))
-    return _plan(words, sizes, replace(config, balance=None), budgets, (asked.learns, _on_cpu(), hosts))
+    return _plan(words, sizes, replace(config, balance=None), budgets, (asked.learns, _on_cpu(), hosts), args.bpipe_cluster)
 
 
 def budget_of(asked: MemoryBudget) -> tuple[int, ...]:
@@ -83,11 +85,12 @@ def _plan(
     config: ScheduleConfig,
     budgets: tuple[int, ...],
     how: tuple[bool, bool, str],
+    cluster: str | None,
 ) -> tuple[BalanceConfig, tuple[str, ...]]:
-    """`how`: whether measured bytes replace predicted ones, whether this is a CPU, and who may host."""
+    """`how`: whether measured bytes replace predicted ones, whether this is a CPU, and who may host. `cluster`: where links are known."""
     (vocabulary, nodes, each, minimum_bytes), (learns, on_cpu, hosts) = sizes, how
     try:
-        setup = setup_from(words, f"{_ANY_DEVICE}:{nodes}x{each}", vocabulary, "cpu" if on_cpu else "gpu")
+        setup = setup_from(words, cluster_named(cluster or _ANY_DEVICE, (nodes, each)), vocabulary, "cpu" if on_cpu else "gpu")
         devices = _devices(setup, config, budgets, minimum_bytes)
     except ValueError as error:
         if not learns:
@@ -102,6 +105,8 @@ def _plan(
         return found.how, ("the first iteration sends as much as helps, until bytes are measured:", *lines(found))
     try:
         found = or_what_helps(setup, devices, minimum_bytes)
+        if cluster is not None:
+            found = timed(setup, devices, found)
     except ValueError as error:
         raise ValueError(f"--bpipe-memory: {error}. With {AUTO}:GIB it is tried, and measured") from None
     return found.how, tuple(lines(found))

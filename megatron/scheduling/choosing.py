@@ -62,6 +62,8 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
     """The schedule, within its budget, and whether our own loop runs it."""
     config, ours = _as_named(args)
     if args.bpipe_memory is None:
+        if args.bpipe_cluster is not None:
+            raise ValueError(f"--bpipe-cluster {args.bpipe_cluster} says how long transfers take within a budget: give --bpipe-memory, too")
         return config, ours
     if config.balance is None:
         raise ValueError("--bpipe-memory says how to balance: give --bpipe, too, or leave it out")

@@ -54,6 +54,13 @@ def _balancing(group: Any) -> None:
         "alone: what the device has.",
     )
     group.add_argument(
+        "--bpipe-cluster",
+        default=None,
+        metavar="DEVICE|FILE",
+        help="With --bpipe-memory: what `bpipe simulate --cluster` is told, such as h100-80g. By its links and seconds, transfers that "
+        "would not end in time are issued earlier, as the command plans it; without it, and with auto, plans are by bytes alone.",
+    )
+    group.add_argument(
         "--bpipe-transport",
         choices=(AUTO, *NAMES),
         default=AUTO,

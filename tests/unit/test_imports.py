@@ -32,7 +32,7 @@ MAY: dict[str, set[str]] = {
     "read": {"ir", "passes.align"},
     "simulate": {"ir", "passes.lower"},
     "models": {"values", "names", "placement", "ir", "generate.families", "passes.balance", "program", "simulate.cost"},
-    "record": {"values", "ir", "generate.family", "passes.room", "program", "models.flops"},
+    "record": {"values", "ir", "generate.family", "passes.room", "passes.windows", "program", "models.flops"},
     "transport": {"ir.action", "ir.program", "simulate.bandwidth"},
     "runtime": {"ir", "passes.answered", "record.format", "transport", "vocabulary"},
     "plan": {

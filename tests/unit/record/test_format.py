@@ -15,6 +15,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import memory_of
 from bpipe.ir.program import Exchange
 from bpipe.passes.room import Rooms
+from bpipe.passes.windows import Windows
 from bpipe.program import BalanceConfig, ScheduleConfig, build, given
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
@@ -145,6 +146,15 @@ PROGRAMS = (
         costs=UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20)),
     ),
     ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig(rooms=Rooms((300, 400, 400, 400), memory_of([100] * 4, [90] * 4)))),
+    ScheduleConfig(
+        "1f1b",
+        4,
+        8,
+        balance=BalanceConfig(
+            rooms=Rooms((300, 400, 400, 400), memory_of([100] * 4)),
+            windows=Windows(((Kind.FORWARD, (0.1,) * 4), (Kind.BACKWARD, (0.25,) * 4)), 1e-5, (0.3,) * 4, (0.9,) * 4, (0, 0, 1, 1)),
+        ),
+    ),
     ScheduleConfig(
         "1f1b",
         4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,37 @@ def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         moved.append(sum(num_transfers(schedule, rank).evictions for rank in range(4)))
     assert moved == sorted(moved)
     assert moved[0] == 0 < moved[-1]
+
+
+def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By a cluster whose links are slow; without it the plan is by bytes alone."""
+    slow = tmp_path / "slow.toml"
+    slow.write_text(
+        'nodes = 3\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = 80\nbetween_gb_per_s = 80\n'
+    )
+    simulate = ["simulate", "--cluster", str(slow), "--kernels", "cpu", "--attention", "unfused", "--memory", "2.6", "--", *WORDS]
+    by_bytes, _ = balance_asked(asked(monkeypatch, "2.6"))
+    how, told = balance_asked(asked(monkeypatch, "2.6", "--bpipe-cluster", str(slow), bpipe_cluster=str(slow)))
+    assert cli.main(simulate) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert list(told) == [line for line in printed if line in told]
+    assert by_bytes is not None
+    assert how is not None
+    assert by_bytes.windows is None
+    assert how == replace(by_bytes, windows=how.windows)
+    assert told[-1].startswith(
+        "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration rank 0 "
+    )
+    timed, plain = (build(replace(plain_config(), balance=one)) for one in (how, by_bytes))
+    assert timed.ranks != plain.ranks
+    assert [num_transfers(timed, rank) for rank in range(4)] == [num_transfers(plain, rank) for rank in range(4)]
+
+
+def test_links_are_said_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--bpipe-cluster h100-80g says how long transfers take within a budget: give --bpipe-memory, too"):
+        balance_asked(args(bpipe=True, bpipe_cluster="h100-80g"))
 
 
 def plain_config() -> Any:

@@ -56,6 +56,7 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_bound": None,
             "bpipe_hosts": "pair",
             "bpipe_memory": None,
+            "bpipe_cluster": None,
             "bpipe_kept": None,
             "bpipe_costs": None,
             "bpipe_hop": None,

@@ -92,7 +92,10 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on one node."""
     needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"], *upstream.REQUIRED["sizes"])
-    ours = (f"bpipe_{name}" for name in ("schedule", "group", "bound", "memory", "kept", "costs", "hop", "delay", "vocabulary", "executor"))
+    ours = (
+        f"bpipe_{name}"
+        for name in ("schedule", "group", "bound", "memory", "cluster", "kept", "costs", "hop", "delay", "vocabulary", "executor")
+    )
     names = dict.fromkeys((*upstream.OPTIONAL, *needed, *ours))
     for name in upstream._NOT_IN_ARGUMENTS:
         del names[name]
