@@ -17,7 +17,7 @@ from bpipe.ir.memory import live_bytes, memory_of, num_transfers, peak_bytes
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import setup_from_values
-from bpipe.models.model import find_model
+from bpipe.models.model import PRESETS
 from bpipe.passes.balance import balance, occupied
 from bpipe.passes.pool import pool
 from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, fit, sent_bytes, smallest
@@ -210,7 +210,7 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
     """Of ten layers those that are enough; the smallest budget is smaller than where whole micro-batches leave."""
     setup = setup_from_values(
         {
-            "model": find_model("llama3-70b"),
+            "model": PRESETS["llama3-70b"],
             "cluster": parse_cluster("h100-80g:8x8"),
             "tensor": 4,
             "pipeline": 8,
