@@ -32,9 +32,12 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
     group = min(usual_group(num_ranks) if asked.group_size is None else asked.group_size, num_microbatches)
     taken, at = turns(groups_of(num_microbatches, group), num_chunks), tempo(asked.costs, num_chunks)
     caps = tuple((num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks))
-    rules = [ChoiceRule(caps, (0,) * num_ranks, discipline) for discipline in Discipline]
-    listed = [one for rule in rules if (one := schedule_list(taken, num_ranks, at, rule)) is not None]
-    return actions_of(min(listed, key=lambda one: one.makespan), taken)
+    shortest = None
+    for discipline in Discipline:
+        rule, least = ChoiceRule(caps, (0,) * num_ranks, discipline), None if shortest is None else shortest.makespan
+        shortest = schedule_list(taken, num_ranks, at, rule, shorter_than=least) or shortest
+    assert shortest is not None, "who takes what can start never waits for ever"
+    return actions_of(shortest, taken)
 
 
 def _ahead(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> int:

@@ -51,9 +51,17 @@ class Listed:
     makespan: Fraction
 
 
-def schedule_list(turns: Turns, num_ranks: int, at: Tempo, rule: ChoiceRule, after_input: Fraction = Fraction(1)) -> Listed | None:
-    """What the ranks choose; None where the rule lets them wait for each other. `after_input`: the share held between I and W."""
+def schedule_list(
+    turns: Turns, num_ranks: int, at: Tempo, rule: ChoiceRule, after_input: Fraction = Fraction(1), shorter_than: Fraction | None = None
+) -> Listed | None:
+    """What the ranks choose; None where the rule lets them wait for each other, or it is no `shorter_than` that.
+
+    `after_input`: the share held between I and W.
+    """
     run = _Ranks(turns, num_ranks, at, rule, after_input)
+    if shorter_than is not None:
+        # A rank ends when all it computes and all it waited for is over.
+        run.most_idle = int(shorter_than * at.per_unit) - run.total * sum(run.durations.values())
     run.go()
     if min(run.done_weights) < len(turns.forwards):
         return None
@@ -97,6 +105,7 @@ class _Ranks:
         self.done_weights = [0] * num_ranks
         self.held = [0] * num_ranks
         self.free = [0] * num_ranks
+        self.idle, self.most_idle = [0] * num_ranks, NEVER
         self.turn = [_I] * num_ranks
         self.kinds: list[list[Kind]] = [[] for _ in range(num_ranks)]
         # By when: ranks that may go on, and what they give back just then. Many fall together, so only the times are a heap.
@@ -118,6 +127,9 @@ class _Ranks:
                 if free[rank] <= now:
                     kind = self._choice(rank, now)
                     if kind is not None:
+                        self.idle[rank] += now - free[rank]
+                        if self.idle[rank] >= self.most_idle:
+                            return
                         self._start(rank, kind, now)
 
     def _choice(self, rank: int, now: int) -> Kind | None:

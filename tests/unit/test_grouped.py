@@ -17,7 +17,7 @@ from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import Asked, RankRoom, UnitCosts
-from bpipe.generate.list_scheduler import ChoiceRule, Discipline, schedule_list
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
 from bpipe.generate.timing import pace, tempo
 from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Kind
@@ -129,6 +129,24 @@ def test_any_sizes_and_costs(size: tuple[int, int, int], group: int | None, cost
     check(schedule)
     assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 3 * p * v * m
     check_microbatch_order(schedule)
+
+
+@settings(max_examples=60)
+@given(sizes, st.integers(1, 12), some_costs)
+def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: int, costs: UnitCosts) -> None:
+    """The order is that of trying every discipline to its end, and none that is given up would have been shorter."""
+    p, m, v = size
+    taken, at = turns(groups_of(m, min(group, m)), v), tempo(costs, v)
+    rules = [ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, one) for one in Discipline]
+    every = [one for rule in rules if (one := schedule_list(taken, p, at, rule)) is not None]
+    first = min(every, key=lambda one: one.makespan)
+    assert FAMILIES[NAME].orders(p, m, v, Asked(group, costs=costs)) == actions_of(first, taken)
+    for rule in rules:
+        one, other = schedule_list(taken, p, at, rule), schedule_list(taken, p, at, rule, shorter_than=first.makespan)
+        assert other is None
+        if one is not None and one.makespan > first.makespan:
+            assert schedule_list(taken, p, at, rule, shorter_than=one.makespan) is None
+            assert schedule_list(taken, p, at, rule, shorter_than=one.makespan + 1) == one
 
 
 @settings(max_examples=40)
