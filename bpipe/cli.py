@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bpipe import __version__
 from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.commands import shortest
 from bpipe.commands.parser import Parser
 from bpipe.commands.times import times_of, unit_costs
 from bpipe.flag_types import AUTO, HOSTS_SAID, costs, counted, group_size, hop, numbers, positive, share
@@ -197,6 +198,7 @@ def _add_arguments(parser: Parser) -> None:
         metavar="W",
         help="share of a micro-batch held between the halves of its backward, I and W (default: the file's, or 1)",
     )
+    shortest.add_arguments(parser)
     add("--format", choices=FORMATS, help="default: by the output file's name, else grid; runtime: csv with torch's messages")
     add("--messages", action="store_true", help="print what every rank does, messages included, as text or with --format json")
     add(
@@ -218,7 +220,8 @@ def _schedule(options: argparse.Namespace) -> None:
     said = next((name for name in ("bound", "partners", "hosts") if getattr(options, name)), None)
     if options.balance == "none" and said:
         raise ValueError(f"--{said} says how to balance: give --balance bpipe, too, or leave it out")
-    schedule = _generated(options) if options.input is None else _imported(options)
+    shortest.check(options)
+    schedule = shortest.changed(_generated(options) if options.input is None else _imported(options), options)
     if options.messages:
         content = _listed(schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)).encode()
     else:

@@ -1,0 +1,219 @@
+"""Find the shortest order of a schedule's computations that holds no more than it may. In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
+
+The computations stay on their ranks; which comes first is open. Times, dependencies and memory are those of `timing`, `ir.needs` and
+`ir.memory`, written as constraints for OR-tools' CP-SAT, which is imported only here. It ends with a proof, or, where time ends first, with
+the best order found and what no order can go below.
+
+Micro-batches that take the same way are alike. Where a stage does not take them in their order, sort the times at which it starts its
+computations of a kind, and give each its micro-batch's: the k-th of them still comes after the k-th of what it needs, and as many are held
+at any time. So only orders are looked at in which every stage takes those of a pipe one after the other, and none shorter is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from bpipe.generate.family import UnitCosts
+from bpipe.generate.place import place
+from bpipe.generate.timing import Work, starts, tempo, work_of
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import counts_of, peak_counts, plain
+from bpipe.ir.schedule import Schedule
+
+# More are not ordered in a time that anybody waits for.
+MAX_COMPUTATIONS = 2000
+# Before the name of what it was: it is no family's.
+_PREFIX = "shortest-"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortest:
+    """`schedule` takes `makespan`, in units of the costs; none that holds as little takes less than `proven`."""
+
+    schedule: Schedule
+    makespan: Fraction
+    proven: Fraction
+
+    @property
+    def is_proven(self) -> bool:
+        return self.makespan == self.proven
+
+
+def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) -> Shortest:
+    """Of all orders that hold at most `most` chunk micro-batches on any rank. `limit_s`: seconds that may be looked for it.
+
+    Raises ValueError where there is none, where none was found in time, for what cannot be ordered so, and without OR-tools.
+    """
+    orders = _orders(schedule)
+    if sum(map(len, orders)) > MAX_COMPUTATIONS:
+        raise ValueError(f"{sum(map(len, orders))} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
+    at = tempo(costs, schedule.num_chunks)
+    work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
+    asked = _Model(schedule, work, most)
+    if max(peak_counts(schedule)) <= most:
+        asked.hint(starts(work))
+    begun, ticks, proven = asked.solve(limit_s)
+    found = [[work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))] for row in work.rows]
+    placed = place(f"{_PREFIX}{schedule.name}", schedule.num_microbatches, schedule.layout, found)
+    placed = replace(placed, after_input=schedule.after_input)
+    assert max(peak_counts(placed)) <= most, "the solver counts memory otherwise than the rule"
+    return Shortest(placed, Fraction(ticks, at.per_unit), Fraction(proven, at.per_unit))
+
+
+def _orders(schedule: Schedule) -> list[list[Action]]:
+    for row in schedule.ranks:
+        for slot in row:
+            if slot.overlapped is not None:
+                raise ValueError(f"{slot.compute} runs together with {slot.overlapped}: such pairs are not ordered anew")
+            if slot.transfers:
+                raise ValueError(f"{slot.transfers[0]} moves memory between ranks: only computations are ordered anew")
+    return [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
+
+
+class _Model:
+    """The question in CP-SAT's words; `jobs` are those of a `Work`."""
+
+    def __init__(self, schedule: Schedule, work: Work, most: int) -> None:
+        self._cp = _solver()
+        self._name, self._most, self._work = schedule.name, most, work
+        self._model = model = self._cp.CpModel()
+        # One after the other, with every message on its way: no order takes longer.
+        self._horizon = sum(work.lasts) + sum(max((lag for _, lag in needed), default=0) for needed in work.needed)
+        self._starts = [model.new_int_var(0, self._horizon, "") for _ in work.actions]
+        self._ends = [start + last for start, last in zip(self._starts, work.lasts, strict=True)]
+        self._length = model.new_int_var(0, self._horizon, "length")
+        # How long something is held, of the jobs at its ends.
+        self._spans: list[tuple[Any, int, int]] = []
+        for row in work.rows:
+            model.add_no_overlap([model.new_fixed_size_interval_var(self._starts[job], work.lasts[job], "") for job in row])
+        for job, needed in enumerate(work.needed):
+            for maker, lag in needed:
+                model.add(self._starts[job] >= self._ends[maker] + lag)
+            model.add(self._length >= self._ends[job])
+        self._last_at_least()
+        self._places = {actions[0]: job for job, actions in enumerate(work.actions)}
+        self._in_order(schedule)
+        self._hold(schedule)
+        model.minimize(self._length)
+
+    def _last_at_least(self) -> None:
+        """No shorter than what comes before, on and after any rank. The solver finds this, too, but late."""
+        work, jobs = self._work, range(len(self._work.actions))
+        after: list[list[tuple[int, int]]] = [[] for _ in jobs]
+        for job in jobs:
+            for maker, lag in work.needed[job]:
+                after[maker].append((job, lag))
+        heads, tails = (_ways(edges, work.lasts) for edges in (work.needed, after))
+        for row in work.rows:
+            if row:
+                busy = sum(work.lasts[job] for job in row)
+                self._model.add(self._length >= min(heads[job] for job in row) + busy + min(tails[job] for job in row))
+
+    def _in_order(self, schedule: Schedule) -> None:
+        """Of a stage's micro-batches on one pipe none passes another."""
+        rows: dict[tuple[Kind, int, int], list[Action]] = {}
+        for action in self._places:
+            rows.setdefault((action.kind, action.stage, action.microbatch % schedule.layout.num_pipes), []).append(action)
+        for row in rows.values():
+            for one, other in pairwise(sorted(row, key=lambda action: action.microbatch)):
+                self._model.add(self._starts[self._places[other]] >= self._ends[self._places[one]])
+
+    def _hold(self, schedule: Schedule) -> None:
+        """What a forward takes is held until a backward is over: all of it to I, or what W needs to W, or more from I on."""
+        memory = counts_of(schedule)
+        held: list[list[tuple[Any, int]]] = [[] for _ in self._work.rows]
+        for action, job in self._places.items():
+            if action.kind is not Kind.FORWARD:
+                continue
+            size, rank = memory.stages[action.stage], self._work.rank[job]
+            first, last = (self._places.get(Action(action.stage, kind, action.microbatch)) for kind in _HALVES)
+            if first is None or last is None:
+                whole = self._places[Action(action.stage, Kind.BACKWARD, action.microbatch)]
+                held[rank].append((self._held(job, whole), size.saved_bytes))
+                continue
+            kept, more = min(size.saved_bytes, size.after_input_bytes), size.after_input_bytes - size.saved_bytes
+            held[rank].append((self._held(job, last), kept))
+            if more:
+                held[rank].append((self._held(job, first), -more) if more < 0 else (self._held(first, last), more))
+        for one in held:
+            spans, sizes = zip(*one, strict=True)
+            self._model.add_cumulative(spans, sizes, self._most * memory.parts)
+
+    def _held(self, first: int, last: int) -> Any:
+        """From one's start to the other's end."""
+        size = self._model.new_int_var(0, self._horizon, "")
+        self._spans.append((size, first, last))
+        return self._model.new_interval_var(self._starts[first], size, self._ends[last], "")
+
+    def hint(self, begun: Sequence[int]) -> None:
+        """An order to begin with: all that the solver asks about, or it would look for the rest."""
+        lasts = self._work.lasts
+        for start, tick in zip(self._starts, begun, strict=True):
+            self._model.add_hint(start, tick)
+        for size, first, last in self._spans:
+            self._model.add_hint(size, begun[last] + lasts[last] - begun[first])
+        self._model.add_hint(self._length, max(tick + took for tick, took in zip(begun, lasts, strict=True)))
+
+    def solve(self, limit_s: float) -> tuple[list[int], int, int]:
+        """When each starts, how long all take, and what none is below, in ticks."""
+        solver = self._cp.CpSolver()
+        solver.parameters.max_time_in_seconds = limit_s
+        solver.parameters.num_workers = os.cpu_count() or 1
+        status = solver.solve(self._model)
+        if status == self._cp.INFEASIBLE:
+            raise ValueError(
+                f"no order of {self._name}'s computations holds at most {self._most} chunk micro-batches on every rank: raise the memory"
+            )
+        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
+            raise ValueError(
+                f"within {limit_s:g} s no order of {self._name}'s computations was found that holds at most {self._most} chunk "
+                "micro-batches, nor was it proven that there is none: give more time, or fewer micro-batches"
+            )
+        length = solver.value(self._length)
+        proven = length if status == self._cp.OPTIMAL else min(length, _rounded_up(solver.best_objective_bound))
+        return [solver.value(start) for start in self._starts], length, proven
+
+
+_HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def _ways(edges: Sequence[Sequence[tuple[int, int]]], lasts: Sequence[int]) -> list[int]:
+    """Of each job how long the longest way to it takes, itself left out."""
+    found: dict[int, int] = {}
+    left = list(range(len(edges)))
+    while left:
+        job = left[-1]
+        missing = [other for other, _ in edges[job] if other not in found]
+        if missing and job not in found:
+            left += missing
+            continue
+        left.pop()
+        found[job] = max((found[other] + lasts[other] + lag for other, lag in edges[job]), default=0)
+    return [found[job] for job in range(len(edges))]
+
+
+def _rounded_up(bound: float) -> int:
+    """Times are whole ticks."""
+    return -int(-bound // 1)
+
+
+def _solver() -> Any:
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ValueError(f'the shortest order is found by OR-tools: pip install "bpipe[optimal]" ({error})') from None
+    return cp_model
+
+
+def said_of(found: Shortest, most: int) -> str:
+    """What is known of it, as a line."""
+    name, takes = found.schedule.name.removeprefix(_PREFIX), plain(found.makespan)
+    of = f"order of {name}'s computations that holds at most {most} chunk micro-batch{'es' * (most > 1)} on every rank"
+    if found.is_proven:
+        return f"no {of} takes less than {takes}"
+    return f"the shortest {of} found so far takes {takes}, and none takes less than {plain(found.proven)}: give more time to know"
