@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
+from typing import NamedTuple
 
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup, split_layers
@@ -68,18 +69,28 @@ def errors_by_source() -> dict[str, list[float]]:
     return errors
 
 
-def calibrated_errors_by_source() -> dict[str, list[float]]:
-    """The same of times alone, every source's by the factor by which its first row was wrong; of the other rows."""
-    errors: dict[str, list[float]] = {}
-    factors: dict[str, float] = {}
+class Calibrated(NamedTuple):
+    """Percent, without signs, of the other rows: by the factor of the source's first row, and by that of each of its rows in turn."""
+
+    by_first: list[float]
+    by_any: list[float]
+
+
+def calibrated_errors_by_source() -> dict[str, Calibrated]:
+    """The same of times alone, by what `bpipe calibrate` makes of one row."""
+    seconds: dict[str, list[float]] = {}
     for one in throughputs():
-        name = one.source.split(" (")[0]
-        if one.quantity == PEAK:
-            continue
-        if name in factors:
-            errors.setdefault(name, []).append(abs(100 * (one.predicted / one.measured / factors[name] - 1)))
-        factors.setdefault(name, one.predicted / one.measured)
-    return errors
+        if one.quantity != PEAK:
+            # A throughput is the higher the fewer seconds.
+            ratio = one.predicted / one.measured
+            seconds.setdefault(one.source.split(" (")[0], []).append(ratio if one.quantity == "iteration_s" else 1 / ratio)
+    return {source: Calibrated(_calibrated(ratios, 1), _calibrated(ratios, len(ratios))) for source, ratios in seconds.items()}
+
+
+def _calibrated(ratios: Sequence[float], num_calibrating: int) -> list[float]:
+    """Of predicted and measured seconds, once each of the first rows has calibrated."""
+    pairs = ((one, ratio) for one in range(num_calibrating) for place, ratio in enumerate(ratios) if place != one)
+    return [abs(100 * (ratio / ratios[one] - 1)) for one, ratio in pairs]
 
 
 def agreement(found: Sequence[Throughput]) -> float:
