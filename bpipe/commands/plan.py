@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bpipe.commands.flags import (
     add_calibration_argument,
@@ -40,6 +40,8 @@ from bpipe.plan.options import filled, memory, model_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
 from bpipe.plan.space import CUTS, Space, num_grids
+from bpipe.plan.state_hosts import StateHosts, hosts_document, instead_of_balancing
+from bpipe.plan.state_hosts import words as words_on_state
 from bpipe.plan.vocabulary import Burden, burden, burden_document, words
 from bpipe.program import BALANCES
 
@@ -121,18 +123,18 @@ def run(asked: argparse.Namespace) -> int:
         outcome = search(space, max(options.rows, row or 0), bar.show)
     if options.memory is not None:
         outcome = _sending_what_must(outcome, cluster.device.memory_bytes)
-    hurts = _burden(outcome) if row is None else None
+    beside = _beside(outcome) if row is None else _Beside()
     bar.clear()
     if row is not None:
         if row > len(outcome.rows):
             raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
         print(shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup)))
     elif options.format == "json":
-        print_json({**plan_document(outcome, hurts), **(_launch_document(yours, reading) if yours and reading else {})})
+        print_json({**plan_document(outcome, beside), **(_launch_document(yours, reading) if yours and reading else {})})
     else:
         for line in (*(lines(reading) if reading else ()), *(_yours_lines(yours) if yours else ())):
             print(line)
-        print(table(outcome, hurts), end="")
+        print(table(outcome, beside), end="")
     return 0 if outcome.rows else NO_ROWS
 
 
@@ -168,10 +170,22 @@ def _sending_what_must(outcome: Outcome, budget_bytes: int) -> Outcome:
     return replace(outcome, rows=type(outcome.rows)(sorted(rows, key=lambda found: found.prediction.timing.iteration_s)))
 
 
-def _burden(outcome: Outcome) -> tuple[Burden, int] | None:
-    """Of the first row in which the vocabulary hurts, and its number."""
-    every = ((burden(found.prediction, outcome.space.profile), number) for number, found in enumerate(outcome.rows, 1))
-    return next(((one, number) for one, number in every if one is not None), None)
+class _Beside(NamedTuple):
+    """What is said beside the rows: of the first row in which the vocabulary hurts, and the first that fits only balanced, its number."""
+
+    hurts: tuple[Burden, int] | None = None
+    hosts: tuple[StateHosts, int] | None = None
+
+
+def _beside(outcome: Outcome) -> _Beside:
+    profile, formula = outcome.space.profile, outcome.space.formula
+    every = ((burden(found.prediction, profile), number) for number, found in enumerate(outcome.rows, 1))
+    hurts = next(((one, number) for one, number in every if one is not None), None)
+    for number, found in enumerate(outcome.rows, 1):
+        if found.needs_bytes is not None:
+            hosts = instead_of_balancing(found.prediction.setup, profile, formula)
+            return _Beside(hurts, None if hosts is None else (hosts, number))
+    return _Beside(hurts)
 
 
 def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
@@ -202,7 +216,7 @@ def _launch_document(yours: SetupPrediction | str, reading: Reading) -> dict[str
     return {"launch": {**launch_document(reading), "as_it_stands": said}}
 
 
-def plan_document(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> dict[str, Any]:
+def plan_document(outcome: Outcome, beside: _Beside) -> dict[str, Any]:
     """What `--format json` promises (docs/planning.md)."""
     return {
         "verdict": verdict(outcome)._asdict(),
@@ -217,7 +231,8 @@ def plan_document(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> 
         "rows": [_row(found) for found in outcome.rows],
         "families": standings.documents(outcome),
         "needs": standings.needs(outcome),
-        "vocabulary": None if hurts is None else burden_document(*hurts),
+        "vocabulary": None if beside.hurts is None else burden_document(*beside.hurts),
+        "optimizer_state_hosts": None if beside.hosts is None else {"row": beside.hosts[1], **hosts_document(beside.hosts[0])},
     }
 
 
@@ -230,7 +245,7 @@ def _row(found: Found) -> dict[str, Any]:
     }
 
 
-def table(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> str:
+def table(outcome: Outcome, beside: _Beside) -> str:
     """The rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
     head = f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit"
     if outcome.rows:
@@ -239,7 +254,9 @@ def table(outcome: Outcome, hurts: tuple[Burden, int] | None = None) -> str:
     for number, found in enumerate(outcome.rows, 1):
         lines += _lines(number, found)
     standing = standings.lines(outcome)
-    return "\n".join((*lines, *standing, *(words(*hurts) if hurts else ()), verdict(outcome).text)) + "\n"
+    hurts = words(*beside.hurts) if beside.hurts else ()
+    hosts = [f"Row {beside.hosts[1]}: {words_on_state(beside.hosts[0])}."] if beside.hosts else ()
+    return "\n".join((*lines, *standing, *hurts, *hosts, verdict(outcome).text)) + "\n"
 
 
 def _lines(number: int, found: Found) -> list[str]:

@@ -19,6 +19,7 @@ from bpipe.plan.document import document
 from bpipe.plan.explain import calibrated, costly_halves, describe, replicas_apart, tight
 from bpipe.plan.options import filled, memory, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
+from bpipe.plan.state_hosts import hosts_document, state_hosts, words
 from bpipe.program import BALANCES
 from bpipe.simulate.report import Simulation
 
@@ -92,8 +93,10 @@ def run(options: argparse.Namespace) -> None:
         Path(options.trace).write_text(write_trace(simulation))
     if simulation is not None and plot is not None:
         plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
+    hosted = state_hosts(prediction)
     if options.format == "json":
         plans = {} if plan is None else {"plan": fit.document(plan)}
+        plans |= {} if hosted is None else {"optimizer_state_hosts": hosts_document(hosted)}
         print_json({**document(prediction), **plans, **({"launch": launch_document(reading)} if reading else {})})
     else:
         for line in lines(reading) if reading else ():
@@ -101,6 +104,8 @@ def run(options: argparse.Namespace) -> None:
         for line in () if plan is None else fit.lines(plan):
             print(line)
         print(table(prediction), end="")
+        if hosted is not None:
+            print(words(hosted))
 
 
 def budgeted(options: argparse.Namespace, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:

@@ -17,12 +17,13 @@ from bpipe.generate.families import (
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.schedule import Schedule
 from bpipe.plan.budget import MemoryBudget
+from bpipe.plan.state_hosts import FLAG, HostedState
 from bpipe.program import BalanceConfig, ScheduleConfig, built
 from bpipe.transport import AUTO
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import balance_asked, own_schedule, unplaced, vocabulary_of
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import differ, end_where, reasons, refuse
+from megatron.scheduling.refusals import Settings, differ, end_where, reasons, refuse
 from megatron.scheduling.sizes import Sizes
 
 # Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
@@ -44,6 +45,7 @@ class SchedulingConfig:
     `timers_interval` our timers are printed as Megatron prints its own.
     `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are
     those of one rank's part of the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared.
+    `optimizer_hosts`: whose optimizer's moments wait where while micro-batches are computed.
     """
 
     balance: bool
@@ -72,6 +74,7 @@ class SchedulingConfig:
     micro_batch_size: int | None = None
     logits_per_microbatch: int | None = None
     audit: int | None = None
+    optimizer_hosts: tuple[HostedState, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError where `own` says otherwise."""
@@ -96,7 +99,7 @@ class SchedulingConfig:
     @property
     def active(self) -> bool:
         """Whether anything of Megatron is to be hooked at all."""
-        return self.balance or self.own is not None or self.report is not None
+        return self.balance or self.own is not None or self.report is not None or bool(self.optimizer_hosts)
 
     @property
     def positions(self) -> Positions:
@@ -152,6 +155,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
         audit=args.terra_audit,
+        optimizer_hosts=args.bpipe_optimizer_hosts or (),
     )
 
 
@@ -168,6 +172,7 @@ def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tupl
     if args.bpipe or own is not None or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe, own is not None, args.bpipe_unproven)
     problems += _audited(args, own is not None)
+    problems += _hosting(args, own)
     end_where(problems)
     return own, how, plan
 
@@ -184,6 +189,28 @@ def _audited(args: Any, own: bool) -> Iterator[str]:
             f"--terra-audit with {flag}: what we issue around a stage would be taken for the stage's own; audit it in a run of one or two "
             f"iterations without {flag}, which computes the same"
         )
+
+
+def _hosting(args: Any, own: ScheduleConfig | None) -> Iterator[str]:
+    """A line for everything that stands in the way of optimizer state on other ranks."""
+    moves = args.bpipe_optimizer_hosts
+    if not moves:
+        return
+    settings, ranks = Settings(args), args.pipeline_model_parallel_size
+    highest = max(max(move.giver, move.host) for move in moves)
+    if highest >= ranks:
+        yield f"{FLAG} names rank {highest}, but a pipeline has the ranks 0 to {ranks - 1}"
+    if own is not None and own.layout.num_pipes > 1:
+        yield f"{FLAG}: two pipes have other ranks in Megatron than in the schedule; leave it out, or take one pipe"
+    for given, flag in (
+        (settings.optimizer_cpu_offload, "--optimizer-cpu-offload, which moves the same tensors"),
+        (settings.use_megatron_fsdp or settings.use_torch_fsdp2, "FSDP, which keeps state elsewhere"),
+        (settings.async_save, "--async-save, which may still read what has left"),
+        (args.terra_audit is not None, "--terra-audit, for which nothing of ours is to run"),
+        (args.bpipe_memory is not None, "--bpipe-memory, whose plan counts on all of it at home"),
+    ):
+        if given:
+            yield f"{FLAG} beside {flag}: leave one of them out"
 
 
 def _out_of_range(args: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.plan.options import memory
+from bpipe.plan.state_hosts import FLAG, read
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.placement import PLACEMENTS
@@ -59,6 +60,14 @@ def _balancing(group: Any) -> None:
         metavar="DEVICE|FILE",
         help="With --bpipe-memory: what `bpipe simulate --cluster` is told, such as h100-80g. By its links and seconds, transfers that "
         "would not end in time are issued earlier, as the command plans it; without it, and with auto, plans are by bytes alone.",
+    )
+    group.add_argument(
+        FLAG,
+        type=read,
+        default=None,
+        metavar="RANK:HOST:GIB,...",
+        help="So much of the optimizer's moments on RANK's devices waits on HOST's while micro-batches are computed, and is home for the "
+        "update. `bpipe simulate` says where that helps. Works with and without --bpipe.",
     )
     group.add_argument(
         "--bpipe-transport",

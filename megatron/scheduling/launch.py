@@ -144,6 +144,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.learning import Learner
+    from megatron.scheduling.optimizer_state import OptimizerState
     from megatron.scheduling.patches import LINEAR, install
     from megatron.scheduling.placed import wraps_of
     from megatron.scheduling.reporting import Reporter
@@ -161,6 +162,8 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         wraps |= reporter.wraps()
     if config.memory is not None and config.memory.learns:
         wraps |= Learner(config, driver).wraps(wraps)
+    if config.optimizer_hosts:
+        wraps |= OptimizerState(config.optimizer_hosts).wraps(wraps)
     installed = install(wraps)
     watch = Watch()
     watch.begin()

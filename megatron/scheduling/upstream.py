@@ -157,6 +157,7 @@ _NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 # What is read through `refusals.Settings`, for which a missing setting is None, and what that is taken for.
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
+    "async_save": "checkpoints are written before training goes on",
     "ckpt_format": "checkpoints by rank",
     "cpu_offloading": _NO_OFFLOADING,
     "cpu_offloading_num_layers": _NO_OFFLOADING,
@@ -187,6 +188,7 @@ OPTIONAL: dict[str, str] = {
     "num_experts": _NO_EXPERTS,
     "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute alike",
     "num_moe_experts": _NO_EXPERTS,
+    "optimizer_cpu_offload": "the optimizer's state is on the device",
     "overlap_moe_expert_parallel_comm": _NO_COMBINED,
     "perform_rl_step": "no reinforcement learning",
     "pipeline_model_parallel_layout": "no layout of layers",
@@ -209,7 +211,7 @@ _NOT_IN_ARGUMENTS = frozenset(
 _NOT_IN_CONFIGURATION = frozenset(
     (
         *("dataloader_inter_document_masking", "fake_process_group", "inprocess_restart", "num_experts", "perform_rl_step", "sft"),
-        *("use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
+        *("async_save", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
         *("ckpt_format", "hybrid_layer_pattern", "iterations_to_skip", "load", "non_persistent_ckpt_type", "save"),
     )
 )

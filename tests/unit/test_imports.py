@@ -114,7 +114,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "windows",
         "budget document megatron_flags search",
         "calibrate megatron_command",
-        "explain options training_log vocabulary",
+        "explain options state_hosts training_log vocabulary",
         "standings",
         "front",
     ),

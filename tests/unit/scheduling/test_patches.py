@@ -11,7 +11,10 @@ import pytest
 
 # The last puts an extension in place of one that is not there, before Megatron is imported. The others can share what importing it takes.
 ALONE = (
-    ("check_patches.py", "check_beside.py", "check_shards.py", "check_placed.py", "check_audit.py", "check_sessions.py"),
+    (
+        *("check_patches.py", "check_beside.py", "check_shards.py", "check_placed.py", "check_audit.py", "check_sessions.py"),
+        "check_optimizer_state.py",
+    ),
     ("check_halves.py",),
 )
 RUN = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path, run_name='__main__')"
