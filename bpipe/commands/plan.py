@@ -25,7 +25,7 @@ from bpipe.commands.launch import add_launch_arguments, launch_document, lines, 
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.ir.hosts import ARRANGEMENTS
+from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.layout import RECOMPUTE
 from bpipe.models.profile import read_profile
@@ -121,7 +121,7 @@ def run(asked: argparse.Namespace) -> int:
         raise ValueError("--plot draws a front: give --front, too, or leave it out")
     with _seldom_collected():
         outcome = search(space, max(options.rows, row or 0), bar.show)
-    if options.memory is not None:
+    if options.memory is not None or options.hosts in (HOST, ALL):
         outcome = _sending_what_must(outcome, cluster.device.memory_bytes)
     beside = _beside(outcome) if row is None else _Beside()
     bar.clear()

@@ -16,7 +16,7 @@ from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
 from bpipe.models.profile import Profile, read_profile
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
-from bpipe.plan.explain import calibrated, costly_halves, describe, replicas_apart, tight
+from bpipe.plan.explain import HOSTS, calibrated, costly_halves, describe, replicas_apart, tight
 from bpipe.plan.options import filled, memory, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.state_hosts import hosts_document, state_hosts, words
@@ -156,7 +156,7 @@ def table(prediction: SetupPrediction) -> str:
     lines = [
         f"{setup.model.name}: tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}, "
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
-        f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}"
+        f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}{HOSTS[setup.how.hosts]}"
         f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",
         f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
         f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, "

@@ -56,15 +56,18 @@ def leaving(schedule: Schedule, rooms: Rooms) -> tuple[dict[int, Plan], list[int
     return plans, spare
 
 
-def fewest_of_pool(schedule: Schedule, rooms: Rooms, parts: Parts, nodes: Sequence[int] = ()) -> Rooms:
-    """The rooms with those parts of micro-batches with which the fewest bytes leave each rank, or all of each where these find no room."""
+def fewest_sent(schedule: Schedule, rooms: Rooms, parts: Parts, attempt: Callable[[Rooms], object]) -> Rooms:
+    """The rooms with those parts of micro-batches with which the fewest bytes leave each rank, or all of each where these find no room.
+
+    `attempt` raises NoRoom where they do not.
+    """
     memory = rooms.memory
     for rank, room in enumerate(rooms.room_bytes):
         if max(live_bytes(schedule, rank, memory), default=0) > room:
             memory = _fewest_of(schedule, rank, room, memory, parts)
     found = Rooms(rooms.room_bytes, memory)
     try:
-        pool(schedule, found, nodes)
+        attempt(found)
     except NoRoom:
         return rooms
     return found

@@ -125,12 +125,11 @@ def smallest(
     pair: Pair,
     rooms_at: Callable[[int], Rooms],
     most: int,
-    elsewhere: bool = False,
     parts: Parts = (),
 ) -> int:
     """The smallest level in 1 to `most` with whose rooms the pair has enough; more than `most` where none is.
 
-    `rooms_at(level)`: no rank's room is smaller at a higher level. `elsewhere`: what leaves goes where no rank has to have room for it.
+    `rooms_at(level)`: no rank's room is smaller at a higher level.
     """
     plain = replace(schedule, hosts=in_pairs(partners))
     memory = rooms_at(most).memory
@@ -139,12 +138,12 @@ def smallest(
 
     def enough(level: int) -> bool:
         rooms = rooms_at(level)
-        if not elsewhere and sum(rooms.room_bytes[rank] for rank in ours) < together:
+        if sum(rooms.room_bytes[rank] for rank in ours) < together:
             return False
         # What leaves wholly frees most; a part lets rooms be shared more evenly.
-        for moved in (rooms.memory, *less_moved(plain, pair, rooms.memory, () if elsewhere else parts)):
+        for moved in (rooms.memory, *less_moved(plain, pair, rooms.memory, parts)):
             try:
-                _pair_fitted(plain, pair, Rooms(rooms.room_bytes, moved), elsewhere)
+                _pair_fitted(plain, pair, Rooms(rooms.room_bytes, moved))
             except NoRoom:
                 continue
             return True
@@ -157,13 +156,13 @@ def smallest(
     return high
 
 
-def _pair_fitted(schedule: Schedule, pair: Pair, rooms: Rooms, elsewhere: bool = False) -> Schedule:
+def _pair_fitted(schedule: Schedule, pair: Pair, rooms: Rooms) -> Schedule:
     """With the transfers of this pair."""
     memory = rooms.memory
     over = [rank for rank in sorted(set(pair)) if max(live_bytes(schedule, rank, memory), default=0) > rooms.room_bytes[rank]]
     if over and pair[0] == pair[1]:
         raise NoRoom(pair, f"rank {pair[0]} has no partner, and no room for its own micro-batches")
-    if len(over) == 2 and not elsewhere:
+    if len(over) == 2:
         raise NoRoom(pair, f"ranks {pair[0]} and {pair[1]} both have no room for their own micro-batches")
     for sender in over:
         plan = planned(schedule, sender, rooms.room_bytes[sender], memory)
@@ -173,7 +172,7 @@ def _pair_fitted(schedule: Schedule, pair: Pair, rooms: Rooms, elsewhere: bool =
         for rank in pair:
             rows[rank] = with_transfers(rows[rank], plan, own=rank == sender)
         schedule = replace(schedule, ranks=tuple(rows))
-    for host in (rank for rank in pair if over and rank not in over and not elsewhere):
+    for host in (rank for rank in pair if over and rank not in over):
         needed = sum(occupied(schedule, host, memory))
         if needed > rooms.room_bytes[host]:
             room = memory.words(rooms.room_bytes[host])

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import guests_of, hosts_of, links_of
-from bpipe.ir.hosts import PAIR, POOL
+from bpipe.ir.hosts import ALL, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
@@ -23,8 +24,9 @@ from bpipe.models.layout import RECOMPUTE, Setup, split_layers
 from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, parts_of, sizes_of
 from bpipe.models.profile import Profile
 from bpipe.passes.balance import choose_partners, occupied, pairs_of
-from bpipe.passes.pool import fewest_of_pool, pool, smallest_level
+from bpipe.passes.pool import fewest_sent, smallest_level
 from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, smallest
+from bpipe.passes.tiers import arranged
 from bpipe.plan.fit import Fit, gib, lines
 from bpipe.plan.predict import costs_of
 from bpipe.plan.windows import in_time
@@ -43,7 +45,7 @@ _CLEARLY = 0.99
 class Devices:
     """What there is to plan with: an order of computations, a micro-batch of every stage, what devices hold besides, and their budgets.
 
-    `moving`: what they hold besides once anything moves; groups for transfers take memory, too. `hosts`: who may host, "pair" or "pool".
+    `moving`: what they hold besides once anything moves; groups for transfers take memory, too. `hosts`: who may host (`ir.hosts`).
     `nodes[rank]`, where there are several; every rank of another node with which one transfers, the first apart, takes `link_bytes` more.
     `parts`: by stage, how many bytes of a micro-batch may leave in place of all that can, ascending, the last all; empty: all leave.
     """
@@ -107,20 +109,20 @@ def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
 
 
-# The other of each one's pair; None: a pool.
+# The other of each one's pair; None: other hosts than pairs.
 Partners = tuple[int, ...] | None
 
 
 def _choices(devices: Devices, rooms: Rooms) -> list[Partners]:
     """Who may be partners, to try one after the other."""
-    if devices.hosts == POOL:
+    if devices.hosts != PAIR:
         return [None]
     return list(dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, rooms))))
 
 
-def _more(devices: Devices, partners: Partners, elsewhere: bool = False) -> tuple[int, tuple[int, int]]:
+def _more(devices: Devices, partners: Partners) -> tuple[int, tuple[int, int]]:
     """By how much larger budgets would have to be for all pairs, and for which most."""
-    levels = _levels(devices, partners, elsewhere)
+    levels = _levels(devices, partners)
     worst = max(levels, key=lambda pair: levels[pair])
     return levels[worst], worst
 
@@ -152,11 +154,15 @@ def _fit(devices: Devices, rooms: Rooms, partners: Partners) -> Fit:
 
 
 def _pooled(devices: Devices, rooms: Rooms) -> Rooms:
-    """For a pool, with the parts that make the fewest bytes if there is room for them. Raises NoRoom."""
+    """For other hosts than pairs, with the parts that make the fewest bytes if there is room for them. Raises NoRoom."""
     if devices.parts:
         with suppress(NoRoom):
-            return _with_links(devices, fewest_of_pool(devices.schedule, rooms, devices.parts, devices.nodes))
+            return _with_links(devices, fewest_sent(devices.schedule, rooms, devices.parts, partial(_arranged, devices)))
     return _with_links(devices, rooms)
+
+
+def _arranged(devices: Devices, rooms: Rooms) -> Schedule:
+    return arranged(devices.schedule, devices.hosts, rooms, devices.nodes)
 
 
 def _with_links(devices: Devices, rooms: Rooms) -> Rooms:
@@ -164,14 +170,14 @@ def _with_links(devices: Devices, rooms: Rooms) -> Rooms:
     taken = [0] * len(rooms.room_bytes)
     while True:
         less = Rooms(tuple(room - more for room, more in zip(rooms.room_bytes, taken, strict=True)), rooms.memory)
-        fitted = pool(devices.schedule, less, devices.nodes)
+        fitted = _arranged(devices, less)
         needed = [max(before, devices.links_bytes(fitted, rank)) for rank, before in enumerate(taken)]
         if needed == taken:
             return less
         taken = needed
 
 
-def _levels(devices: Devices, partners: Partners, elsewhere: bool = False) -> dict[tuple[int, int], int]:
+def _levels(devices: Devices, partners: Partners) -> dict[tuple[int, int], int]:
     """By pair, by how much more its budgets have to be than they are, at least; below 0, by how much less they may be.
 
     Of a pool it is one number, by whoever lacks most with less.
@@ -184,17 +190,16 @@ def _levels(devices: Devices, partners: Partners, elsewhere: bool = False) -> di
         return {worst: level - highest}
     found = {}
     for pair in pairs_of(partners):
-        level = smallest(devices.schedule, partners, pair, lambda level: devices.rooms(level - highest), most, elsewhere, devices.parts)
+        level = smallest(devices.schedule, partners, pair, lambda level: devices.rooms(level - highest), most, devices.parts)
         found[pair] = level - highest
     return found
 
 
-def smallest_bytes(devices: Devices, elsewhere: bool = False) -> int:
-    """The smallest budget, the same for all, that a plan keeps. `elsewhere`: what leaves goes where no device has to have room for it."""
+def smallest_bytes(devices: Devices) -> int:
+    """The smallest budget, the same for all, that a plan keeps."""
     alone = devices.need_bytes(devices.schedule)
-    hosts = PAIR if elsewhere else devices.hosts
-    even = replace(devices, budget_bytes=(max(alone),) * devices.schedule.num_ranks, hosts=hosts)
-    return max(alone) + min(_more(even, partners, elsewhere)[0] for partners in _choices(even, even.rooms()))
+    even = replace(devices, budget_bytes=(max(alone),) * devices.schedule.num_ranks)
+    return max(alone) + min(_more(even, partners)[0] for partners in _choices(even, even.rooms()))
 
 
 def better(devices: Devices, now: Schedule) -> tuple[Fit | None, list[str]]:
@@ -203,7 +208,7 @@ def better(devices: Devices, now: Schedule) -> tuple[Fit | None, list[str]]:
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     holds = f"as measured, devices need {gib(needs)} GiB now"
     try:
-        found = within(devices, None if devices.hosts == POOL else now.partners)
+        found = within(devices, now.partners if devices.hosts == PAIR else None)
     except OverBudget as error:
         return None, [f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"]
     if not links_of(found.schedule) <= links_of(now):
@@ -221,7 +226,7 @@ def predicted(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MI
     """What is predicted of a setup."""
     budgets = spread(budget_bytes, setup.pipeline)
     plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
-    nodes = setup.how.hosts == POOL and len(set(moving.nodes())) > 1
+    nodes = setup.how.hosts in (POOL, ALL) and len(set(moving.nodes())) > 1
     return Devices(
         build(plain.program()),
         sizes_of(setup, minimum_bytes),
@@ -267,7 +272,7 @@ def or_what_helps(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_B
     except OverBudget as error:
         helpful = sorted(ways(setup, devices, minimum_bytes), key=lambda way: way.need_bytes)
         lower = [way for way in helpful if way.need_bytes < _CLEARLY * max(error.smallest_bytes)]
-        said = ", ".join(f"{way.what} ({gib([way.need_bytes])} GiB)" for way in lower)
+        said = ", ".join(f"{way.what} ({gib([way.need_bytes])} GiB{way.beside})" for way in lower)
         raise ValueError(
             f"by prediction {error}. {f'What else would help: {said}' if lower else 'Nothing that was tried needs less'}"
         ) from None
@@ -275,20 +280,20 @@ def or_what_helps(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_B
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Another way to make it fit: the smallest budget with it."""
+    """Another way to make it fit: the smallest budget with it; `beside`: what it takes within the budget that there is."""
 
     what: str
     need_bytes: int
+    beside: str = ""
 
 
 def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Iterator[Remedy]:
     """What else would make it fit."""
-    if devices.hosts != POOL:
-        pooled = replace(setup, how=replace(setup.how, hosts=POOL))
-        yield Remedy(
-            "any rank with room as host, --bpipe-hosts pool", smallest_bytes(predicted(pooled, devices.budget_bytes, minimum_bytes))
-        )
-    yield Remedy("host memory, --bpipe-transport host", smallest_bytes(devices, elsewhere=True))
+    if devices.hosts == PAIR:
+        yield Remedy("any rank with room as host, --bpipe-hosts pool", smallest_bytes(_hosted(setup, POOL, devices, minimum_bytes)))
+    if devices.hosts in (PAIR, POOL):
+        tiers = _hosted(setup, ALL, devices, minimum_bytes)
+        yield Remedy("its node's memory behind other devices, --bpipe-hosts all", smallest_bytes(tiers), _beside(tiers))
     tried: list[tuple[str, Callable[[], Setup]]] = [
         (f"recompute {scope}", lambda scope=scope: replace(setup, recompute=scope))  # type: ignore[misc]
         for scope in RECOMPUTE[RECOMPUTE.index(setup.recompute) + 1 :]
@@ -307,6 +312,20 @@ def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> 
     for name in (name for name, family in FAMILIES.items() if family.within is not None):
         found_ways = (_way(*_chunked(setup, name, chunks), minimum_bytes) for chunks in _CHUNKS)
         yield from sorted((way for way in found_ways if way is not None), key=lambda way: way.need_bytes)[:1]
+
+
+def _hosted(setup: Setup, hosts: str, devices: Devices, minimum_bytes: int) -> Devices:
+    """The same with other hosts."""
+    return predicted(replace(setup, how=replace(setup.how, hosts=hosts)), devices.budget_bytes, minimum_bytes)
+
+
+def _beside(devices: Devices) -> str:
+    """What a device then has in its node's memory, if a plan keeps the budgets so."""
+    try:
+        most = max(within(devices).own_bytes)
+    except OverBudget:
+        return ""
+    return f"; within {gib(devices.budget_bytes)} with up to {gib([most])} of the node's memory a device" if most else ""
 
 
 def _way(what: str, change: Callable[[], Setup], minimum_bytes: int) -> Remedy | None:

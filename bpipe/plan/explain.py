@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bpipe.generate.families import default
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.compute import update_seconds
 from bpipe.models.layout import EVENLY, Setup
@@ -26,12 +27,16 @@ class Verdict(NamedTuple):
     text: str
 
 
+# What a row or a heading says of hosts behind "balanced"; of pairs nothing.
+HOSTS = {PAIR: "", POOL: " in a pool", HOST: " with node memory", ALL: " in a pool with node memory"}
+
+
 def describe(setup: Setup) -> str:
     """One configuration in a few words."""
     chunks = f" v={setup.chunks}" if setup.chunks > 1 else ""
     group = f" g={setup.group}" if setup.group else ""
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
-    balance = " balanced" if setup.balance != "none" else ""
+    balance = f" balanced{HOSTS[setup.how.hosts]}" if setup.balance != "none" else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
     shards = f" vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
     grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}"

@@ -11,7 +11,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, num_buffers_for, stays_by_host
+from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, num_buffers_for, num_own_buffers, own_buffers, stays_by_host
+from bpipe.ir.hosts import in_own_memory
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import GIB
@@ -43,6 +44,12 @@ class Fit:
         """What leaves one rank in an iteration."""
         return self.stays_bytes(hosts_of(self.schedule, rank))
 
+    @property
+    def own_bytes(self) -> tuple[int, ...]:
+        """What each device's host buffers in its node's memory take."""
+        ranks = range(self.schedule.num_ranks)
+        return tuple(buffer_bytes(self.schedule, own_buffers(self.schedule, rank), self.memory) for rank in ranks)
+
     def stays_bytes(self, stays: Iterable[Hosting]) -> int:
         """What leaves with these."""
         return sum(self.memory.stages[stay.stage].moved_bytes for stay in stays)
@@ -68,6 +75,7 @@ def document(found: Fit) -> dict[str, Any]:
         "need_bytes": list(found.need_bytes),
         "moved_bytes": found.moved_bytes,
         **({} if found.exposed_s is None else {"exposed_s": list(found.exposed_s)}),
+        **({"own_bytes": list(found.own_bytes)} if in_own_memory(schedule.hosts) else {}),
         "hosts": [
             {"rank": rank, "host": host, "evictions": len(stays), "moved_bytes": found.stays_bytes(stays)}
             for rank in range(schedule.num_ranks)
@@ -110,10 +118,13 @@ def _hosting(found: Fit, rank: int) -> str:
     every = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
     parts = []
     for host, stays in by_host.items():
-        taken = buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
+        own = host == rank
+        taken = found.own_bytes[rank] if own else buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
+        count = num_own_buffers(schedule, rank) if own else num_buffers_for(schedule, host)[rank]
         parts.append(
-            f"rank {host} hosts {_part(found, stays)}{len(stays)} of its {every} micro-batches, in "
-            f"{num_buffers_for(schedule, host)[rank]} host buffers of {gib([taken])} GiB in all"
+            f"{'its own node' if own else f'rank {host}'} hosts {_part(found, stays)}{len(stays)} of its {every} micro-batches, in "
+            f"{count} host buffers of {gib([taken])} GiB in all"
         )
-    *needs, last = (gib([found.need_bytes[one]]) for one in (rank, *by_host))
-    return f"rank {rank} would need {gib([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: they need {', '.join(needs)} and {last} GiB"
+    needs = [gib([found.need_bytes[one]]) for one in (rank, *(host for host in by_host if host != rank))]
+    then = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
+    return f"rank {rank} would need {gib([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"

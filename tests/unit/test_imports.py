@@ -42,6 +42,7 @@ MAY: dict[str, set[str]] = {
         "passes.balance",
         "passes.pool",
         "passes.room",
+        "passes.tiers",
         "passes.windows",
         "program",
         "simulate",

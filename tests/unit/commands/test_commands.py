@@ -142,7 +142,7 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something
     assert main([*few, "--memory", found[1], "--format", "json"]) == 0
     less = float(found[1]) - 0.2
     assert main([*few, "--memory", f"{less:.1f}"]) == 2
-    assert {"recompute full", "host memory, --bpipe-transport host", "micro-batch 1"} <= set(
+    assert {"recompute full", "its node's memory behind other devices, --bpipe-hosts all", "micro-batch 1"} <= set(
         re.findall(r"(?:^|, (?!--))([^(]+?) \(", found[2])
     )
     capsys.readouterr()
