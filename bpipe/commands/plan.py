@@ -160,14 +160,16 @@ def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
 
 def _sending_what_must(outcome: Outcome, budget_bytes: int) -> Outcome:
     """Balanced rows send what the budget demands and no more, and are predicted anew; those that were judged to fit by a hair stay."""
-    rows = []
-    for found in outcome.rows:
+
+    def anew(found: Found) -> Found:
         if found.prediction.setup.balance != BALANCES[0]:
             with suppress(ValueError):
                 setup, _ = within_budget(found.prediction.setup, (budget_bytes,), profile=outcome.space.profile)
-                found = replace(found, prediction=predict(setup, outcome.space.profile, formula=outcome.space.formula))
-        rows.append(found)
-    return replace(outcome, rows=type(outcome.rows)(sorted(rows, key=lambda found: found.prediction.timing.iteration_s)))
+                return replace(found, prediction=predict(setup, outcome.space.profile, formula=outcome.space.formula))
+        return found
+
+    rows = sorted(map(anew, outcome.rows), key=lambda found: found.prediction.timing.iteration_s)
+    return replace(outcome, rows=type(outcome.rows)(rows), balanced=outcome.balanced and anew(outcome.balanced))
 
 
 class _Beside(NamedTuple):
