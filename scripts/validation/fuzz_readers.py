@@ -57,6 +57,8 @@ READERS = {
     "profile": Reader(given.profile_texts, damaged_json, given.judge_profile),
     "config": Reader(given.config_texts, damaged_json, given.judge_config),
     "cluster": Reader(lambda _: [json.dumps(given.CLUSTER), given.TOML], given.damaged_cluster, given.judge_cluster),
+    "calibration": Reader(lambda _: [json.dumps(given.CALIBRATION)], damaged_json, given.judge_calibration),
+    "trained": Reader(lambda _: [given.TRAINED], damaged_text, given.judge_trained),
     "script": Reader(lambda _: [given.SCRIPT], damaged_text, given.judge_script),
 }
 
@@ -113,7 +115,7 @@ def main() -> int:
         found = fuzz(name, options.count, options.seed, options.keep, LIMIT_S)
         failed += found["failed"]
         print(
-            f"{name:8} {options.count} inputs: {found['accepted']} accepted, {found['refused']} refused, {found['failed']} failed",
+            f"{name:11} {options.count} inputs: {found['accepted']} accepted, {found['refused']} refused, {found['failed']} failed",
             flush=True,
         )
     return 1 if failed else 0

@@ -102,6 +102,53 @@ def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
     return printed is not None
 
 
+CALIBRATION = {"format": "bpipe-calibration", "version": 1, "device": "a100-80g", "factor": 1.25, "measured_s": 5.0, "predicted_s": 4.0}
+CALIBRATION |= {"source": "run.log", "configuration": {"tensor": 4}}
+
+
+def judge_calibration(path: Path, text: str, _: random.Random) -> bool:
+    """What is taken follows from its seconds, and is no factor that no cluster has."""
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    printed = outcome([*SIMULATE, "--model", "gpt3-13b", "--calibration", str(path)], path)
+    if printed is None:
+        return False
+    judge_numbers("", json.loads(printed))
+    found = json.loads(text)
+    factor, seconds = found["factor"], (found["measured_s"], found["predicted_s"])
+    if isinstance(factor, bool) or not 0.5 <= factor <= 2 or not math.isclose(factor * seconds[1], seconds[0], rel_tol=2e-3):
+        raise Wrong(f"a factor of {factor} was accepted")
+    return True
+
+
+ARGUMENTS: dict[str, object] = {
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "seq_length": 1024,
+    "micro_batch_size": 1,
+    "bf16": True,
+}
+ARGUMENTS |= {"global_batch_size": 16, "pipeline_model_parallel_size": 4, "recompute_granularity": None, "recompute_modules": ["core_attn"]}
+TRAINED = (
+    f"{'-' * 24} arguments {'-' * 24}\n"
+    + "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in ARGUMENTS.items())
+    + f"{'-' * 20} end of arguments {'-' * 21}\n > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)\n"
+    + "".join(
+        f" [2026-01-01 00:00:00.0] iteration {number:8d}/      20 | elapsed time per iteration (ms): 10{number % 3}.5 | lm loss: 5.5 |\n"
+        for number in range(1, 21)
+    )
+)
+
+
+def judge_trained(path: Path, text: str, _: random.Random) -> bool:
+    """Only that it ends, and how: what of a damaged log is still a training nobody can say."""
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    printed = outcome(["calibrate", str(path), "--cluster", "a100-80g:4", "--format", "json"], None)
+    if printed is not None:
+        judge_numbers("", json.loads(printed), math.inf)
+    return printed is not None
+
+
 def judge_script(path: Path, text: str, _: random.Random) -> bool:
     """Only that it ends, and how: what bash would make of a damaged script nobody can say without running it."""
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
