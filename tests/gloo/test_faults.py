@@ -117,6 +117,19 @@ def test_whoever_dies_where_sizes_differ_ends_the_others(
     assert outcome.seconds < 60
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("when", ["1F3", "1B0", "1B6"])
+def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_path: Path, when: str) -> None:
+    """Nobody hosts for it, and it hosts for nobody: whoever waits for its messages learns of it, and the others from those."""
+    outcome = run(tmp_path, (*BPIPE, "--bpipe-hosts", "host"), fault=f"1 {when} SIGKILL")
+    assert outcome.codes[1] == -signal.SIGKILL
+    for rank in (0, 2, 3):
+        assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
+        assert "bpipe: rank 1 failed first: it does not answer, so it was killed," in outcome.logs[rank]
+    assert outcome.seconds < 60
+
+
 OWN = ("--bpipe-schedule", "zb-h1", "--bpipe-timeout", "5")
 
 
