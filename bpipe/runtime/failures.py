@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import types
+from atexit import _run_exitfuncs as at_exit
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -106,10 +107,29 @@ class Watch:
             pass
         if self._first is None:
             # Whoever keeps the store, rank 0 or the launcher, is gone.
-            _say_at_the_end("who keeps the store of this run does not answer: rank 0 or its launcher has ended", lambda: None)
+            self._say_at_the_end("who keeps the store of this run does not answer: rank 0 or its launcher has ended", lambda: None)
             return None
-        _say_at_the_end(str(self._first), lambda: self._linger(board))
+        self._say_at_the_end(str(self._first), lambda: self._linger(board))
         return self._first if told else None
+
+    def _say_at_the_end(self, line: str, linger: Callable[[], None]) -> None:
+        """When the error has been printed, if it is; and leave before modules are taken apart.
+
+        Some in C have words of their own then: triton 3.9, which comes with torch 2.15, thirty lines on what it leaks.
+        """
+        printing = sys.excepthook
+
+        def printed(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+            printing(kind, error, trace)
+            print(f"bpipe: {line}", file=sys.stderr, flush=True)
+            linger()
+            # As the interpreter does.
+            at_exit()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            self._leave(1)
+
+        sys.excepthook = printed
 
     # -- on the thread -------------------------------------------------------------------------------------------------------------
 
@@ -201,15 +221,3 @@ def _tell(board: Any, failure: Failure, by: int) -> tuple[Failure, bool]:
 def _read(board: Any) -> Failure:
     _, first = json.loads(board.get("first").decode())
     return Failure(**first)
-
-
-def _say_at_the_end(line: str, linger: Callable[[], None]) -> None:
-    """When the error has been printed, if it is."""
-    printing = sys.excepthook
-
-    def printed(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        printing(kind, error, trace)
-        print(f"bpipe: {line}", file=sys.stderr, flush=True)
-        linger()
-
-    sys.excepthook = printed
