@@ -31,7 +31,7 @@ USUAL_VOCABULARY = 32000
 NVIDIA = Switches(overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_bf16=True)
 # Who sent parts, for lack of sequence parallelism.
 SCATTERING = ("Narayanan", "Korthikanti")
-# And who ran before tensor-parallel sums were hidden in the backward.
+# And who is taken to have run before tensor-parallel sums were hidden in the backward; the paper does not say.
 WAITING = ("Narayanan",)
 # What is looked at where the source says neither, as its authors took what was best.
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8), tuple(range(1, 9))

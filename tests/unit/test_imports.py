@@ -104,7 +104,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
     "models": (
-        "cluster model switches",
+        "cluster held model switches",
         "calibration cluster_file flops hugging_face layout",
         "rates saved",
         "memory tensor_parallel",

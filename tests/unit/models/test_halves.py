@@ -17,8 +17,8 @@ from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.compute import halves_seconds, layer_seconds, predict_costs
+from bpipe.models.held import held_by
 from bpipe.models.layout import Setup
-from bpipe.models.memory import held_by
 from bpipe.models.model import PRESETS
 from bpipe.models.profile import read_profile
 from bpipe.models.tensor_parallel import exposed, gather_s

@@ -15,8 +15,9 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.held import held_by, held_by_orders
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.memory import PARAMETER_BYTES, held_by, held_by_orders, predict_memory
+from bpipe.models.memory import PARAMETER_BYTES, predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import core_bytes, layer_bytes, stage_bytes
 from bpipe.program import BalanceConfig, ScheduleConfig, build, unchecked

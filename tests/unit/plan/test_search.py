@@ -10,8 +10,9 @@ from bpipe.generate.families import FAMILIES, SEARCHED, default
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.held import held_by
 from bpipe.models.layout import Setup
-from bpipe.models.memory import activations, held_by, least_bytes, least_shared_bytes, moves_anything, predict_memory, state_bytes
+from bpipe.models.memory import activations, least_bytes, least_shared_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.plan.explain import describe, only_balanced, verdict
