@@ -219,8 +219,10 @@ def throughput_part() -> list[str]:
         "measured six such pipelines beside each other at 163: no constants fit both, and these fit the latter. Their models run the more "
         "above the prediction the wider they are, which one factor cannot mend; Narayanan et al. ran the same products with no such slope.",
         "",
-        "A backward hides tensor-parallel sums beside the products for weights, as Megatron has done since 2022; Narayanan et al., who ran "
-        "before, waited for them. Nothing published with `--tp-comm-overlap` was compared, and no mixture of experts, which are refused.",
+        "A backward hides tensor-parallel sums beside the products for weights, as Megatron does today; Narayanan et al., who ran in 2021, "
+        "are taken to have waited for them. Their paper does not say, and that choice decides between the two sources' errors: nothing but "
+        "the order of the years speaks for it. Nothing published with `--tp-comm-overlap` was compared, and no mixture of experts, which "
+        "are refused.",
         "",
         "Exchanges of all but NVIDIA's runs block, with chunks as `--no-overlap-p2p-communication` has it: their Megatron could not "
         "overlap them, or did so only when asked. Narayanan et al. and Korthikanti et al. sent a part from each tensor-parallel rank. "
