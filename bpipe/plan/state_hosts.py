@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from bpipe.models.cluster import GIB, gib
 from bpipe.models.compute import links
 from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.memory import RankMemory
+from bpipe.models.memory import RankMemory, parameter_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.program import BALANCES
@@ -85,7 +85,7 @@ def _movable(row: RankMemory, prediction: SetupPrediction) -> int:
     updating = row.state_bytes + row.overhead_bytes + row.update_bytes
     if updating > row.limit_bytes:
         return 0
-    state = 8 if prediction.setup.precision == "fp32" else 12
+    _, _, state, _ = parameter_bytes(prediction.setup)
     return row.optimizer_bytes * MOMENTS_BYTES // state
 
 

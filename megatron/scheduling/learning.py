@@ -56,8 +56,7 @@ class Learner:
 
     def wraps(self, others: Mapping[patches.Patch, patches.Wrap]) -> dict[patches.Patch, patches.Wrap]:
         """Megatron's training step, observed, around whoever else observes it."""
-        inner = others.get(patches.TRAIN_STEP)
-        return {patches.TRAIN_STEP: lambda train_step: self._wrap(train_step if inner is None else inner(train_step))}
+        return patches.around(others, patches.TRAIN_STEP, self._wrap)
 
     def _wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(train_step)

@@ -148,6 +148,12 @@ LEAVES = (
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def around(others: Mapping[Patch, Wrap], patch: Patch, wrap: Wrap) -> dict[Patch, Wrap]:
+    """The patch wrapped around whoever of the others wraps it, too."""
+    inner = others.get(patch)
+    return {patch: wrap if inner is None else lambda function: wrap(inner(function))}
+
+
 class Installed:
     """Patches that are in. `remove` puts every function back, then ends what `closing` was told of."""
 

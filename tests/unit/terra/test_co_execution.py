@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tests.unit.terra.programs.oracle import counts
 from tests.unit.terra.programs.paths import paths
 from tests.unit.terra.programs.program import Counts, Program
 from tests.unit.terra.programs.registry import GRAMMAR, HARDER, PROGRAMS, PUBLISHED
+from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 STEPS = 8
 FIXED = [name for name, build in PUBLISHED.items() if build.expected == Counts(2, 0)]
@@ -30,14 +31,6 @@ pytestmark = [
     # Some take seconds where nothing else runs.
     pytest.mark.timeout(200),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def co_executed(

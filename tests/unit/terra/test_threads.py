@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import terra
 from tests.unit.terra.programs.judge import random_states_kept
 from tests.unit.terra.programs.registry import PROGRAMS
+from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 STEPS = 12
 MODE = "PythonDispatchMode"
@@ -73,14 +73,6 @@ pytestmark = [
     pytest.mark.timeout(200),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Seen:
