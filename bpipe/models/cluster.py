@@ -33,7 +33,8 @@ class DeviceKind:
     """`memory_bytes` is what a process can use at most: the size a CUDA runtime reports, a little less than the label says.
 
     Inside a node and between nodes a message between stages takes its bytes' time and a gap. `host_bytes_per_s` is the link to the node's
-    memory; `host_node_bytes_per_s` what those of all its devices carry together, None where each carries all at once.
+    memory; `host_node_bytes_per_s` what those of all its devices carry together, None where each carries all at once. `num_processors` are
+    its multiprocessors, None where nothing is known of them; `product_share` is what the best product of matrices reaches of the peak.
     """
 
     name: str
@@ -47,6 +48,8 @@ class DeviceKind:
     between_gap_s: float = EXCHANGE_GAP_S
     host_bytes_per_s: float = PCIE_5
     host_node_bytes_per_s: float | None = None
+    num_processors: int | None = None
+    product_share: float = 0.80
 
 
 # `between` is one network port a device: eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
@@ -58,8 +61,28 @@ class DeviceKind:
 # The NVLink of a GB200 NVL72 joins 72: write nodes of 72, or the 4 of a tray where the job has no more.
 # To the node's memory it is PCIe 5 where nothing else stands here; of a GB200 half of what joins its CPU and two GPUs, 900 GB/s both ways.
 _HOST = {"a100-40g": PCIE_4, "a100-80g": PCIE_4, "a800-80g": PCIE_4, "gb200-186g": 225e9}
+# Multiprocessors (of the MI300X, compute units) as the data sheets say.
+_PROCESSORS = {
+    **dict.fromkeys(("a100-40g", "a100-80g", "a800-80g"), 108),
+    **dict.fromkeys(("h100-80g", "h200-141g"), 132),
+    **dict.fromkeys(("b200-180g", "gb200-186g"), 148),
+    "h20-96g": 78,
+    "mi300x-192g": 304,
+}
+# The best of many shapes, measured with bfloat16 (S. Bekman, Machine Learning Engineering, table of the maximum achievable matmul FLOPS):
+# A100 SXM 267.9 of 312 TFLOP/s, H100 SXM 792.1 of 989, B200 1745 of 2250, MI300X 781.9 of 1300 (ROCm 6.2). Others as the H100.
+_SHARES = {
+    **dict.fromkeys(("a100-40g", "a100-80g", "a800-80g"), 0.859),
+    **dict.fromkeys(("b200-180g", "gb200-186g"), 0.776),
+    "mi300x-192g": 0.601,
+}
 DEVICES = {
-    device.name: replace(device, host_bytes_per_s=_HOST.get(device.name, PCIE_5))
+    device.name: replace(
+        device,
+        host_bytes_per_s=_HOST.get(device.name, PCIE_5),
+        num_processors=_PROCESSORS[device.name],
+        product_share=_SHARES.get(device.name, 0.801),
+    )
     for device in (
         DeviceKind("a100-40g", 312e12, int(39.5 * GIB), 1.555e12, 300e9, 25e9, "NVIDIA A100 data sheet; 39.5 GiB as torch reports it"),
         DeviceKind("a100-80g", 312e12, int(79.25 * GIB), 2.039e12, 300e9, 25e9, "NVIDIA A100 data sheet"),

@@ -10,6 +10,7 @@ between_gb_per_s = 25    # half the ports
 between_gap_us = 400     # what a message between stages takes besides
 host_gb_per_s = 32       # a device's link to its node's memory, one direction
 host_node_gb_per_s = 128 # what those of all devices of a node carry together
+multiprocessors = 132    # which compute a product's tiles at a time
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ OPTIONAL = {
     "between_gap_us": ("between_gap_s", 1e-6),
     "host_gb_per_s": ("host_bytes_per_s", 1e9),
     "host_node_gb_per_s": ("host_node_bytes_per_s", 1e9),
+    "multiprocessors": ("num_processors", 1),
 }
+# Of these there is no half.
+WHOLE = ("multiprocessors",)
 SUFFIXES = (".json", ".toml")
 # More than any device has: beyond, the unit was mistaken.
 LARGEST = 1e6
@@ -102,10 +106,11 @@ def _known(path: Path, key: str, name: object) -> DeviceKind:
     return DEVICES[name]
 
 
-def _number(path: Path, key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= LARGEST:
-        raise ValueError(f"{path}: device.{key} is {_said(value)}, but must be a number above 0 and at most {LARGEST:.0f}")
-    return float(value)
+def _number(path: Path, key: str, value: Any) -> Any:
+    kinds, kind = ((int,), "whole number") if key in WHOLE else ((int, float), "number")
+    if type(value) not in kinds or not 0 < value <= LARGEST:
+        raise ValueError(f"{path}: device.{key} is {_said(value)}, but must be a {kind} above 0 and at most {LARGEST:.0f}")
+    return value if key in WHOLE else float(value)
 
 
 def _refuse_unknown(path: Path, before: str, said: dict[str, Any], known: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
 from bpipe.models.memory import parameter_bytes, shard_parameters, stage_parameters
+from bpipe.models.products import layer_products, matrix_products
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY_EFFICIENCY, Rates
 from bpipe.models.saved import (
     STATISTICS,
@@ -79,15 +80,15 @@ def core_seconds(setup: Setup, rates: Rates) -> tuple[float, float]:
 def layer_seconds(setup: Setup) -> tuple[float, float]:
     """One layer and micro-batch, forward and backward with its recomputation."""
     rates, model, tokens = Rates.of(setup), setup.model, num_tokens(setup)
-    h, element = model.hidden_size, element_bytes(setup)
-    products = 2 * tokens * model.sharded_layer_parameters / setup.tensor / rates.products
+    h, element, products = model.hidden_size, element_bytes(setup), layer_products(setup).total()
     between = element * tokens * h / setup.sequence_shards
     inside = element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
     # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
     # Those of queries and keys read and write; backward they read what went in and out, and write.
     normed = element * tokens * (model.query_size + model.key_value_size // 2) / setup.tensor * model.qk_norm
-    forward = products + (10.5 * between + inside + 2 * normed) / rates.memory + FORWARD_KERNELS * KERNEL_S
-    backward = 2 * products + (14 * between + 1.5 * inside + 3 * normed + _accumulated(setup)) / rates.memory + BACKWARD_KERNELS * KERNEL_S
+    forward = products.forward_s + (10.5 * between + inside + 2 * normed) / rates.memory + FORWARD_KERNELS * KERNEL_S
+    backward = products.input_s + products.weight_s + BACKWARD_KERNELS * KERNEL_S
+    backward += (14 * between + 1.5 * inside + 3 * normed + _accumulated(setup)) / rates.memory
     waits = exposed(setup)
     core_forward, core_backward = core_seconds(setup, rates)
     forward += core_forward
@@ -114,8 +115,7 @@ def halves_seconds(setup: Setup) -> tuple[float, float]:
     _, backward = layer_seconds(setup)
     if not setup.keeps_halves:
         return backward, 0.0
-    products = 2 * num_tokens(setup) * setup.model.sharded_layer_parameters / setup.tensor / rates.products
-    weight = products + _accumulated(setup) / rates.memory + WEIGHT_KERNELS * KERNEL_S
+    weight = layer_products(setup).total().weight_s + _accumulated(setup) / rates.memory + WEIGHT_KERNELS * KERNEL_S
     gathers = 2 * gather_s(setup) if setup.sequence_shards > 1 else 0.0
     waits = exposed(setup)
     return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
@@ -123,21 +123,21 @@ def halves_seconds(setup: Setup) -> tuple[float, float]:
 
 def output_seconds(setup: Setup) -> tuple[float, float]:
     """The output layer and the loss."""
-    rates, tokens = Rates.of(setup), num_tokens(setup)
-    logits = tokens * setup.vocabulary / setup.tensor
-    product = 2 * logits * setup.model.hidden_size / rates.products
-    return product + LOSS_FORWARD * logits / rates.memory, 2 * product + LOSS_BACKWARD * logits / rates.memory
+    rows, memory = setup.vocabulary / setup.tensor, Rates.of(setup).memory
+    logits = num_tokens(setup) * rows
+    product = matrix_products(setup, setup.model.hidden_size, rows)
+    return product.forward_s + LOSS_FORWARD * logits / memory, product.input_s + product.weight_s + LOSS_BACKWARD * logits / memory
 
 
 def shard_seconds(setup: Setup) -> ShardCost:
     """A rank's shard of the output layer, and of the embedding where that is split, too."""
-    rates, tokens = Rates.of(setup), num_tokens(setup)
-    logits = tokens * setup.vocabulary / setup.vocabulary_shards
-    product = 2 * logits * setup.model.hidden_size / rates.products
+    rows, memory = setup.vocabulary / setup.vocabulary_shards, Rates.of(setup).memory
+    logits = num_tokens(setup) * rows
+    product = matrix_products(setup, setup.model.hidden_size, rows)
     # Of three products algorithm 1 has two in T, algorithm 2 two in S.
     early = setup.vocabulary_parallel == Vocabulary.TWO.value
-    forward = (1 + early) * product + (SHARD_STATISTICS + SHARD_EARLY * early) * logits / rates.memory
-    backward = (2 - early) * product + SHARD_GRADIENT * logits / rates.memory
+    forward = product.forward_s + product.input_s * early + (SHARD_STATISTICS + SHARD_EARLY * early) * logits / memory
+    backward = product.weight_s + product.input_s * (not early) + SHARD_GRADIENT * logits / memory
     lookup, added = embedding_seconds(setup) if setup.input_shards else (0.0, 0.0)
     return ShardCost(forward, backward, lookup, added, shard_bytes(setup))
 

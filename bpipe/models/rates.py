@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from bpipe.models.layout import Setup
 
-# What large half-precision products reach of the peak: 200 to 230 of 312 TFLOP/s on A100 with cuBLAS at the sizes of these models.
-MATMUL_EFFICIENCY = 0.70
+# What products of half precision reach of the best that was measured of any on the device, beside what their shapes cost (`products`):
+# in training they run hot and among other kernels.
+PRODUCT_EFFICIENCY = 0.90
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak forward and less backward (Dao 2023, section 4.1), most at large batches.
 FLASH_EFFICIENCY = 0.50
 # Streaming kernels reach 80 to 90 % of the memory's bandwidth; short ones less.
@@ -22,7 +23,7 @@ LINK_LATENCY_S = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device does in a second, for this setup."""
+    """What the device does in a second, for this setup. `products` is of such that fill all waves."""
 
     products: float
     flash: float
@@ -34,7 +35,7 @@ class Rates:
         device = setup.cluster.device
         peak = device.peak_flops_per_s / (2 if setup.precision == "fp32" else 1)
         return Rates(
-            peak * MATMUL_EFFICIENCY,
+            peak * device.product_share * PRODUCT_EFFICIENCY,
             peak * FLASH_EFFICIENCY,
             device.memory_bytes_per_s * MEMORY_EFFICIENCY,
             device.inside_bytes_per_s * LINK_EFFICIENCY,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
+from bpipe.models.products import layer_products
 from bpipe.models.rates import LINK_LATENCY_S, Rates
 from bpipe.models.saved import element_bytes, num_tokens
 
@@ -41,20 +42,22 @@ def exposed(setup: Setup) -> Exposed:
     """What is waited for."""
     if setup.tensor == 1:
         return Exposed(0.0, 0.0, 0.0)
-    one, behind_norms, returning = gather_s(setup), *_products_s(setup)
+    one, layer = gather_s(setup), layer_products(setup)
+    behind_norms, returning = (layer.query_key_value, layer.first), (layer.projection, layer.second)
     if not setup.sequence_parallel:
         # Two sums each way.
-        backward, half = sum(max(0.0, 2 * one - product) for product in behind_norms), 4 * one
+        backward, half = sum(max(0.0, 2 * one - product.weight_s) for product in behind_norms), 4 * one
         forward = 4 * one
     else:
         cut = setup.switches.tp_comm_overlap
         # [2] of all four products, and in a backward of those whose gradients are gathered first.
         forward, gathered = (
-            sum(_beside_parts(one, product, setup.tensor) if cut else one for product in products)
-            for products in ((*behind_norms, *returning), returning)
+            sum(_beside_parts(one, product_s, setup.tensor) if cut else one for product_s in products_s)
+            for products_s in ([product.forward_s for product in layer], [product.input_s for product in returning])
         )
         # [1] beside the product for the weights, and beside the one for the input.
-        backward = gathered + 2 * sum(max(0.0, one - product) for product in behind_norms)
+        beside = [product_s for product in behind_norms for product_s in (product.weight_s, product.input_s)]
+        backward = gathered + sum(max(0.0, one - product_s) for product_s in beside)
         half = gathered + 2 * one
     again = forward if setup.recompute == "full" else 0.0
     return Exposed(forward, backward + again, half + again)
@@ -63,12 +66,3 @@ def exposed(setup: Setup) -> Exposed:
 def _beside_parts(collective_s: float, product_s: float, parts: int) -> float:
     """What a collective in a ring adds to a product that is cut into as many parts: each but one part's passes beside a part's product."""
     return max(0.0, collective_s - product_s * (parts - 1) / parts)
-
-
-def _products_s(setup: Setup) -> tuple[tuple[float, float], tuple[float, float]]:
-    """One product of each matrix: of the two behind the norms, and of the two that return to the hidden size."""
-    model = setup.model
-    each = 2 * num_tokens(setup) * model.hidden_size / setup.tensor / Rates.of(setup).products
-    behind_norms = (model.query_size + model.key_value_size, model.first_mlp_size)
-    first, second = (each * size for size in behind_norms)
-    return (first, second), (each * model.query_size, each * model.ffn_hidden_size)

@@ -107,7 +107,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "cluster held model switches",
         "calibration cluster_file flops hugging_face layout",
         "rates saved",
-        "memory tensor_parallel",
+        "memory products",
+        "tensor_parallel",
         "compute profile",
     ),
     "plan": (

@@ -288,7 +288,7 @@ def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.Captu
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *PLAN)
     assert text.splitlines()[0].endswith("the 10 fastest")
-    assert "\n     1f1b              32.7" in text
+    assert "\n     1f1b              31.4" in text
     assert "\n     interleaved-1f1b  " in text
     assert "fits only balanced" in text
     assert text.splitlines()[-1].startswith("Balancing gains 1.")

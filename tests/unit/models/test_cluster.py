@@ -71,6 +71,7 @@ def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
         (OWN.replace("peak_tflops = 500", 'peak_tflops = "500"'), "device.peak_tflops is '500', but must be a number above 0"),
         (OWN.replace("60.5", "-1"), "device.memory_gib is -1"),
         (OWN.replace("60.5", "nan"), "device.memory_gib is nan"),
+        (OWN + "multiprocessors = 0.5\n", "device.multiprocessors is 0.5, but must be a whole number above 0"),
         (OWN.replace("60.5", "64e9"), "device.memory_gib is 64000000000.0, but must be a number above 0 and at most"),
         (OWN.replace("peak_tflops = 500\n", ""), "device.peak_tflops missing: give all, or device.like"),
         (OWN.replace("peak_tflops", "peak_flops"), "unknown key 'device.peak_flops', did you mean 'device.peak_tflops'"),

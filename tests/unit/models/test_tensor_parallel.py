@@ -11,7 +11,7 @@ from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.compute import layer_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
-from bpipe.models.rates import Rates
+from bpipe.models.products import layer_products
 from bpipe.models.switches import Switches
 from bpipe.models.tensor_parallel import exposed, gather_s
 
@@ -27,14 +27,6 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
     )
 
 
-def products(setup: Setup) -> tuple[float, float, float, float]:
-    """QKV, projection, and both of the MLP: seconds of one product each."""
-    model = setup.model
-    widths = (model.query_size + model.key_value_size, model.query_size, model.first_mlp_size, model.ffn_hidden_size)
-    rate = Rates.of(setup).products * setup.tensor
-    return tuple(2 * setup.sequence * setup.micro_batch * model.hidden_size * width / rate for width in widths)  # type: ignore[return-value]
-
-
 def ring(collective_s: float, product_s: float, parts: int) -> float:
     """Step by step: a part comes while the product of the one before runs; all but the first have to come."""
     clock = 0.0
@@ -48,25 +40,27 @@ def ring(collective_s: float, product_s: float, parts: int) -> float:
 def clocked(setup: Setup) -> tuple[float, float]:
     """A layer's four matrices forward and backward, two streams: when everything is over, less the products alone."""
     one, parts, cut = gather_s(setup), setup.tensor, setup.switches.tp_comm_overlap
-    qkv, projection, first, second = products(setup)
+    layer = layer_products(setup)
     forward = backward = 0.0
-    for seconds in (qkv, projection, first, second):
+    for matrix in layer:
+        seconds = matrix.forward_s
         forward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
     if not setup.sequence_parallel:
         # A sum behind the projection and behind the MLP.
         forward += 2 * 2 * one
-    for seconds in (second, projection):
+    for matrix in (layer.second, layer.projection):
         # The gradient is gathered, then goes through both products.
-        gathered = (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
-        backward += gathered + seconds
-    for seconds in (first, qkv):
+        seconds = matrix.input_s
+        backward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
+        backward += matrix.weight_s
+    for matrix in (layer.first, layer.query_key_value):
         if setup.sequence_parallel:
             # The input is gathered beside the first product, its gradient scattered beside the second.
-            backward += max(seconds, one) + max(seconds, one)
+            backward += max(matrix.input_s, one) + max(matrix.weight_s, one)
         else:
-            backward += seconds + max(seconds, 2 * one)
-    alone = qkv + projection + first + second
-    return forward - alone, backward - 2 * alone
+            backward += matrix.input_s + max(matrix.weight_s, 2 * one)
+    alone = layer.total()
+    return forward - alone.forward_s, backward - alone.input_s - alone.weight_s
 
 
 @pytest.mark.parametrize(
@@ -105,5 +99,5 @@ def test_overlap_never_costs_and_needs_products() -> None:
     for speed in (1e9, 3e10, 1e11, 4.5e11):
         with_it, without = exposed(with_link(OVERLAP, speed)), exposed(with_link(LLAMA, speed))
         assert with_it.forward_s <= without.forward_s
-        assert without.forward_s - with_it.forward_s <= sum(products(LLAMA)) * 7 / 8 + 1e-12
+        assert without.forward_s - with_it.forward_s <= layer_products(LLAMA).total().forward_s * 7 / 8 + 1e-12
     assert exposed(OVERLAP).forward_s < 0.25 * exposed(LLAMA).forward_s

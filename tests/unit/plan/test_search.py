@@ -342,7 +342,7 @@ def test_a_batch_with_a_huge_prime_is_answered() -> None:
 
 
 def test_a_gain_within_the_error_of_predictions_is_no_clear_gain() -> None:
-    found = search(Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 512, 2048, max_chunks=2, max_micro_batch=2), num_rows=1)
+    found = search(Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 256, 2048, max_chunks=2, max_micro_batch=2), num_rows=1)
     assert found.rows[0].needs_bytes is not None
     assert verdict(found).text.startswith("Balancing does not clearly help, 1.0")
 
