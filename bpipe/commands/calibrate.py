@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output("--output", metavar="FILE", help="write the calibration there, for --calibration of simulate and plan")
     output("--format", choices=("table", "json"), default="table")
     # What is calibrated is the prediction as it stands.
-    parser.set_defaults(calibration=None)
+    parser.set_defaults(calibration=None, kernel_times=None)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bpipe.flag_types import positive
@@ -16,6 +17,7 @@ from bpipe.models.calibration import read_calibration
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.flops import FORMULAS
+from bpipe.models.kernel_times import read_kernel_times
 from bpipe.models.layout import ATTENTION, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
 from bpipe.models.switches import HELP, flag_of
@@ -55,11 +57,15 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_calibration_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", metavar="FILE", help="how far this cluster is from predictions, as `bpipe calibrate` found it")
+    measured = "seconds of single kernels, as `bpipe profile --kernel-times` measured them, in place of formulas"
+    parser.add_argument("--kernel-times", nargs="+", metavar="FILE", help=measured)
 
 
 def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Cluster:
     """`devices` are nodes and GPUs of one, for a cluster that says none."""
     cluster = cluster_named(options.cluster, devices)
+    if options.kernel_times is not None:
+        cluster = replace(cluster, kernels=read_kernel_times(options.kernel_times))
     if options.calibration is None:
         return cluster
     calibration = read_calibration(options.calibration)

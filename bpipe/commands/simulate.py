@@ -16,7 +16,7 @@ from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
 from bpipe.models.profile import Profile, read_profile
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
-from bpipe.plan.explain import HOSTS, calibrated, costly_halves, describe, replicas_apart, tight
+from bpipe.plan.explain import HOSTS, by_kernel_times, calibrated, costly_halves, describe, replicas_apart, tight
 from bpipe.plan.options import filled, memory, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.state_hosts import hosts_document, state_hosts, words
@@ -165,7 +165,7 @@ def table(prediction: SetupPrediction) -> str:
     if timing.simulated < setup.num_microbatches:
         others = setup.num_microbatches - timing.simulated
         lines.append(f"simulated are the first {timing.simulated} micro-batches; the other {others} continue their steady phase")
-    lines += calibrated(setup.cluster)
+    lines += [*calibrated(setup.cluster), *by_kernel_times(setup)]
     if bandwidth:
         lines.append(
             f"a transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: within a forward it needs "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from bpipe.models.kernel_times import KernelTimes
 from bpipe.names import unknown
 
 GIB = 2**30
@@ -99,12 +100,13 @@ DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`factor`: how many seconds one that is predicted really takes (`bpipe calibrate`)."""
+    """`factor`: how many seconds one that is predicted really takes (`bpipe calibrate`). `kernels`: seconds that were measured, if any."""
 
     device: DeviceKind
     num_nodes: int
     devices_per_node: int
     factor: float = 1.0
+    kernels: KernelTimes | None = None
 
     @property
     def num_devices(self) -> int:

@@ -69,7 +69,8 @@ def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
     sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", each))]
     if "device" not in document:
         raise ValueError(f"{path}: device is missing: one of {', '.join(DEVICES)}, or an object with its numbers")
-    return Cluster(_device(path, document["device"]), *sizes)
+    num_nodes, devices_per_node = sizes
+    return Cluster(_device(path, document["device"]), num_nodes, devices_per_node)
 
 
 def _size(path: Path, document: dict[str, Any], key: str, default: int | None) -> int:

@@ -62,11 +62,16 @@ def is_softmax_fused(setup: Setup) -> bool:
 def core_seconds(setup: Setup, rates: Rates) -> tuple[float, float]:
     """The attention core of one layer, forward and backward."""
     model, s = setup.model, setup.sequence
+    kernels = setup.cluster.kernels
+    heads = setup.micro_batch * model.num_attention_heads / setup.tensor
+    measured = None if kernels is None else kernels.attention_s(setup.attention, heads, s, model.kv_channels)
+    if measured is not None:
+        return measured
     product_flops = 4 * setup.micro_batch * s * s * model.query_size / setup.tensor
     if setup.attention == "flash":
         forward = product_flops / 2 / rates.flash
         return forward, FLASH_BACKWARD * forward
-    scores = setup.micro_batch * s * s * model.num_attention_heads / setup.tensor
+    scores = heads * s * s
     softmax = (FUSED_FORWARD, FUSED_BACKWARD) if is_softmax_fused(setup) else (SEPARATE_FORWARD, SEPARATE_BACKWARD)
     dropout = (DROPOUT_FORWARD, DROPOUT_BACKWARD) if model.dropout else (0, 0)
     forward_bytes = (softmax[0] + dropout[0] + PRODUCT_BYTES) * scores
@@ -241,7 +246,9 @@ def _exchange(setup: Setup) -> Exchange:
 
 
 def predict_costs(setup: Setup) -> Costs:
-    """Costs of all stages."""
+    """Costs of all stages. Raises ValueError where kernels were measured in another precision."""
+    if setup.cluster.kernels is not None:
+        setup.cluster.kernels.check(setup.precision)
     forward, backward = layer_seconds(setup)
     input_half, weight_half = halves_seconds(setup)
     output = output_seconds(setup)

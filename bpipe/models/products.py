@@ -34,13 +34,25 @@ def matrix_products(setup: Setup, inputs: float, outputs: float) -> Products:
     What adding up the gradients of its weights reads and writes is not in it.
     """
     tokens, written = num_tokens(setup), element_bytes(setup)
-    rates = Rates.of(setup)
+    rates, kernels = Rates.of(setup), setup.cluster.kernels
     processors = setup.cluster.device.num_processors
-    return Products(
-        _seconds(rates, processors, tokens, outputs, inputs, written),
-        _seconds(rates, processors, tokens, inputs, outputs, written),
-        _seconds(rates, processors, inputs, outputs, tokens, 0),
-    )
+    found = []
+    for rows, columns, terms, ends_here in product_sizes(tokens, inputs, outputs):
+        measured = None if kernels is None else kernels.product_s(rows, columns, terms)
+        if measured is None:
+            found.append(_seconds(rates, processors, rows, columns, terms, written * ends_here))
+        else:
+            # It was written down when it was measured.
+            found.append(measured if ends_here else max(0.0, measured - rows * columns * written / rates.memory))
+    return Products(*found)
+
+
+def product_sizes(tokens: int, inputs: float, outputs: float) -> tuple[tuple[float, float, float, bool], ...]:
+    """Rows, columns and terms of a matrix's three products, as `Products` has them; and whether the result is written down by itself.
+
+    Gradients of weights are added to what there is.
+    """
+    return (tokens, outputs, inputs, True), (tokens, inputs, outputs, True), (inputs, outputs, tokens, False)
 
 
 class Layer(NamedTuple):
@@ -55,16 +67,23 @@ class Layer(NamedTuple):
         return Products(*map(sum, zip(*self, strict=True)))
 
 
-def layer_products(setup: Setup) -> Layer:
-    """Of two matrices behind the norms, whose outputs are split over tensor-parallel ranks, and two that return, whose inputs are."""
+def layer_matrices(setup: Setup) -> tuple[tuple[float, float], ...]:
+    """Features in and out of this rank's part of a layer's matrices, in the order of `Layer`.
+
+    Of two behind the norms outputs are split over tensor-parallel ranks, of two that return inputs are.
+    """
     model, t = setup.model, setup.tensor
     hidden = model.hidden_size
-    return Layer(
-        matrix_products(setup, hidden, (model.query_size + model.key_value_size) / t),
-        matrix_products(setup, model.query_size / t, hidden),
-        matrix_products(setup, hidden, model.first_mlp_size / t),
-        matrix_products(setup, model.ffn_hidden_size / t, hidden),
+    return (
+        (hidden, (model.query_size + model.key_value_size) / t),
+        (model.query_size / t, hidden),
+        (hidden, model.first_mlp_size / t),
+        (model.ffn_hidden_size / t, hidden),
     )
+
+
+def layer_products(setup: Setup) -> Layer:
+    return Layer(*(matrix_products(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup)))
 
 
 @cache

@@ -34,8 +34,14 @@ def gather_s(setup: Setup) -> float:
     """To gather over the tensor-parallel ranks what each has a part of, or scatter the sum; a sum that all keep takes twice as long."""
     if setup.tensor == 1:
         return 0.0
-    moved = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size * (setup.tensor - 1) / setup.tensor
-    return moved / Rates.of(setup).link + LINK_LATENCY_S
+    gathered = gathered_bytes(setup)
+    measured = None if setup.cluster.kernels is None else setup.cluster.kernels.gather_s(setup.tensor, gathered)
+    return gathered * (setup.tensor - 1) / setup.tensor / Rates.of(setup).link + LINK_LATENCY_S if measured is None else measured
+
+
+def gathered_bytes(setup: Setup) -> int:
+    """What each has in the end."""
+    return element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
 
 
 def exposed(setup: Setup) -> Exposed:

@@ -39,6 +39,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,
         **({"calibration_factor": setup.cluster.factor} if setup.cluster.factor != 1 else {}),
+        **({"kernel_times": setup.cluster.kernels.device} if setup.cluster.kernels is not None else {}),
         **asdict(setup.switches),
         **({"group": setup.group_size} if setup.group is not None or (family.takes_groups and family.splits) else {}),
         **({"delay": setup.delay} if family.takes_delay else {}),

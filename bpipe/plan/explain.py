@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from bpipe.generate.families import default
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.compute import update_seconds
+from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import TIGHT
 from bpipe.models.saved import kept_share
@@ -78,7 +80,30 @@ def tight(prediction: SetupPrediction) -> str | None:
 
 def calibrated(cluster: Cluster) -> list[str]:
     """That times are not as predicted, where they are not."""
-    return [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
+    lines = [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
+    return (
+        lines if cluster.kernels is None else [*lines, f"kernels that were measured on {cluster.kernels.device} take what they took there"]
+    )
+
+
+def by_kernel_times(setup: Setup) -> list[str]:
+    """Where kernels were measured: of how many that this setup computes."""
+    times = setup.cluster.kernels
+    if times is None:
+        return []
+    shapes = kernel_shapes([setup])
+    products = [(sizes in times.products, times.product_s(*sizes)) for sizes in shapes.products]
+    cores = [
+        ((heads, *size) in times.attention.get(kind, {}), times.attention_s(kind, heads, *size)) for kind, heads, *size in shapes.attention
+    ]
+    gathers = [(sizes in times.gathers, times.gather_s(*sizes)) for sizes in shapes.gathers]
+    words = [_counted("products", products), _counted("attention cores", cores), *([_counted("gathers", gathers)] if gathers else [])]
+    return [f"measured kernels: {'; '.join(words)}; all else by formula"]
+
+
+def _counted(name: str, known: Sequence[tuple[bool, object]]) -> str:
+    measured, near = sum(exact for exact, _ in known), sum(not exact and seconds is not None for exact, seconds in known)
+    return f"of {len(known)} {name} {measured} as measured" + (f", {near} by the nearest" if near else "")
 
 
 def replicas_apart(setup: Setup) -> str | None:

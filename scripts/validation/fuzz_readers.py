@@ -58,6 +58,7 @@ READERS = {
     "config": Reader(given.config_texts, damaged_json, given.judge_config),
     "cluster": Reader(lambda _: [json.dumps(given.CLUSTER), given.TOML], given.damaged_cluster, given.judge_cluster),
     "calibration": Reader(lambda _: [json.dumps(given.CALIBRATION)], damaged_json, given.judge_calibration),
+    "kernel-times": Reader(lambda _: [json.dumps(given.KERNEL_TIMES)], damaged_json, given.judge_kernel_times),
     "trained": Reader(lambda _: [given.TRAINED], damaged_text, given.judge_trained),
     "script": Reader(lambda _: [given.SCRIPT], damaged_text, given.judge_script),
 }

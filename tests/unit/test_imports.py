@@ -104,12 +104,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
     "models": (
-        "cluster held model switches",
+        "held kernel_times model switches",
+        "cluster",
         "calibration cluster_file flops hugging_face layout",
         "rates saved",
         "memory products",
         "tensor_parallel",
-        "compute profile",
+        "compute kernel_shapes profile",
     ),
     "plan": (
         "estimate fit launch_script layer_split predict space",
@@ -143,7 +144,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "table",
     ),
     "runtime": (
-        "board capture errors sizing stage streams",
+        "board capture errors kernel_times sizing stage streams",
         "failures kept messages meter recorder states",
         "evictor executor host_buffers shards",
         "acceptor",

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 from validation.fuzz.damage import damaged_json, damaged_text
 from validation.fuzz.reader import Wrong, judge_numbers, outcome
@@ -35,13 +36,22 @@ def config_texts(_: Path) -> list[str]:
     return [json.dumps(CONFIG), json.dumps(gpt2)]
 
 
-def judge_profile(path: Path, text: str, _: random.Random) -> bool:
+def _simulated(path: Path, text: str, flag: str, named: Path | None) -> dict[str, Any] | None:
+    """What the file says where a simulation takes it, else None; errors must name the path, if one is `named`."""
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    printed = outcome([*SIMULATE, "--model", "gpt3-13b", "--profile", str(path)], None)
+    printed = outcome([*SIMULATE, "--model", "gpt3-13b", flag, str(path)], named)
     if printed is None:
-        return False
+        return None
     judge_numbers("", json.loads(printed))
-    for stage in json.loads(text)["stages"]:
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def judge_profile(path: Path, text: str, _: random.Random) -> bool:
+    found = _simulated(path, text, "--profile", None)
+    if found is None:
+        return False
+    for stage in found["stages"]:
         for key, value in stage.items():
             if key not in STAGE or isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise Wrong(f"{key} {value!r:.60} was accepted")
@@ -108,15 +118,28 @@ CALIBRATION |= {"source": "run.log", "configuration": {"tensor": 4}}
 
 def judge_calibration(path: Path, text: str, _: random.Random) -> bool:
     """What is taken follows from its seconds, and is no factor that no cluster has."""
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    printed = outcome([*SIMULATE, "--model", "gpt3-13b", "--calibration", str(path)], path)
-    if printed is None:
+    found = _simulated(path, text, "--calibration", path)
+    if found is None:
         return False
-    judge_numbers("", json.loads(printed))
-    found = json.loads(text)
     factor, seconds = found["factor"], (found["measured_s"], found["predicted_s"])
     if isinstance(factor, bool) or not 0.5 <= factor <= 2 or not math.isclose(factor * seconds[1], seconds[0], rel_tol=2e-3):
         raise Wrong(f"a factor of {factor} was accepted")
+    return True
+
+
+KERNEL_TIMES: dict[str, object] = {"format": "bpipe-kernel-times", "version": 1, "device": "a100", "precision": "bf16"}
+KERNEL_TIMES |= {"products": [[2048, 15360, 5120, 0.002], [2048, 5120, 5120, 0.0007]]}
+KERNEL_TIMES |= {"attention": [["flash", 40, 2048, 128, 0.001, 0.002]], "gathers": [[2, 20971520, 0.0002]]}
+
+
+def judge_kernel_times(path: Path, text: str, _: random.Random) -> bool:
+    """Of what is taken all sizes and seconds are above nothing, and none is a text or a truth."""
+    found = _simulated(path, text, "--kernel-times", None)
+    if found is None:
+        return False
+    for row in (*found["products"], *(row[1:] for row in found["attention"]), *found["gathers"]):
+        if not all(type(value) in (int, float) and 0 < value < math.inf for value in row):
+            raise Wrong(f"{row!r:.60} was accepted")
     return True
 
 
