@@ -33,6 +33,8 @@ NVIDIA = Switches(overlap_grad_reduce=True, overlap_param_gather=True, grad_redu
 SCATTERING = ("Narayanan", "Korthikanti")
 # And who is taken to have run before tensor-parallel sums were hidden in the backward; the paper does not say.
 WAITING = ("Narayanan",)
+# Columns of the file of runs that were kept back.
+KEPT_BACK = ("layers", "hidden", "heads", "tensor", "pipeline", "micro_batch")
 # What is looked at where the source says neither, as its authors took what was best.
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8), tuple(range(1, 9))
 
@@ -60,6 +62,32 @@ def throughputs() -> tuple[Throughput, ...]:
     return tuple(_prediction(row) for row in rows("published_throughput.csv"))
 
 
+@cache
+def kept_back() -> tuple[Throughput, ...]:
+    """Every row of the file of runs that no constant was looked at with."""
+    found = []
+    for row in rows("kept_back_throughput.csv"):
+        layers, hidden, heads, tensor, pipeline, micro_batch = (int(row[name]) for name in KEPT_BACK)
+        setup = Setup(
+            gpt(f"{layers} x {hidden}, {heads} heads", layers, hidden, heads, 250880, 2048),
+            parse_cluster("a100-80g:48x8@6.25"),
+            tensor,
+            pipeline,
+            micro_batch,
+            2048,
+            2048,
+            # As their file has it: both embeddings count as a layer.
+            _ends_spared(layers, pipeline),
+            "full",
+            "unfused",
+            precision="bf16",
+            sequence_parallel=False,
+        )
+        seconds = steady_timing(setup, costs_of(setup)).iteration_s
+        found.append(Throughput("BigScience 2022", setup.model.name, 384, "iteration_s", setup, float(row["iteration_s"]), seconds))
+    return tuple(found)
+
+
 def errors_by_source() -> dict[str, list[float]]:
     """Percent, without signs; peaks apart from times."""
     errors: dict[str, list[float]] = {}
@@ -84,10 +112,10 @@ def calibrated_errors_by_source() -> dict[str, Calibrated]:
             # A throughput is the higher the fewer seconds.
             ratio = one.predicted / one.measured
             seconds.setdefault(one.source.split(" (")[0], []).append(ratio if one.quantity == "iteration_s" else 1 / ratio)
-    return {source: Calibrated(_calibrated(ratios, 1), _calibrated(ratios, len(ratios))) for source, ratios in seconds.items()}
+    return {source: Calibrated(calibrated(ratios, 1), calibrated(ratios, len(ratios))) for source, ratios in seconds.items()}
 
 
-def _calibrated(ratios: Sequence[float], num_calibrating: int) -> list[float]:
+def calibrated(ratios: Sequence[float], num_calibrating: int) -> list[float]:
     """Of predicted and measured seconds, once each of the first rows has calibrated."""
     pairs = ((one, ratio) for one in range(num_calibrating) for place, ratio in enumerate(ratios) if place != one)
     return [abs(100 * (ratio / ratios[one] - 1)) for one, ratio in pairs]

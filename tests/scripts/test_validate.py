@@ -88,6 +88,18 @@ def test_one_row_calibrates_the_others(validate: ModuleType) -> None:
         assert max(by_any) <= 10.1, source
 
 
+def test_runs_that_were_kept_back(validate: ModuleType) -> None:
+    """Not within what is asked for, and said to be: this holds that they do not drift further away."""
+    found = validate.kept_back()
+    assert len(found) == 17
+    errors = [one.error_percent for one in found]
+    assert max(errors) < 0
+    assert statistics.mean(map(abs, errors)) <= 10
+    by_first = validate.calibrated([one.predicted / one.measured for one in found], 1)
+    assert statistics.mean(by_first) <= 4
+    assert validate.agreement(found) >= 0.75
+
+
 def test_our_own_runs_are_predicted_to_the_byte(validate: ModuleType) -> None:
     """GPT and LLaMA, both precisions, every recomputation, tensor and sequence parallelism, plain and balanced."""
     found = validate.cpu_runs()
