@@ -13,20 +13,17 @@ from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, mirrored
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models.expert_parallel import exchange, replicas_of_experts
 from bpipe.models.layout import Setup
-from bpipe.models.memory import parameter_bytes, shard_parameters, stage_parameters
+from bpipe.models.memory import parameter_bytes, shard_parameters, stage_experts, stage_parameters
+from bpipe.models.model import Model
+from bpipe.models.parameters import layer_parameters
+from bpipe.models.parts import LayerKind
 from bpipe.models.products import layer_products, matrix_products
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY_EFFICIENCY, Rates
-from bpipe.models.saved import (
-    STATISTICS,
-    STATISTICS_BYTES,
-    after_input_bytes,
-    element_bytes,
-    num_tokens,
-    sent_bytes,
-    shard_bytes,
-    stage_bytes,
-)
+from bpipe.models.routed import routed_tokens
+from bpipe.models.saved import STATISTICS, STATISTICS_BYTES, after_input_bytes, shard_bytes, stage_bytes
+from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes
 from bpipe.models.tensor_parallel import exposed, gather_s
 from bpipe.program import BALANCES, unchecked
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
@@ -47,9 +44,14 @@ DROPOUT_FORWARD, DROPOUT_BACKWARD = 5, 5
 PRODUCT_BYTES = 4
 # Bytes for every logit: the loss in 32 bit and its gradient.
 LOSS_FORWARD, LOSS_BACKWARD = 38, 14
+# A tanh of each, between a division and a product, fused.
+CAPPED = 4
 # The same of a shard, which torch's own kernels go through in 32 bit and in place: statistics in S, the gradient in T, and what of the
 # input's gradient algorithm 2 computes in S.
 SHARD_STATISTICS, SHARD_GRADIENT, SHARD_EARLY = 32, 42, 36
+# Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each read and written.
+ORDERINGS = 8
+ROUTING_KERNELS = 30
 # Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
 UPDATE_BYTES = 30
 
@@ -59,17 +61,21 @@ def is_softmax_fused(setup: Setup) -> bool:
     return setup.micro_batch * setup.model.num_attention_heads // setup.tensor % 4 == 0 and setup.sequence <= 4096
 
 
-def core_seconds(setup: Setup, rates: Rates) -> tuple[float, float]:
-    """The attention core of one layer, forward and backward."""
+def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple[float, float]:
+    """The attention core of one layer, forward and backward; of a window flash attention computes no more than lies in it."""
     model, s = setup.model, setup.sequence
-    kernels = setup.cluster.kernels
+    kernels, narrow = setup.cluster.kernels, window is not None and window < s
     heads = setup.micro_batch * model.num_attention_heads / setup.tensor
-    measured = None if kernels is None else kernels.attention_s(setup.attention, heads, s, model.kv_channels)
+    if kernels is None or narrow or model.latent is not None:
+        measured = None
+    else:
+        measured = kernels.attention_s(setup.attention, heads, s, model.kv_channels)
     if measured is not None:
         return measured
-    product_flops = 4 * setup.micro_batch * s * s * model.query_size / setup.tensor
+    product_flops = 4 * setup.micro_batch * s * s * model.core_size / setup.tensor
     if setup.attention == "flash":
-        forward = product_flops / 2 / rates.flash
+        share = 1.0 if window is None else min(1.0, window / s)
+        forward = share * (2 - share) * product_flops / 2 / rates.flash
         return forward, FLASH_BACKWARD * forward
     scores = heads * s * s
     softmax = (FUSED_FORWARD, FUSED_BACKWARD) if is_softmax_fused(setup) else (SEPARATE_FORWARD, SEPARATE_BACKWARD)
@@ -82,20 +88,26 @@ def core_seconds(setup: Setup, rates: Rates) -> tuple[float, float]:
     )
 
 
-def layer_seconds(setup: Setup) -> tuple[float, float]:
-    """One layer and micro-batch, forward and backward with its recomputation."""
+def layer_seconds(setup: Setup, kind: LayerKind | None = None) -> tuple[float, float]:
+    """One layer and micro-batch, forward and backward with its recomputation: the first, or another kind of them."""
     rates, model, tokens = Rates.of(setup), setup.model, num_tokens(setup)
-    h, element, products = model.hidden_size, element_bytes(setup), layer_products(setup).total()
+    kind = model.kind(0) if kind is None else kind
+    h, element, products = model.hidden_size, element_bytes(setup), layer_products(setup, kind).total()
     between = element * tokens * h / setup.sequence_shards
-    inside = element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
+    inside = _inside_bytes(setup, kind)
     # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
-    # Those of queries and keys read and write; backward they read what went in and out, and write.
+    # Those of queries and keys read and write, as those behind attention and MLP; backward they read what went in and out, and write.
     normed = element * tokens * (model.query_size + model.key_value_size // 2) / setup.tensor * model.qk_norm
+    normed += 2 * between * model.post_norms + element * tokens * _latent_ranks(model) / setup.sequence_shards
     forward = products.forward_s + (10.5 * between + inside + 2 * normed) / rates.memory + FORWARD_KERNELS * KERNEL_S
     backward = products.input_s + products.weight_s + BACKWARD_KERNELS * KERNEL_S
-    backward += (14 * between + 1.5 * inside + 3 * normed + _accumulated(setup)) / rates.memory
-    waits = exposed(setup)
-    core_forward, core_backward = core_seconds(setup, rates)
+    backward += (14 * between + 1.5 * inside + 3 * normed + _accumulated(setup, kind)) / rates.memory
+    if kind.experts:
+        # There and back, and the same for their gradients.
+        there_and_back = 2 * exchange(setup).seconds + ROUTING_KERNELS * KERNEL_S
+        forward, backward = forward + there_and_back, backward + there_and_back
+    waits = exposed(setup, kind)
+    core_forward, core_backward = core_seconds(setup, rates, kind.window)
     forward += core_forward
     backward += core_backward + waits.backward_s
     if setup.recompute == "full":
@@ -105,24 +117,40 @@ def layer_seconds(setup: Setup) -> tuple[float, float]:
     return forward + waits.forward_s, backward
 
 
-def _accumulated(setup: Setup) -> float:
+def _inside_bytes(setup: Setup, kind: LayerKind) -> float:
+    """What activation functions read and write, and what it takes to put tokens in the order of their experts and back."""
+    model, element, tokens, experts = setup.model, element_bytes(setup), num_tokens(setup), setup.model.experts
+    gates = 2 if model.gated else 1
+    if not kind.experts or experts is None:
+        return element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
+    routed = element * routed_tokens(setup) * ((1 + gates) * experts.ffn_hidden_size / setup.expert_tensor + ORDERINGS * model.hidden_size)
+    return routed + element * tokens * (1 + gates) * experts.shared_size / setup.tensor
+
+
+def _latent_ranks(model: Model) -> int:
+    return 0 if model.latent is None else (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
+
+
+def _accumulated(setup: Setup, kind: LayerKind) -> float:
     """Bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
-    return 2 * parameter_bytes(setup)[1] * setup.model.sharded_layer_parameters / setup.tensor
+    found = layer_parameters(setup.model, kind)
+    return 2 * parameter_bytes(setup)[1] * (found.matrices / setup.tensor + found.experts / (setup.routing.expert * setup.expert_tensor))
 
 
-def halves_seconds(setup: Setup) -> tuple[float, float]:
+def halves_seconds(setup: Setup, kind: LayerKind | None = None) -> tuple[float, float]:
     """One layer and micro-batch: the halves of its backward, for its input and for its weights. Attention's core has no weights.
 
     Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is scattered or summed,
     and with sequence parallelism the inputs of the matrices behind the norms are gathered again before it.
     """
     rates = Rates.of(setup)
-    _, backward = layer_seconds(setup)
+    kind = setup.model.kind(0) if kind is None else kind
+    _, backward = layer_seconds(setup, kind)
     if not setup.keeps_halves:
         return backward, 0.0
-    weight = layer_products(setup).total().weight_s + _accumulated(setup) / rates.memory + WEIGHT_KERNELS * KERNEL_S
+    weight = layer_products(setup, kind).total().weight_s + _accumulated(setup, kind) / rates.memory + WEIGHT_KERNELS * KERNEL_S
     gathers = 2 * gather_s(setup) if setup.sequence_shards > 1 else 0.0
-    waits = exposed(setup)
+    waits = exposed(setup, kind)
     return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
 
 
@@ -131,7 +159,9 @@ def output_seconds(setup: Setup) -> tuple[float, float]:
     rows, memory = setup.vocabulary / setup.tensor, Rates.of(setup).memory
     logits = num_tokens(setup) * rows
     product = matrix_products(setup, setup.model.hidden_size, rows)
-    return product.forward_s + LOSS_FORWARD * logits / memory, product.input_s + product.weight_s + LOSS_BACKWARD * logits / memory
+    capped = CAPPED * setup.model.capped_logits
+    forward = product.forward_s + (LOSS_FORWARD + capped) * logits / memory
+    return forward, product.input_s + product.weight_s + (LOSS_BACKWARD + capped) * logits / memory
 
 
 def shard_seconds(setup: Setup) -> ShardCost:
@@ -219,24 +249,29 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     device, d = setup.cluster.device, setup.replicas
     weight, gradient, *_ = parameter_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
-    bandwidth = _replicas_bytes_per_s(setup)
+    bandwidth = _replicas_bytes_per_s(setup, setup.replicas_share_nodes(), setup.replica_ports())
     rows = []
-    for stage, own in enumerate(stage_parameters(setup)):
-        count = own + (shard_parameters(setup) if stage < setup.pipeline else 0)
-        reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * count * (d - 1) / d / bandwidth
-        gathered = weight * count * (d - 1) / d / bandwidth if gathers else 0.0
+    for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
+        count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)
+        sent = count * (d - 1) / d / bandwidth
         mine = count / (d if setup.distributed_optimizer else 1)
+        if experts:
+            copies = setup.expert_replicas
+            sent += experts * (copies - 1) / copies / _replicas_bytes_per_s(setup, *replicas_of_experts(setup))
+            mine += experts / (copies if setup.distributed_optimizer else 1)
+        reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
+        gathered = weight * sent if gathers else 0.0
         updated = UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
         rows.append((reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated))
     return tuple(rows)
 
 
-def _replicas_bytes_per_s(setup: Setup) -> float:
+def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:
     """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports, each its own."""
     device = setup.cluster.device
-    if setup.replicas_share_nodes():
+    if share_node:
         return device.inside_bytes_per_s * LINK_EFFICIENCY
-    return min(device.inside_bytes_per_s, setup.replica_ports() * device.between_bytes_per_s) * LINK_EFFICIENCY
+    return min(device.inside_bytes_per_s, ports * device.between_bytes_per_s) * LINK_EFFICIENCY
 
 
 def _exchange(setup: Setup) -> Exchange:
@@ -249,8 +284,7 @@ def predict_costs(setup: Setup) -> Costs:
     """Costs of all stages. Raises ValueError where kernels were measured in another precision."""
     if setup.cluster.kernels is not None:
         setup.cluster.kernels.check(setup.precision)
-    forward, backward = layer_seconds(setup)
-    input_half, weight_half = halves_seconds(setup)
+    seconds = {kind: (*layer_seconds(setup, kind), *halves_seconds(setup, kind)) for kind, _ in setup.model.kinds()}
     output = output_seconds(setup)
     saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
     after_input = after_input_bytes(setup)
@@ -258,17 +292,18 @@ def predict_costs(setup: Setup) -> Costs:
     stages = []
     # Of hundreds of stages nearly all are alike.
     made: dict[tuple[object, ...], StageCost] = {}
-    for stage, num_layers in enumerate(setup.layers):
+    for stage, kinds in enumerate(setup.stage_kinds):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
-        known = (num_layers, first, last, reduction, update, saved[stage], after_input[stage])
+        known = (kinds, first, last, reduction, update, saved[stage], after_input[stage])
         if known not in made:
+            forward, backward, input_half, weight_half = (sum(number * seconds[kind][one] for kind, number in kinds) for one in range(4))
             made[known] = StageCost(
-                forward_s=num_layers * forward,
-                backward_s=num_layers * backward,
-                weight_s=num_layers * weight_half,
-                input_s=num_layers * input_half,
+                forward_s=forward,
+                backward_s=backward,
+                weight_s=weight_half,
+                input_s=input_half,
                 output_forward_s=output[0] if last else 0.0,
                 output_backward_s=output[1] if last else 0.0,
                 embedding_forward_s=embedding[0] if first else 0.0,

@@ -2,7 +2,7 @@
 
 Two formulas are in use and differ, so every figure says which it is:
   megatron  `num_floating_point_operations` of Megatron 0.19: every matrix product three times, attention's two products over the causal
-            half, the output layer over the whole vocabulary.
+            half, the output layer over the whole vocabulary. Of experts those that a token is routed to; windows are not looked at.
   papers    Narayanan et al. 2021 as Kim et al. 2023 and Huang et al. 2024 use it, without recomputation: attention over the full square,
             and the output layer's term as printed, V / (16 L h). For models with GQA or SwiGLU it is no longer right and is refused.
 """
@@ -10,6 +10,7 @@ Two formulas are in use and differ, so every figure says which it is:
 from __future__ import annotations
 
 from bpipe.models.model import Model
+from bpipe.models.parameters import layer_parameters, product_parameters
 
 FORMULAS = ("megatron", "papers")
 
@@ -18,12 +19,12 @@ def training_flops(model: Model, batch: int, sequence: int, formula: str = "mega
     """FLOPs of one iteration over `batch` sequences; recomputation is not counted. `vocabulary`: the padded one, default the model's."""
     vocabulary = model.vocabulary if vocabulary is None else vocabulary
     if formula == "megatron":
-        matrices = model.num_layers * model.sharded_layer_parameters + model.hidden_size * vocabulary
-        return 6 * batch * sequence * (matrices + model.num_layers * model.query_size * sequence)
+        matrices = sum(number * product_parameters(model, kind) for kind, number in model.kinds()) + model.hidden_size * vocabulary
+        return 6 * batch * sequence * (matrices + model.num_layers * model.core_size * sequence)
     if formula != "papers":
         raise ValueError(f"unknown formula {formula!r}: choose from {', '.join(FORMULAS)}")
     hidden, layers = model.hidden_size, model.num_layers
-    if model.sharded_layer_parameters != 12 * hidden**2:
+    if model.experts or model.latent or layer_parameters(model).matrices != 12 * hidden**2:
         raise ValueError(f"the papers' formula is for layers of 12 h^2 parameters; {model.name} has others: use the formula megatron")
     return batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence) + 9 * batch * sequence * vocabulary * hidden // 2
 

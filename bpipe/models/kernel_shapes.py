@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from bpipe.models.layout import Setup
 from bpipe.models.products import layer_matrices, product_sizes
-from bpipe.models.saved import num_tokens
+from bpipe.models.sizes import num_tokens
 from bpipe.models.tensor_parallel import gathered_bytes
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from bpipe.generate.families import FAMILIES, default
@@ -17,6 +18,7 @@ from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
+from bpipe.models.parts import LayerKind, Routing
 from bpipe.models.switches import Switches
 from bpipe.placement import Topology, pair_adjacent
 from bpipe.program import BALANCES, BalanceConfig, ScheduleConfig
@@ -55,6 +57,7 @@ class Setup:
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
     it. Of several stages the first may have the embedding and no layer, the last the output layer and none.
+    `routing`: how tokens come to experts, where the model has them; loads of experts are taken to be even.
     `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may hold, by default all that it has.
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies of the weights.
@@ -83,12 +86,15 @@ class Setup:
     vocabulary_parallel: str = Vocabulary.WHOLE.value
     input_shards: bool = False
     switches: Switches = field(default_factory=Switches)
+    routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     how: BalanceConfig = EVENLY
     budget_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
+        self._check_model()
         self._check_division()
+        self._check_routing()
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
@@ -96,13 +102,6 @@ class Setup:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
-        if self.kernels == "cpu" and (self.model.qk_norm or self.model.squared_relu or self.model.gated_gelu):
-            raise ValueError("what kernels of a CPU save of norms of queries and keys, squared ReLUs and gated GELUs is not modelled")
-        if self.model.window is not None and self.sequence > self.model.window:
-            raise ValueError(
-                f"{self.model.name} attends to {self.model.window} tokens at most, which is not modelled where the sequence, "
-                f"{self.sequence}, is longer: give --sequence {self.model.window} or less"
-            )
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
@@ -116,6 +115,42 @@ class Setup:
 
         if self.switches.tp_comm_overlap and self.tensor > 1 and not self.sequence_parallel:
             raise ValueError("--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the two out")
+
+    def _check_model(self) -> None:
+        """What is not modelled of it."""
+        model, cpu = self.model, self.kernels == "cpu"
+        others = (model.qk_norm, model.squared_relu, model.gated_gelu, model.post_norms, model.capped_logits, model.capped_attention)
+        if cpu and (any(others) or model.latent):
+            raise ValueError(
+                "what kernels of a CPU save of norms of queries and keys, squared ReLUs, gated GELUs, norms behind attention, capped "
+                "logits and latent attention is not modelled"
+            )
+        if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
+            raise ValueError("what kernels of a CPU save of experts is modelled without tensor and expert parallelism alone")
+        if self.attention == "unfused" and (model.capped_attention or (model.window is not None and self.sequence > model.window)):
+            raise ValueError(f"{model.name}: windows and capped attention are modelled with attention flash alone")
+        if model.chunk is not None and self.sequence > model.chunk:
+            raise ValueError(
+                f"{model.name} attends within chunks of {model.chunk} tokens, which is not modelled where the sequence, "
+                f"{self.sequence}, is longer: give --sequence {model.chunk} or less"
+            )
+
+    def _check_routing(self) -> None:
+        """Megatron's rules for experts."""
+        experts, routing = self.model.experts, self.routing
+        if experts is None:
+            if routing != Routing():
+                raise ValueError(f"{self.model.name} has no experts: leave out what says how tokens come to them")
+            return
+        ep, each, block = routing.expert, self.expert_tensor, self.tensor * self.data
+        if experts.num_experts % ep:
+            raise ValueError(f"expert parallel {ep} does not divide the {experts.num_experts} experts")
+        if block % (ep * each):
+            raise ValueError(f"expert parallel {ep} * expert tensor parallel {each} does not divide t*d = {block}")
+        if self.tensor > 1 and not self.sequence_parallel:
+            raise ValueError("experts with tensor parallelism are trained with sequence parallelism alone: give --sequence-parallel")
+        if self.num_pipes > 1:
+            raise ValueError(f"{self.schedule} has two pipes, in which experts are not modelled: choose another schedule")
 
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
@@ -205,6 +240,31 @@ class Setup:
         return _layout(self.schedule, self.pipeline, self.chunks).stages_of(rank)
 
     @property
+    def stage_kinds(self) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
+        """For every stage how many layers of each kind it has."""
+        if self.model.is_uniform:
+            kind = self.model.kind(0)
+            return tuple(((kind, number),) for number in self.layers)
+        firsts = accumulate(self.layers, initial=0)
+        return tuple(self.model.kinds(first, number) for first, number in zip(firsts, self.layers, strict=False))
+
+    @property
+    def differs(self) -> bool:
+        """Whether micro-batches of a stage may differ in size, so that host buffers have a reserve: experts that are not padded take what
+        comes."""
+        return self.switches.bpipe_differing_sizes or (self.model.experts is not None and not self.routing.padded)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Over so many devices each expert is divided."""
+        return self.routing.expert_tensor or self.tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many devices have the same part of the same experts."""
+        return self.tensor * self.data // (self.routing.expert * self.expert_tensor)
+
+    @property
     def splits(self) -> bool:
         """Whether backwards are computed in halves."""
         return FAMILIES[self.schedule].splits
@@ -251,6 +311,12 @@ class Setup:
         """Over so many ports a node's replicas of a rank reach those on other nodes: as many as the node has that has fewest of them."""
         return self._places[2]
 
+    def stage_nodes(self) -> tuple[int, ...]:
+        """The nodes of the first rank's replicas, in the order of these."""
+        sizes = (self.tensor, self.pipeline, self.data, self.cluster.devices_per_node)
+        nodes = _nodes_of_parts(*sizes, self.balance != "none", self.how.partners)
+        return tuple(nodes[0, replica] for replica in range(self.data))
+
     @property
     def _places(self) -> tuple[tuple[int, ...], bool, int]:
         sizes = (self.tensor, self.pipeline, self.data, self.cluster.devices_per_node)
@@ -278,14 +344,22 @@ def _places(
 
     A balanced run lies with its pairs adjacent. Any other has Megatron's own order: tensor parallelism innermost, then data, then pipeline.
     """
+    nodes = _nodes_of_parts(tensor, pipeline, data, devices_per_node, adjacent, partners)
+    groups = [[nodes[rank, replica] for replica in range(data)] for rank in range(pipeline)]
+    return tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups)
+
+
+@lru_cache(maxsize=1024)
+def _nodes_of_parts(
+    tensor: int, pipeline: int, data: int, devices_per_node: int, adjacent: bool, partners: tuple[int, ...] | None
+) -> dict[tuple[int, int], int]:
+    """By rank and replica."""
     if adjacent:
         parts = pair_adjacent(Topology(tensor, 1, pipeline, data, devices_per_node), partners)
         place_of = {(part.stage, part.replica): place for place, part in enumerate(parts) if part.tensor == 0}
     else:
         place_of = {(rank, replica): (rank * data + replica) * tensor for rank in range(pipeline) for replica in range(data)}
-    nodes = {key: place // devices_per_node for key, place in place_of.items()}
-    groups = [[nodes[rank, replica] for replica in range(data)] for rank in range(pipeline)]
-    return tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups)
+    return {key: place // devices_per_node for key, place in place_of.items()}
 
 
 @lru_cache(maxsize=1024)

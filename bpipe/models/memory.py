@@ -15,22 +15,21 @@ from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.memory import RESERVE, Memory, memory_of
 from bpipe.models.held import HeldCounts, held_within
 from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.parameters import layer_parameters
+from bpipe.models.parts import LayerKind
+from bpipe.models.routed import routed_tokens
 from bpipe.models.saved import (
     STATISTICS,
     STATISTICS_BYTES,
     after_input_bytes,
     core_bytes,
-    element_bytes,
     layer_bytes,
     layer_saved,
     moved_bytes,
-    num_tokens,
-    sent_bytes,
     shard_bytes,
-    shared,
     stage_bytes,
-    total,
 )
+from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes, shared, total
 from bpipe.passes.balance import occupied
 from bpipe.program import unchecked
 
@@ -110,8 +109,7 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     """Parameters of every stage on one device."""
     model, t = setup.model, setup.tensor
     embedding = shared(setup.vocabulary * model.hidden_size, t)
-    layer = shared(model.sharded_layer_parameters + model.sharded_layer_biases, t) + model.replicated_layer_parameters
-    counts = [num_layers * layer for num_layers in setup.layers]
+    counts = [sum(number * _layer_parameters(setup, kind) for kind, number in kinds) for kinds in setup.stage_kinds]
     counts[0] += setup.sequence * model.hidden_size * model.learned_positions
     counts[-1] += model.norm_parameters
     if not setup.input_shards:
@@ -120,6 +118,24 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     if not setup.is_sharded and (not model.tied_embedding or setup.pipeline > 1):
         counts[-1] += embedding
     return tuple(counts)
+
+
+def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
+    """Of a layer on one device, its experts included."""
+    found = layer_parameters(setup.model, kind)
+    return shared(found.matrices + found.biases, setup.tensor) + found.replicated + _of_experts(setup, kind)
+
+
+def _of_experts(setup: Setup, kind: LayerKind) -> int:
+    """Of the experts of a layer, on one device."""
+    return shared(layer_parameters(setup.model, kind).experts, setup.routing.expert * setup.expert_tensor)
+
+
+def stage_experts(setup: Setup) -> tuple[int, ...]:
+    """Of the parameters of every stage on one device, how many are experts'."""
+    if setup.model.experts is None:
+        return (0,) * setup.num_stages
+    return tuple(sum(number * _of_experts(setup, kind) for kind, number in kinds) for kinds in setup.stage_kinds)
 
 
 def shard_parameters(setup: Setup) -> int:
@@ -137,12 +153,25 @@ def rank_parameters(setup: Setup) -> tuple[int, ...]:
     return tuple(sum(counts[stage] for stage in setup.stages_of(rank)) + shards for rank in range(setup.pipeline))
 
 
+def rank_experts(setup: Setup) -> tuple[int, ...]:
+    """Of the parameters of every rank on one device, how many are experts'."""
+    experts = stage_experts(setup)
+    return tuple(sum(experts[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
+
+
+def _over_replicas(setup: Setup, each: int, count: int, experts: int) -> int:
+    """So many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of experts there are fewer."""
+    if not setup.distributed_optimizer:
+        return each * count
+    return shared(each * (count - experts), setup.replicas) + shared(each * experts, setup.expert_replicas)
+
+
 def working_bytes(setup: Setup) -> tuple[int, ...]:
     """What comes and goes while one micro-batch is computed, at its fullest, for every rank."""
     model, element, tokens = setup.model, element_bytes(setup), num_tokens(setup)
     # A layer's backward: gradients of a matrix's input and output over the whole sequence, and of the MLP's inside.
     layer = 2 * element * tokens * model.hidden_size
-    layer += shared(element * tokens * (model.first_mlp_size + model.ffn_hidden_size), setup.tensor)
+    layer += max(_inside_bytes(setup, kind) for kind, _ in model.kinds())
     if setup.attention == "unfused":
         layer += shared(2 * element * tokens * model.num_attention_heads * setup.sequence, setup.tensor)
     # What recomputation makes anew for one layer at a time.
@@ -155,6 +184,16 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
         return (shard_bytes(setup) + max(layer, _shard_working_bytes(setup)) + buffers,) * setup.pipeline
     last = {placement[-1] for placement in setup.placements}
     return tuple((max(layer, loss) if rank in last else layer) + buffers for rank in range(setup.pipeline))
+
+
+def _inside_bytes(setup: Setup, kind: LayerKind) -> int:
+    """Gradients of an MLP's inside; of experts also of what enters and leaves them."""
+    model, experts, element = setup.model, setup.model.experts, element_bytes(setup)
+    gates = 2 if model.gated else 1
+    if not kind.experts or experts is None:
+        return shared(element * num_tokens(setup) * (model.first_mlp_size + model.ffn_hidden_size), setup.tensor)
+    routed = element * routed_tokens(setup)
+    return 2 * routed * model.hidden_size + shared((1 + gates) * routed * experts.ffn_hidden_size, setup.expert_tensor)
 
 
 def _shard_working_bytes(setup: Setup) -> int:
@@ -230,7 +269,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
             return tuple(one.num_bytes(saved, after_input) for one in held_within(setup.program()))
         return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
     held = [one.num_bytes(saved, after_input) for one in _held_of(setup)]
-    reserve = RESERVE if setup.switches.bpipe_differing_sizes else 0
+    reserve = RESERVE if setup.differs else 0
     return tuple((own, hosted + int(hosted * reserve)) for own, hosted in held)
 
 
@@ -264,13 +303,14 @@ def peak_bytes(setup: Setup) -> int:
 
 def state_bytes(setup: Setup) -> int:
     """Weights, gradients, optimizer state and overhead of the rank with most parameters: it holds no less than this."""
-    return _state_bytes(setup, max(rank_parameters(setup)))
+    return max(_rank_states(setup))
 
 
-def _state_bytes(setup: Setup, num_parameters: int) -> int:
+def _rank_states(setup: Setup) -> tuple[int, ...]:
+    """The same of every rank."""
     weight, gradient, state, _ = parameter_bytes(setup)
-    replicas = setup.replicas if setup.distributed_optimizer else 1
-    return (weight + gradient) * num_parameters + shared(state * num_parameters, replicas) + overhead_bytes(setup)
+    overhead, parameters = overhead_bytes(setup), zip(rank_parameters(setup), rank_experts(setup), strict=True)
+    return tuple((weight + gradient) * count + _over_replicas(setup, state, count, experts) + overhead for count, experts in parameters)
 
 
 def least_bytes(setup: Setup) -> int:
@@ -279,22 +319,22 @@ def least_bytes(setup: Setup) -> int:
     least, family = state_bytes(setup), FAMILIES[setup.schedule]
     if family.ahead is None:
         return least
-    counts, saved, working = rank_parameters(setup), stage_bytes(setup), working_bytes(setup)
+    states, saved, working = _rank_states(setup), stage_bytes(setup), working_bytes(setup)
     held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance == "none":
-        return max(least, _with_state(setup, counts[0], held + working[0]))
-    return max(least, _with_state(setup, min(counts), _part(setup, held) + min(working)))
+        return max(least, _with_state(setup, states[0], held + working[0]))
+    return max(least, _with_state(setup, min(states), _part(setup, held) + min(working)))
 
 
 def least_shared_bytes(setup: Setup) -> int:
     """No fullest rank of a balanced setup needs less, and nothing has to be balanced to say so: wherever a rank's micro-batches are when it
     has most of them, it or its partner has half, or of a pool one has as large a part."""
-    saved, after_input, counts, working = stage_bytes(setup), after_input_bytes(setup), rank_parameters(setup), working_bytes(setup)
+    saved, after_input, states, working = stage_bytes(setup), after_input_bytes(setup), _rank_states(setup), working_bytes(setup)
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup)
     held = max(one.num_bytes(saved, after_input)[0] for one in _held_of(replace(setup, balance="none", how=EVENLY)))
-    return max(least_bytes(setup), _with_state(setup, min(counts), _part(setup, held) + min(working)))
+    return max(least_bytes(setup), _with_state(setup, min(states), _part(setup, held) + min(working)))
 
 
 def _part(setup: Setup, held: int) -> int:
@@ -302,26 +342,29 @@ def _part(setup: Setup, held: int) -> int:
     return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.how.hosts, 0)
 
 
-def _with_state(setup: Setup, num_parameters: int, going: int) -> int:
+def _with_state(setup: Setup, state: int, going: int) -> int:
     """State, what comes and goes, and what the allocator loses of that."""
-    return _state_bytes(setup, num_parameters) + going + int(_fragmentation(setup) * going)
+    return state + going + int(_fragmentation(setup) * going)
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
     """What one micro-batch of each stage holds; storages below `minimum_bytes` stay where they are."""
     stages = range(setup.num_stages)
     memory = memory_of(stage_bytes(setup), [moved_bytes(setup, stage, minimum_bytes) for stage in stages], after_input_bytes(setup))
-    return replace(memory, reserved=setup.switches.bpipe_differing_sizes)
+    return replace(memory, reserved=setup.differs)
 
 
 def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
     """By stage, what of a micro-batch may leave in place of all that can: some of its layers, in as many steps as there are layers, or in
     `_MOST_PARTS`. Ascending; the last is all."""
-    layer = total(tuple(row for row in layer_saved(setup) if row.nbytes >= minimum_bytes))
+    of_kind = {
+        kind: total(tuple(row for row in layer_saved(setup, None, kind) if row.nbytes >= minimum_bytes)) for kind, _ in setup.model.kinds()
+    }
     found = []
     for stage, layers in enumerate(setup.layers):
+        layer = max((of_kind[kind] for kind, _ in setup.stage_kinds[stage]), default=0)
         whole, steps = moved_bytes(setup, stage, minimum_bytes), min(layers, _MOST_PARTS)
-        found.append((*(layer * (layers * step // steps) for step in range(1, steps) if layer), whole))
+        found.append((*(min(whole, layer * (layers * step // steps)) for step in range(1, steps) if layer), whole))
     return tuple(found)
 
 
@@ -345,18 +388,17 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
     """One a rank. What a transfer moves is taken to be all that a micro-batch saves, where nobody has said another size."""
     held_by_rank = activations(setup)
     weight, gradient, state, update = parameter_bytes(setup)
-    replicas = setup.replicas if setup.distributed_optimizer else 1
     working, overhead = working_bytes(setup), overhead_bytes(setup)
     rows = []
-    for rank, count in enumerate(rank_parameters(setup)):
+    for rank, (count, experts) in enumerate(zip(rank_parameters(setup), rank_experts(setup), strict=True)):
         own, hosted = held_by_rank[rank]
         rows.append(
             RankMemory(
                 rank=rank,
                 weights_bytes=weight * count,
                 gradients_bytes=gradient * count,
-                optimizer_bytes=shared(state * count, replicas),
-                update_bytes=shared(update * count, replicas),
+                optimizer_bytes=_over_replicas(setup, state, count, experts),
+                update_bytes=_over_replicas(setup, update, count, experts),
                 activations_bytes=own,
                 hosted_bytes=hosted,
                 working_bytes=working[rank],

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
+
+from bpipe.models.parts import EVERY, Experts, Latent, LayerKind, shortest
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder with `num_layers` equal layers. The names are Megatron's flags where it has one.
+    """A decoder with `num_layers` layers. The names are Megatron's flags where it has one.
 
     `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU MLP: the first
     projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a gate. `rms_norm` has a weight and no
     bias. `learned_positions` adds an embedding of the sequence's length. `qkv_bias`: of linear layers only those of Q, K and V have biases.
-    `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no token attends to more than so many.
+    `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no token attends to more than so many, in the layers
+    that `window_pattern` says. `chunk`: tokens attend within their own so many alone, which is not modelled.
+    `post_norms`: what attention and MLP give is normed, too. `capped_attention` and `capped_logits` are squeezed by a tanh.
+
+    `experts`: some layers or all have them in place of the MLP, which `ffn_hidden_size` is of the others. `latent`: attention is latent.
     """
 
     name: str
@@ -35,6 +43,13 @@ class Model:
     qkv_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
+    window_pattern: tuple[int, ...] = EVERY
+    chunk: int | None = None
+    post_norms: bool = False
+    capped_attention: bool = False
+    capped_logits: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -45,15 +60,57 @@ class Model:
             raise ValueError(f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} heads")
         if self.squared_relu and self.gated:
             raise ValueError(f"model {self.name}: a SwiGLU is no squared ReLU: leave one of the two out")
+        object.__setattr__(self, "window_pattern", shortest(self.window_pattern))
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        patterns = {"experts": self.experts.pattern if self.experts else EVERY, "windows": self.window_pattern}
+        for what, pattern in patterns.items():
+            if len(pattern) > self.num_layers:
+                raise ValueError(f"model {self.name}: {what} are said of {len(pattern)} layers, there are {self.num_layers}")
+        if self.latent and (self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window):
+            raise ValueError(
+                f"model {self.name}: latent attention has no query groups, windows, norms of heads or biases: leave one of them out"
+            )
+        if self.linear_bias and (self.latent or (self.experts and self.experts.shared_size)):
+            raise ValueError(
+                f"model {self.name}: with latent attention or shared experts no linear layer has a bias: leave one of them out"
+            )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return (self.experts is None or self.experts.pattern == EVERY) and (self.window is None or self.window_pattern == EVERY)
+
+    def kind(self, layer: int) -> LayerKind:
+        experts = self.experts is not None and bool(self.experts.pattern[layer % len(self.experts.pattern)])
+        return LayerKind(experts, self.window if self.window_pattern[layer % len(self.window_pattern)] else None)
+
+    def kinds(self, first: int = 0, number: int | None = None) -> tuple[tuple[LayerKind, int], ...]:
+        """How many of each kind so many layers are from the first on, without a number all."""
+        number = self.num_layers - first if number is None else number
+        if self.is_uniform:
+            return ((self.kind(0), number),)
+        return _counted(self, first, number)
 
     @property
     def query_size(self) -> int:
-        return self.num_attention_heads * self.kv_channels
+        return self.num_attention_heads * (self.latent.query_head if self.latent else self.kv_channels)
+
+    @property
+    def value_size(self) -> int:
+        """What attention gives: of every head a value."""
+        return self.num_attention_heads * (self.latent.v_head_dim if self.latent else self.kv_channels)
 
     @property
     def key_value_size(self) -> int:
         """Keys and values together."""
-        return 2 * self.num_query_groups * self.kv_channels
+        return self.query_size + self.value_size if self.latent else 2 * self.num_query_groups * self.kv_channels
+
+    @property
+    def core_size(self) -> int:
+        """Of a query and a key, the multiplications of both products, halved as the causal half of the square has them."""
+        return (self.query_size + self.value_size) // 2
 
     @property
     def first_mlp_size(self) -> int:
@@ -61,32 +118,13 @@ class Model:
         return self.ffn_hidden_size * (2 if self.gated else 1)
 
     @property
-    def sharded_layer_parameters(self) -> int:
-        """Parameters of a layer that tensor parallelism divides: the matrices."""
-        attention = self.hidden_size * (2 * self.query_size + self.key_value_size)
-        return attention + self.hidden_size * (self.first_mlp_size + self.ffn_hidden_size)
-
-    @property
-    def sharded_layer_biases(self) -> int:
-        attention = (self.query_size + self.key_value_size) * (self.linear_bias or self.qkv_bias)
-        return attention + self.first_mlp_size * self.linear_bias
-
-    @property
-    def replicated_layer_parameters(self) -> int:
-        """Parameters of a layer that every tensor-parallel rank has: norms, and the biases of what returns to the hidden size."""
-        of_heads = 2 * self.kv_channels * (1 if self.rms_norm else 2) * self.qk_norm
-        return 2 * self.norm_parameters + of_heads + 2 * self.hidden_size * self.linear_bias
-
-    @property
     def norm_parameters(self) -> int:
         return self.hidden_size * (1 if self.rms_norm else 2)
 
-    @property
-    def num_parameters(self) -> int:
-        layer = self.sharded_layer_parameters + self.sharded_layer_biases + self.replicated_layer_parameters
-        embedding = self.vocabulary * self.hidden_size * (1 if self.tied_embedding else 2)
-        positions = self.sequence * self.hidden_size * self.learned_positions
-        return self.num_layers * layer + self.norm_parameters + embedding + positions
+
+@lru_cache(maxsize=4096)
+def _counted(model: Model, first: int, number: int) -> tuple[tuple[LayerKind, int], ...]:
+    return tuple(Counter(model.kind(layer) for layer in range(first, first + number)).items())
 
 
 def gpt(name: str, num_layers: int, hidden_size: int, heads: int, vocabulary: int = 51200, sequence: int = 2048) -> Model:

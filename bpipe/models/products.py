@@ -12,8 +12,10 @@ from functools import cache
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
+from bpipe.models.parts import Latent, LayerKind
 from bpipe.models.rates import Rates
-from bpipe.models.saved import element_bytes, num_tokens
+from bpipe.models.routed import routed_tokens
+from bpipe.models.sizes import element_bytes, num_tokens
 
 # Rows and columns, and what it reaches of the largest's rate: the smaller reads more for every result it computes. cuBLAS has smaller
 # ones still, for products that do not fill a device.
@@ -28,26 +30,26 @@ class Products(NamedTuple):
     weight_s: float
 
 
-def matrix_products(setup: Setup, inputs: float, outputs: float) -> Products:
-    """All tokens of a micro-batch through a matrix of this rank, so many features in and out.
+def matrix_products(setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1) -> Products:
+    """All tokens of a micro-batch, or so many, through a matrix of this rank, so many features in and out; of `number` alike at once.
 
     What adding up the gradients of its weights reads and writes is not in it.
     """
-    tokens, written = num_tokens(setup), element_bytes(setup)
+    tokens, written = num_tokens(setup) if tokens is None else tokens, element_bytes(setup)
     rates, kernels = Rates.of(setup), setup.cluster.kernels
     processors = setup.cluster.device.num_processors
     found = []
     for rows, columns, terms, ends_here in product_sizes(tokens, inputs, outputs):
-        measured = None if kernels is None else kernels.product_s(rows, columns, terms)
+        measured = None if kernels is None or number > 1 else kernels.product_s(rows, columns, terms)
         if measured is None:
-            found.append(_seconds(rates, processors, rows, columns, terms, written * ends_here))
+            found.append(_seconds(rates, processors, rows, columns, terms, written * ends_here, number))
         else:
             # It was written down when it was measured.
             found.append(measured if ends_here else max(0.0, measured - rows * columns * written / rates.memory))
     return Products(*found)
 
 
-def product_sizes(tokens: int, inputs: float, outputs: float) -> tuple[tuple[float, float, float, bool], ...]:
+def product_sizes(tokens: float, inputs: float, outputs: float) -> tuple[tuple[float, float, float, bool], ...]:
     """Rows, columns and terms of a matrix's three products, as `Products` has them; and whether the result is written down by itself.
 
     Gradients of weights are added to what there is.
@@ -64,7 +66,7 @@ class Layer(NamedTuple):
     second: Products
 
     def total(self) -> Products:
-        return Products(*map(sum, zip(*self, strict=True)))
+        return _added(*self)
 
 
 def layer_matrices(setup: Setup) -> tuple[tuple[float, float], ...]:
@@ -76,24 +78,62 @@ def layer_matrices(setup: Setup) -> tuple[tuple[float, float], ...]:
     hidden = model.hidden_size
     return (
         (hidden, (model.query_size + model.key_value_size) / t),
-        (model.query_size / t, hidden),
+        (model.value_size / t, hidden),
         (hidden, model.first_mlp_size / t),
         (model.ffn_hidden_size / t, hidden),
     )
 
 
-def layer_products(setup: Setup) -> Layer:
-    return Layer(*(matrix_products(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup)))
+def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
+    """Of two matrices behind the norms, whose outputs are split over tensor-parallel ranks, and two that return, whose inputs are.
+
+    Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
+    """
+    kind = setup.model.kind(0) if kind is None else kind
+    joined, returning, *mlp = (matrix_products(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup))
+    first, second = _experts(setup) if kind.experts else mlp
+    return Layer(joined if setup.model.latent is None else _latent(setup, setup.model.latent), returning, first, second)
+
+
+def _latent(setup: Setup, latent: Latent) -> Products:
+    """Down, whole on every tensor-parallel rank for its part of the sequence, and up."""
+    model, t = setup.model, setup.tensor
+    keys_and_values = model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+    ups = (
+        matrix_products(setup, latent.q_lora_rank or model.hidden_size, model.query_size / t),
+        matrix_products(setup, latent.kv_lora_rank, keys_and_values / t),
+    )
+    return _added(matrix_products(setup, model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards), *ups)
+
+
+def _experts(setup: Setup) -> tuple[Products, Products]:
+    """Of even loads: the tiles of all experts of a device share its waves."""
+    model, experts = setup.model, setup.model.experts
+    assert experts is not None
+    number = experts.num_experts // setup.routing.expert
+    tokens, size = routed_tokens(setup) / number, experts.ffn_hidden_size / setup.expert_tensor
+    gates = 2 if model.gated else 1
+    first = matrix_products(setup, model.hidden_size, gates * size, tokens, number)
+    second = matrix_products(setup, size, model.hidden_size, tokens, number)
+    if not experts.shared_size:
+        return first, second
+    shared_size = experts.shared_size / setup.tensor
+    beside = matrix_products(setup, model.hidden_size, gates * shared_size), matrix_products(setup, shared_size, model.hidden_size)
+    return _added(first, beside[0]), _added(second, beside[1])
+
+
+def _added(*several: Products) -> Products:
+    return Products(*map(sum, zip(*several, strict=True)))
 
 
 @cache
-def _seconds(rates: Rates, processors: int | None, rows: float, columns: float, inner: float, written_bytes: int) -> float:
-    """A product with a result of rows and columns, each a sum of `inner` products; `written_bytes` for each."""
+def _seconds(rates: Rates, processors: int | None, rows: float, columns: float, inner: float, written_bytes: int, number: int) -> float:
+    """Products with results of rows and columns, each a sum of `inner` products; `written_bytes` for each."""
     written = written_bytes / rates.memory
     if processors is None:
-        return rows * columns * (2 * inner / rates.products + written)
+        return number * rows * columns * (2 * inner / rates.products + written)
     return min(
-        -(-(-(-rows // high) * -(-columns // wide)) // processors)
+        -(-(number * -(-rows // high) * -(-columns // wide)) // processors)
         * processors
         * high
         * wide

@@ -10,10 +10,12 @@ every storage beside Megatron's own layers). Knows no schedule and no weights.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from bpipe.ir.layout import Vocabulary
+from bpipe.models.latent import latent_saved
 from bpipe.models.layout import Setup
+from bpipe.models.parts import LayerKind
+from bpipe.models.routed import experts_after_input, experts_saved
+from bpipe.models.sizes import Saved, element_bytes, num_tokens, sent_bytes, shared, total
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
 GPU_DROPOUT_BYTES = 1
@@ -35,51 +37,23 @@ MASK_KIND_BYTES = 4
 TOKEN_COUNT_BYTES, MICROBATCH_COUNT_BYTES = 4, 8
 
 
-class Saved(NamedTuple):
-    """`num` storages of `nbytes` each."""
-
-    name: str
-    nbytes: int
-    num: int = 1
-
-
-def total(rows: tuple[Saved, ...]) -> int:
-    return sum(row.nbytes * row.num for row in rows)
-
-
-def shared(value: int, shards: int) -> int:
-    """One shard, rounded up."""
-    return -(-value // shards)
-
-
-def element_bytes(setup: Setup) -> int:
-    return 4 if setup.precision == "fp32" else 2
-
-
-def num_tokens(setup: Setup) -> int:
-    """Of one micro-batch."""
-    return setup.sequence * setup.micro_batch
-
-
-def sent_bytes(setup: Setup) -> int:
-    """What a stage hands to the next one for a micro-batch: a value for every token and hidden unit."""
-    return shared(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards)
-
-
-def layer_saved(setup: Setup, recompute: str | None = None) -> tuple[Saved, ...]:
-    """What one layer saves for one micro-batch, under the setup's recomputation or another one."""
+def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | None = None) -> tuple[Saved, ...]:
+    """What one layer saves for one micro-batch, under the setup's recomputation or another one; the first, or another kind of them."""
     recompute = setup.recompute if recompute is None else recompute
+    kind = setup.model.kind(0) if kind is None else kind
     if recompute == "full":
         return (Saved("layer input", sent_bytes(setup)),)
     core = _core(setup) if recompute == "none" else ()
     if setup.kernels == "gpu":
-        return (*_gpu_layer(setup), *core)
-    return (*_norm(setup, 2), *_attention(setup, recompute), *core, *_dropout(setup, 2), *_mlp(setup))
+        return (*_gpu_layer(setup, kind), *core)
+    mlp = experts_saved(setup) if kind.experts else _mlp(setup)
+    return (*_norm(setup, 2), *_attention(setup, recompute), *core, *_dropout(setup, 2), *mlp)
 
 
 def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
     """What a forward of one micro-batch saves on a stage."""
-    rows = [Saved(name, nbytes, num * setup.layers[stage]) for name, nbytes, num in layer_saved(setup)]
+    kinds = setup.stage_kinds[stage]
+    rows = [Saved(name, nbytes, num * number) for kind, number in kinds for name, nbytes, num in layer_saved(setup, None, kind)]
     if stage == 0:
         rows += _embedding(setup)
     if stage == setup.num_stages - 1:
@@ -107,24 +81,32 @@ def shard_saved(setup: Setup) -> tuple[Saved, ...]:
     return (*rows, Saved("statistics of the shard", STATISTICS * STATISTICS_BYTES * tokens), early)
 
 
-def layer_after_input(setup: Setup) -> tuple[Saved, ...]:
+def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Saved, ...]:
     """What one layer holds between the halves of a split backward: of every matrix its input and the gradient of its output.
 
     The inputs are among what its forward saved, unless that is recomputed; the gradients are new. Sequence parallelism divides what lies
     between layers, yet the gradients that enter there are whole: they were gathered.
     """
     model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
-    inside = (
-        ("input of the output projection", model.query_size),
-        ("input of the second MLP matrix", model.ffn_hidden_size),
+    kind = model.kind(0) if kind is None else kind
+    returning = Saved("gradient behind the output projection", per_width * model.hidden_size)
+    attention = (
+        ("input of the output projection", model.value_size),
         ("gradient of Q, K, V", model.query_size + model.key_value_size),
+    )
+    rows = (
+        Saved("inputs of the matrices behind the norms", sent_bytes(setup), 2),
+        *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in attention),
+        returning,
+    )
+    if kind.experts:
+        return (*rows, *experts_after_input(setup))
+    mlp = (
+        ("input of the second MLP matrix", model.ffn_hidden_size),
         ("gradient of the activation function's input", model.first_mlp_size),
     )
-    return (
-        Saved("inputs of the matrices behind the norms", sent_bytes(setup), 2),
-        *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in inside),
-        Saved("gradients behind the output projection and the second MLP matrix", per_width * model.hidden_size, 2),
-    )
+    inside = (Saved(name, shared(per_width * size, setup.tensor)) for name, size in mlp)
+    return (*rows, *inside, returning._replace(name="gradient behind the second MLP matrix"))
 
 
 def core_bytes(setup: Setup) -> int:
@@ -133,13 +115,14 @@ def core_bytes(setup: Setup) -> int:
 
 
 def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
-    return total(layer_saved(setup, recompute))
+    """Of the kind of layer that saves most."""
+    return max(total(layer_saved(setup, recompute, kind)) for kind, _ in setup.model.kinds())
 
 
 def stage_bytes(setup: Setup) -> tuple[int, ...]:
     """For every stage."""
-    layers = layer_bytes(setup)
-    saved = [num_layers * layers for num_layers in setup.layers]
+    of_kind = {kind: total(layer_saved(setup, None, kind)) for kind, _ in setup.model.kinds()}
+    saved = [sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds]
     saved[0] += total(_embedding(setup))
     saved[-1] += total(_last(setup))
     return tuple(saved)
@@ -155,13 +138,17 @@ def after_input_bytes(setup: Setup) -> tuple[int, ...]:
 
     That of the output layer is never put off, for the gradients of its logits would be held: there and of the embedding nothing remains.
     """
-    layer = total(layer_after_input(setup)) if setup.keeps_halves else 0
-    return tuple(num_layers * layer for num_layers in setup.layers)
+    if not setup.keeps_halves:
+        return (0,) * setup.num_stages
+    of_kind = {kind: total(layer_after_input(setup, kind)) for kind, _ in setup.model.kinds()}
+    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
 
 
 def kept_share(setup: Setup) -> float:
-    """What a layer holds between the halves of its backward, as a share of what its forward saved."""
-    return total(layer_after_input(setup)) / layer_bytes(setup)
+    """What layers hold between the halves of their backward, as a share of what their forwards saved."""
+    kinds = setup.model.kinds()
+    kept = sum(number * total(layer_after_input(setup, kind)) for kind, number in kinds)
+    return kept / sum(number * total(layer_saved(setup, None, kind)) for kind, number in kinds)
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
@@ -175,17 +162,22 @@ def saves_input(setup: Setup) -> bool:
     return setup.recompute == "full" or not copied
 
 
-def _gpu_layer(setup: Setup) -> tuple[Saved, ...]:
+def _gpu_layer(setup: Setup, kind: LayerKind) -> tuple[Saved, ...]:
     model, hidden = setup.model, sent_bytes(setup)
     per_width, normed = element_bytes(setup) * num_tokens(setup), model.query_size + model.key_value_size // 2
+    mlp = (
+        Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
+        Saved("input of the second MLP matrix", shared(per_width * model.ffn_hidden_size, setup.tensor)),
+    )
     return (
         Saved("inputs of norms and of the matrices behind them", hidden, 4),
+        *((Saved("inputs of the norms behind attention and MLP", hidden, 2),) * model.post_norms),
         *_dropout(setup, 2),
         Saved("Q, K, V", shared(per_width * (model.query_size + model.key_value_size), setup.tensor)),
         *((Saved("Q and K before their norms", shared(per_width * normed, setup.tensor)),) * model.qk_norm),
-        Saved("input of the output projection", shared(per_width * model.query_size, setup.tensor)),
-        Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
-        Saved("input of the second MLP matrix", shared(per_width * model.ffn_hidden_size, setup.tensor)),
+        *latent_saved(setup),
+        Saved("input of the output projection", shared(per_width * model.value_size, setup.tensor)),
+        *(experts_saved(setup) if kind.experts else mlp),
     )
 
 
@@ -280,6 +272,7 @@ def _loss(setup: Setup) -> tuple[Saved, ...]:
     tokens = num_tokens(setup)
     softmax = Saved("softmax of the logits", shared(LOSS_BYTES * tokens * setup.vocabulary, setup.tensor))
     if setup.kernels == "gpu":
-        return (softmax,)
+        capped = Saved("capped logits", shared(element_bytes(setup) * tokens * setup.vocabulary, setup.tensor))
+        return (softmax, *((capped,) * setup.model.capped_logits))
     targets = (Saved("targets", TOKEN_BYTES * tokens), Saved("mask of targets", MASK_BYTES * tokens))
     return (softmax, *targets, Saved("number of tokens", TOKEN_COUNT_BYTES), Saved("number of micro-batches", MICROBATCH_COUNT_BYTES))

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
+from bpipe.models.parts import LayerKind
 from bpipe.models.products import layer_products
 from bpipe.models.rates import LINK_LATENCY_S, Rates
-from bpipe.models.saved import element_bytes, num_tokens
+from bpipe.models.sizes import element_bytes, num_tokens
 
 
 class Exposed(NamedTuple):
@@ -44,27 +45,30 @@ def gathered_bytes(setup: Setup) -> int:
     return element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
 
 
-def exposed(setup: Setup) -> Exposed:
-    """What is waited for."""
+def exposed(setup: Setup, kind: LayerKind | None = None) -> Exposed:
+    """What is waited for. Experts without shared ones gather nothing over tensor-parallel ranks but what `expert_parallel` counts."""
     if setup.tensor == 1:
         return Exposed(0.0, 0.0, 0.0)
-    one, layer = gather_s(setup), layer_products(setup)
-    behind_norms, returning = (layer.query_key_value, layer.first), (layer.projection, layer.second)
+    kind = setup.model.kind(0) if kind is None else kind
+    one, layer = gather_s(setup), layer_products(setup, kind)
+    behind_norms, returning = [layer.query_key_value, layer.first], [layer.projection, layer.second]
+    if kind.experts and setup.model.experts and not setup.model.experts.shared_size:
+        del behind_norms[1], returning[1]
     if not setup.sequence_parallel:
         # Two sums each way.
         backward, half = sum(max(0.0, 2 * one - product.weight_s) for product in behind_norms), 4 * one
         forward = 4 * one
     else:
         cut = setup.switches.tp_comm_overlap
-        # [2] of all four products, and in a backward of those whose gradients are gathered first.
+        # [2] of all products, and in a backward of those whose gradients are gathered first.
         forward, gathered = (
             sum(_beside_parts(one, product_s, setup.tensor) if cut else one for product_s in products_s)
-            for products_s in ([product.forward_s for product in layer], [product.input_s for product in returning])
+            for products_s in ([product.forward_s for product in (*behind_norms, *returning)], [product.input_s for product in returning])
         )
         # [1] beside the product for the weights, and beside the one for the input.
         beside = [product_s for product in behind_norms for product_s in (product.weight_s, product.input_s)]
         backward = gathered + sum(max(0.0, one - product_s) for product_s in beside)
-        half = gathered + 2 * one
+        half = gathered + len(behind_norms) * one
     again = forward if setup.recompute == "full" else 0.0
     return Exposed(forward, backward + again, half + again)
 

@@ -20,7 +20,8 @@ from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
-from bpipe.models.saved import moved_bytes, saves_input, sent_bytes, stage_bytes
+from bpipe.models.saved import moved_bytes, saves_input, stage_bytes
+from bpipe.models.sizes import sent_bytes
 from bpipe.plan.predict import predict, simulation_of
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.memory import RankSizes, rank_peaks

@@ -16,7 +16,7 @@ from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import gpt
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
-from bpipe.models.saved import sent_bytes
+from bpipe.models.sizes import sent_bytes
 from bpipe.models.switches import Switches
 from bpipe.models.tensor_parallel import exposed
 from bpipe.plan.predict import costs_of, steady_timing

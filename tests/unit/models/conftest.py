@@ -56,6 +56,7 @@ def megatron_args() -> Callable[[Any], SimpleNamespace]:
 
     def args(setup: Any) -> SimpleNamespace:
         model = setup.model
+        experts, latent = model.experts, model.latent
         return SimpleNamespace(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
@@ -79,15 +80,20 @@ def megatron_args() -> Callable[[Any], SimpleNamespace]:
             expert_tensor_parallel_size=setup.tensor,
             expert_model_parallel_size=1,
             add_bias_linear=model.linear_bias,
-            multi_latent_attention=False,
+            multi_latent_attention=latent is not None,
+            q_lora_rank=latent and latent.q_lora_rank,
+            kv_lora_rank=latent and latent.kv_lora_rank,
+            qk_head_dim=latent and latent.qk_head_dim,
+            qk_pos_emb_head_dim=latent and latent.qk_pos_emb_head_dim,
+            v_head_dim=latent and latent.v_head_dim,
             attention_output_gate=False,
             experimental_attention_variant=None,
-            num_experts=None,
-            moe_layer_freq=1,
-            moe_ffn_hidden_size=None,
-            moe_router_topk=0,
+            num_experts=experts and experts.num_experts,
+            moe_layer_freq=[int(model.kind(layer).experts) for layer in range(model.num_layers)],
+            moe_ffn_hidden_size=experts and experts.ffn_hidden_size,
+            moe_router_topk=experts.top_k if experts else 0,
             moe_latent_size=None,
-            moe_shared_expert_intermediate_size=None,
+            moe_shared_expert_intermediate_size=(experts and experts.shared_size) or None,
             mtp_num_layers=None,
         )
 

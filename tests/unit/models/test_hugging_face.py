@@ -11,10 +11,12 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import layer_seconds
+from bpipe.models.compute import core_seconds, layer_seconds
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup
 from bpipe.models.model import Model
+from bpipe.models.parameters import num_parameters
+from bpipe.models.rates import Rates
 from bpipe.models.saved import layer_bytes
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
@@ -54,13 +56,13 @@ def model_of(folder: Path, name: str, **changes: Any) -> Model:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_as_many_parameters_as_its_authors_say(name: str, tmp_path: Path) -> None:
-    assert model_of(tmp_path, name).num_parameters / 1e9 == pytest.approx(PUBLISHED[name][2], rel=0.003)
+    assert num_parameters(model_of(tmp_path, name)) / 1e9 == pytest.approx(PUBLISHED[name][2], rel=0.003)
 
 
 def test_to_the_last_parameter(tmp_path: Path) -> None:
     """What transformers count of these two, biases and norms of heads included."""
-    assert model_of(tmp_path, "Qwen2.5-0.5B").num_parameters == 494_032_768
-    assert model_of(tmp_path, "Llama-3.1-8B").num_parameters == 8_030_261_248
+    assert num_parameters(model_of(tmp_path, "Qwen2.5-0.5B")) == 494_032_768
+    assert num_parameters(model_of(tmp_path, "Llama-3.1-8B")) == 8_030_261_248
 
 
 def setup_of(model: Model, **changes: Any) -> Setup:
@@ -113,10 +115,14 @@ def test_norms_of_heads_hold_their_inputs_and_take_time(tmp_path: Path) -> None:
         setup_of(model, kernels="cpu", attention="unfused")
 
 
-def test_windows_are_refused_where_they_matter(tmp_path: Path) -> None:
+def test_windows_make_attention_shorter(tmp_path: Path) -> None:
+    """Of 4096 tokens a window of 2048 leaves three quarters of the causal half."""
     model = model_of(tmp_path, "Mistral-7B", sliding_window=2048)
-    with pytest.raises(ValueError, match=r"attends to 2048 tokens at most, .*: give --sequence 2048 or less"):
-        setup_of(model)
+    with pytest.raises(ValueError, match="windows and capped attention are modelled with attention flash alone"):
+        setup_of(model, attention="unfused")
+    mine, rates = setup_of(model), Rates.of(setup_of(model))
+    assert core_seconds(mine, rates, 2048)[0] == pytest.approx(0.75 * core_seconds(mine, rates)[0])
+    assert layer_seconds(mine)[0] < layer_seconds(setup_of(replace(model, window=None)))[0]
     assert layer_seconds(setup_of(model, sequence=2048)) == layer_seconds(setup_of(replace(model, window=None), sequence=2048))
     # Qwen's files name one, and do not use it.
     assert model_of(tmp_path, "Qwen2.5-72B", sliding_window=2048, use_sliding_window=False).window is None

@@ -10,6 +10,7 @@ import pytest
 from bpipe.models.cluster import DEVICES, parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
+from bpipe.models.parameters import layer_parameters
 from bpipe.models.products import TILES, layer_products, matrix_products
 from bpipe.models.rates import Rates
 
@@ -59,7 +60,7 @@ def test_wide_models_reach_more_of_the_peak_than_narrow_ones_do() -> None:
             PRESETS["gpt3-175b"], hidden_size=hidden, num_attention_heads=heads, num_query_groups=heads, ffn_hidden_size=4 * hidden
         )
         setup = replace(SETUP, model=model, tensor=8, micro_batch=micro_batch, layers=(12,) * 8, cluster=parse_cluster("a100-80g:8x8"))
-        flops = 2 * micro_batch * 2048 * model.sharded_layer_parameters / 8
+        flops = 2 * micro_batch * 2048 * layer_parameters(model).matrices / 8
         reached.append(3 * flops / sum(layer_products(setup).total()) / setup.cluster.device.peak_flops_per_s)
     assert 0.6 < max(reached[:2]) < min(reached[2:]) < 0.77
 

@@ -1,0 +1,22 @@
+"""List what latent attention saves besides queries, keys and values. In: a Setup. Out: `Saved` rows.
+
+As Megatron's `MLASelfAttention` computes it with Transformer Engine's layers: what is projected down is normed, and projected up by the
+same module, which keeps the norm's input and output. Queries and keys are made anew where their ends are rotated, and it is those that
+attention keeps; one rotated key of a token is joined to the keys of all heads. Knows no other part of a layer.
+"""
+
+from __future__ import annotations
+
+from bpipe.models.layout import Setup
+from bpipe.models.sizes import Saved, element_bytes, num_tokens, shared
+
+
+def latent_saved(setup: Setup) -> tuple[Saved, ...]:
+    """Nothing where attention is not latent."""
+    latent = setup.model.latent
+    if latent is None:
+        return ()
+    ranks = (latent.q_lora_rank or 0) + latent.kv_lora_rank
+    # Sequence parallelism divides them like all between matrices.
+    each = shared(element_bytes(setup) * num_tokens(setup) * ranks, setup.sequence_shards)
+    return (Saved("inputs of the norms of what is projected down, and of the matrices behind", each, 2),)

@@ -1,0 +1,94 @@
+"""Count the parameters of a model. In: a Model, a kind of its layers. Out: numbers, apart by who has them. Knows no parallelism.
+
+Tensor parallelism divides some of a layer's, every rank has others, and those of experts are divided in their own way.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from bpipe.models.model import Model
+from bpipe.models.parts import LayerKind
+
+
+class LayerParameters(NamedTuple):
+    """Of one layer. `matrices` and `biases`: tensor parallelism divides them. `replicated`: every tensor-parallel rank has norms, routers,
+    projections down and the biases of what returns to the hidden size. `experts`: of all experts that tokens are routed to."""
+
+    matrices: int
+    biases: int
+    replicated: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@lru_cache(maxsize=1024)
+def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParameters:  # noqa: B008  (a frozen value)
+    """Of a layer of one kind, on no matter how many devices."""
+    hidden, gates = model.hidden_size, 2 if model.gated else 1
+    matrices, biases = _attention(model)
+    of_heads = 2 * model.kv_channels * (1 if model.rms_norm else 2) * model.qk_norm
+    replicated = (4 if model.post_norms else 2) * model.norm_parameters + of_heads + hidden * model.linear_bias
+    if model.latent is not None:
+        ranks = (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
+        replicated += hidden * model.latent.down_size + ranks * (1 if model.rms_norm else 2)
+    if not kind.experts or model.experts is None:
+        matrices += hidden * (1 + gates) * model.ffn_hidden_size
+        return LayerParameters(
+            matrices, biases + gates * model.ffn_hidden_size * model.linear_bias, replicated + hidden * model.linear_bias, 0
+        )
+    experts = model.experts
+    matrices += hidden * (1 + gates) * experts.shared_size
+    replicated += hidden * (experts.num_experts + experts.shared_gate)
+    each = hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
+    return LayerParameters(matrices, biases, replicated, experts.num_experts * each)
+
+
+def _attention(model: Model) -> tuple[int, int]:
+    """Its matrices and biases that tensor parallelism divides."""
+    hidden, latent = model.hidden_size, model.latent
+    if latent is None:
+        sizes = model.query_size + model.key_value_size
+        return hidden * (sizes + model.value_size), sizes * (model.linear_bias or model.qkv_bias)
+    up = (latent.q_lora_rank or hidden) * model.query_size
+    up += latent.kv_lora_rank * model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+    return up + hidden * model.value_size, 0
+
+
+def num_parameters(model: Model) -> int:
+    """All of them."""
+    layers = sum(number * layer_parameters(model, kind).total for kind, number in model.kinds())
+    embedding = model.vocabulary * model.hidden_size * (1 if model.tied_embedding else 2)
+    positions = model.sequence * model.hidden_size * model.learned_positions
+    return layers + model.norm_parameters + embedding + positions
+
+
+def num_active_parameters(model: Model) -> int:
+    """Those that a token meets: of the experts as many as it is routed to. Its embedding is counted whole, as publishers do."""
+    if model.experts is None:
+        return num_parameters(model)
+    idle = sum(number * layer_parameters(model, kind).experts for kind, number in model.kinds())
+    return num_parameters(model) - idle * (model.experts.num_experts - model.experts.top_k) // model.experts.num_experts
+
+
+@lru_cache(maxsize=1024)
+def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
+    """Parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a router is none of them."""
+    of_layer = layer_parameters(model, kind)
+    found = of_layer.matrices
+    if model.latent is not None:
+        # The norms of what is projected down are among them there.
+        found += model.hidden_size * model.latent.down_size + (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
+    if kind.experts and model.experts is not None:
+        found += routed_parameters(model)
+    return found
+
+
+def routed_parameters(model: Model) -> int:
+    """Of the experts to which a token is routed, the matrices."""
+    assert model.experts is not None
+    return model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size

@@ -1,0 +1,38 @@
+"""Say what a saved tensor takes, and of what its sizes are made. In: a Setup. Out: rows, and bytes of one device. Knows no layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bpipe.models.layout import Setup
+
+
+class Saved(NamedTuple):
+    """`num` storages of `nbytes` each."""
+
+    name: str
+    nbytes: int
+    num: int = 1
+
+
+def total(rows: tuple[Saved, ...]) -> int:
+    return sum(row.nbytes * row.num for row in rows)
+
+
+def shared(value: int, shards: int) -> int:
+    """One shard, rounded up."""
+    return -(-value // shards)
+
+
+def element_bytes(setup: Setup) -> int:
+    return 4 if setup.precision == "fp32" else 2
+
+
+def num_tokens(setup: Setup) -> int:
+    """Of one micro-batch."""
+    return setup.sequence * setup.micro_batch
+
+
+def sent_bytes(setup: Setup) -> int:
+    """What a stage hands to the next one for a micro-batch: a value for every token and hidden unit."""
+    return shared(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards)
