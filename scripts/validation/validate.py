@@ -249,15 +249,15 @@ def kept_back_part() -> list[str]:
     return [
         "## Runs kept back",
         "",
-        "Runs that no constant was looked at with, and that nothing was changed for since: the last benchmarks before BLOOM was trained, 384 "
-        "A100s, 4 ports of 100 Gbit/s a node, Megatron-DeepSpeed (BigScience 2022; `tests/data/kept_back_throughput.csv` says where). "
+        "Runs that no constant was looked at with, and that nothing was changed for since: the last benchmarks before BLOOM was trained, "
+        "384 A100s, 4 ports of 100 Gbit/s a node, Megatron-DeepSpeed (BigScience 2022; `tests/data/kept_back_throughput.csv` says where). "
         "Seconds of an iteration:",
         *table("layers x hidden, heads|t/p/b|measured s|predicted s|error %", body),
-        f"Mean error {errors[0]} %, largest {errors[1]} %, all predicted too fast; with the first row calibrating the others {by_first[0]} and "
-        f"{by_first[1]} %; Kendall's coefficient over pairs more than 5 % apart {agreement(found):.2f}. That is NOT within the 4 and 10 % that "
-        "are asked for: DeepSpeed's loop and optimizer, which ran there, are not Megatron's and not modelled. The two largest are eight "
-        "tensor-parallel ranks with small micro-batches, which waited longer for each other on that machine than the links of a DGX explain, and 104 "
-        "heads, for which no formula here gives a reason.",
+        f"Mean error {errors[0]} %, largest {errors[1]} %, all predicted too fast; with the first row calibrating the others "
+        f"{by_first[0]} and {by_first[1]} %; Kendall's coefficient over pairs more than 5 % apart {agreement(found):.2f}. That is NOT "
+        "within the 4 and 10 % that are asked for: DeepSpeed's loop and optimizer, which ran there, are not Megatron's and not modelled. Of "
+        "the two largest one has eight tensor-parallel ranks and a small micro-batch, as others there that were slow; for the other, with "
+        "104 heads, no formula here gives a reason.",
         "",
     ]
 

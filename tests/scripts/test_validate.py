@@ -10,6 +10,9 @@ from types import ModuleType
 
 import pytest
 
+# Of 61 rows some look at forty configurations: a quarter of a minute where nothing else runs.
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.fixture
 def validate(load_script: Callable[[str], ModuleType]) -> ModuleType:
