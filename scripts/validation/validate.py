@@ -256,8 +256,8 @@ def kept_back_part() -> list[str]:
         f"Mean error {errors[0]} %, largest {errors[1]} %, all predicted too fast; with the first row calibrating the others "
         f"{by_first[0]} and {by_first[1]} %; Kendall's coefficient over pairs more than 5 % apart {agreement(found):.2f}. That is NOT "
         "within the 4 and 10 % that are asked for: DeepSpeed's loop and optimizer, which ran there, are not Megatron's and not modelled. "
-        "Of the two largest one has eight tensor-parallel ranks and a small micro-batch, as others there that were slow; for the other, with "
-        "104 heads, no formula here gives a reason.",
+        "Of the two largest one has eight tensor-parallel ranks and a small micro-batch, as others there that were slow; for the other, "
+        "with 104 heads, no formula here gives a reason.",
         "",
     ]
 
