@@ -4,7 +4,8 @@ A transfer's window is the time from where it is issued to where the rank needs 
 takes its memory, a load's to the backward of its micro-batch. What does not end within it is issued earlier, where there is room for that:
 an eviction beside an earlier computation that lasts long enough, a load as much earlier as the transfers behind it on its way leave time
 for. What leaves and comes back is what it was, and every rank keeps its room. Another micro-batch in the place of one that cannot end in
-time would not either: the one that is needed last has left, and any other has less time to come back in.
+time would not either: the one that is needed last has left, and any other has less time to come back in. What goes to a rank's own node's
+memory takes its own link, beside all that goes to other ranks; that memory is not counted, and may be asked for another buffer.
 
 The clock is that of a run in which nobody waits for a transfer. Whoever knows better (the simulator, which also knows who shares a port)
 judges whether the result helps. Knows no tensors and no device.
@@ -12,6 +13,7 @@ judges whether the result helps. Knows no tensors and no device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
@@ -21,7 +23,7 @@ from bpipe.ir.action import OTHER_END, READING, Action, Kind
 from bpipe.ir.host_buffers import hosts_of
 from bpipe.ir.memory import Memory, peak_counts
 from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.balance import occupied, own_bytes
 from bpipe.passes.room import Rooms
 
@@ -33,6 +35,7 @@ class Windows:
     """What things take, in seconds. `lasts_s`: a computation by kind and stage (a shard's by rank); `hop_s`: a message between stages.
 
     `inside_s`, `between_s`: by stage, a transfer between two ranks of a node, or of two; `nodes[rank]`, empty where all are on one.
+    `own_s`: one to the own node's memory.
     """
 
     lasts_s: tuple[tuple[Kind, tuple[Seconds, ...]], ...]
@@ -40,9 +43,12 @@ class Windows:
     inside_s: tuple[Seconds, ...]
     between_s: tuple[Seconds, ...] = ()
     nodes: tuple[int, ...] = ()
+    own_s: tuple[Seconds, ...] = ()
 
     def transfer_s(self, stage: int, rank: int, host: int) -> Seconds:
-        """A micro-batch of this stage from one to the other."""
+        """A micro-batch of this stage from one to the other; a rank as its own host is its node's memory."""
+        if rank == host:
+            return self.own_s[stage]
         apart = bool(self.nodes) and self.nodes[rank] != self.nodes[host]
         return (self.between_s if apart else self.inside_s)[stage]
 
@@ -69,8 +75,13 @@ def in_time(schedule: Schedule, rooms: Rooms, windows: Windows) -> Schedule:
     """The schedule itself where every transfer ends in time. Its bounds are the counts it reaches."""
     changed = schedule
     for rank, clock in enumerate(_clocks(schedule, windows)):
-        if any(host != rank for host in hosts_of(changed, rank).values()):
-            changed = _Sender(changed, rank, rooms, windows, clock).changed()
+        sender, moving = _Sender(changed, rank, rooms, windows, clock), _Moving(changed)
+        for before, after in sender.changed():
+            moving.move(rank, before, after)
+        tried = moving.schedule()
+        # Where sizes differ, other micro-batches in a host buffer can make it larger.
+        if all(sum(occupied(tried, one, rooms.memory)) <= rooms.room_bytes[one] for one in (rank, *sender.there)):
+            changed = tried
     return schedule if changed is schedule else replace(changed, bounds=tuple(map(ceil, peak_counts(changed))))
 
 
@@ -111,12 +122,53 @@ def _clocks(schedule: Schedule, windows: Windows) -> list[_Clock]:
     return clocks
 
 
+class _Moving:
+    """A schedule while transfers of it move. Each end that moves stands last in its new slot, on both ranks: so transfers of a slot stay in
+    one order everywhere."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.begun = schedule
+        self.rows: dict[int, list[Slot]] = {}
+
+    def schedule(self) -> Schedule:
+        """As it is now."""
+        if not self.rows:
+            return self.begun
+        return replace(self.begun, ranks=tuple(tuple(self.rows.get(rank, row)) for rank, row in enumerate(self.begun.ranks)))
+
+    def move(self, rank: int, before: _Stay, after: _Stay) -> None:
+        """Of what leaves this rank, one stay. In its own node's memory it has no other end."""
+        for kind, old, new in ((Kind.EVICT, before.out, after.out), (Kind.LOAD, before.back, after.back)):
+            if old == new:
+                continue
+            for one, of_kind in {after.host: OTHER_END[kind], rank: kind}.items():
+                row, action = self.rows.setdefault(one, list(self.begun.ranks[one])), Action(after.stage, of_kind, after.microbatch)
+                row[old] = replace(row[old], transfers=tuple(other for other in row[old].transfers if other != action))
+                row[new] = replace(row[new], transfers=(*row[new].transfers, action))
+
+
+def _stays(schedule: Schedule, rank: int) -> list[_Stay]:
+    """What leaves a rank, in the order in which it comes back."""
+    out: dict[tuple[int, int], int] = {}
+    hosts = {stay[:2]: host for stay, host in hosts_of(schedule, rank).items()}
+    found = []
+    for slot, cell in enumerate(schedule.ranks[rank]):
+        for action in cell.transfers:
+            key = action.stage, action.microbatch
+            if action.kind is Kind.EVICT:
+                out[key] = slot
+            elif action.kind is Kind.LOAD:
+                found.append(_Stay(*key, hosts[key], out.pop(key), slot))
+    return found
+
+
 class _Sender:
     """One rank's transfers, while they are planned anew."""
 
     def __init__(self, schedule: Schedule, rank: int, rooms: Rooms, windows: Windows, clock: _Clock) -> None:
-        self.schedule, self.rank, self.rooms, self.windows, self.clock = schedule, rank, rooms, windows, clock
+        self.rank, self.windows, self.clock = rank, windows, clock
         self.memory: Memory = rooms.memory
+        self.stays = _stays(schedule, rank)
         self.forward: dict[tuple[int, int], int] = {}
         self.need: dict[tuple[int, int], int] = {}
         for slot, cell in enumerate(schedule.ranks[rank]):
@@ -128,28 +180,34 @@ class _Sender:
         self.curve = list(own_bytes(schedule, rank, self.memory))
         # What is hosted here has its buffers all the time.
         self.room = rooms.room_bytes[rank] - occupied(schedule, rank, self.memory)[1]
+        # By whether it is its own link, and by slot: seconds of what leaves beside it.
+        self.taken: dict[bool, list[Seconds]] = {own: [0] * len(self.curve) for own in (False, True)}
+        # By other rank that hosts, and by slot: how many are there; and how many there may be at once.
+        self.there: dict[int, list[int]] = {}
+        for stay in self.stays:
+            self.taken[stay.host == rank][stay.out] += self._seconds(stay)
+            if stay.host != rank:
+                there = self.there.setdefault(stay.host, [0] * len(self.curve))
+                for slot in range(stay.out, stay.back + 1):
+                    there[slot] += 1
+        self.most = {host: max(there) + self._further(schedule, host, rooms) for host, there in self.there.items()}
 
-    def changed(self) -> Schedule:
-        for stay in self._stays():
-            self._evict_earlier(stay)
+    def _further(self, schedule: Schedule, host: int, rooms: Rooms) -> int:
+        """How many more host buffers another rank has room for."""
+        size = self.memory.buffer_bytes({stay.stage for stay in self.stays if stay.host == host})
+        spare: int = rooms.room_bytes[host] - sum(occupied(schedule, host, self.memory))
+        return max(0, spare) // size if size else len(self.stays)
+
+    def changed(self) -> Iterator[tuple[_Stay, _Stay]]:
+        """What moves, as it was and as it is then."""
+        stays = [(stay, self._evict_earlier(stay)) for stay in self.stays]
         # From the last that is needed on: the way back is free until the one behind it has to begin.
-        free: Seconds | None = None
-        for stay in sorted(self._stays(), key=lambda one: -self.need[one[:2]]):
-            free = self._load_earlier(stay, free)
-        return self.schedule
-
-    def _stays(self) -> list[_Stay]:
-        out: dict[tuple[int, int], int] = {}
-        hosts = {stay[:2]: host for stay, host in hosts_of(self.schedule, self.rank).items()}
-        found = []
-        for slot, cell in enumerate(self.schedule.ranks[self.rank]):
-            for action in cell.transfers:
-                key = action.stage, action.microbatch
-                if action.kind is Kind.EVICT:
-                    out[key] = slot
-                elif action.kind is Kind.LOAD and hosts[key] != self.rank:
-                    found.append(_Stay(*key, hosts[key], out.pop(key), slot))
-        return found
+        free: dict[bool, Seconds | None] = {False: None, True: None}
+        for before, stay in sorted(stays, key=lambda one: -self.need[one[1][:2]]):
+            own = stay.host == self.rank
+            after, free[own] = self._load_earlier(stay, free[own])
+            if after != before:
+                yield before, after
 
     def _seconds(self, stay: _Stay) -> Seconds:
         return self.windows.transfer_s(stay.stage, self.rank, stay.host)
@@ -157,57 +215,31 @@ class _Sender:
     def _moved(self, stay: _Stay) -> int:
         return self.memory.stages[stay.stage].moved_bytes
 
-    # -- evictions ----------------------------------------------------------------------------------------------------------------------
-
-    def _evict_earlier(self, stay: _Stay) -> None:
+    def _evict_earlier(self, stay: _Stay) -> _Stay:
         """To the latest slot before in which it ends in time; where there is none it stays."""
-        seconds, clock = self._seconds(stay), self.clock
+        seconds, clock, taken = self._seconds(stay), self.clock, self.taken[stay.host == self.rank]
         if seconds <= clock.following[stay.out] - clock.issued[stay.out]:
-            return
-        taken = [0] * (stay.out + 1)
-        for other in self._stays():
-            if other.out < stay.out:
-                taken[other.out] += self._seconds(other)  # type: ignore[assignment]
+            return stay
+        there = self.there.get(stay.host)
         for slot in range(stay.out - 1, self.forward[stay[:2]], -1):
-            if clock.issued[slot] + taken[slot] + seconds <= clock.following[slot] and self._try(stay, stay._replace(out=slot)):
-                return
+            if there is not None and there[slot] >= self.most[stay.host]:
+                break
+            if clock.issued[slot] + taken[slot] + seconds <= clock.following[slot]:
+                taken[stay.out] -= seconds
+                taken[slot] += seconds
+                for earlier in range(slot, stay.out):
+                    self.curve[earlier + 1] -= self._moved(stay)
+                    if there is not None:
+                        there[earlier] += 1
+                return stay._replace(out=slot)
+        return stay
 
-    # -- loads --------------------------------------------------------------------------------------------------------------------------
-
-    def _load_earlier(self, stay: _Stay, free: Seconds | None) -> Seconds:
-        """Bring it back early enough to be over by `free`, if anything, or as early as there is room. When it begins at the latest."""
+    def _load_earlier(self, stay: _Stay, free: Seconds | None) -> tuple[_Stay, Seconds]:
+        """Bring it back early enough to be over by `free`, if anything, or as early as there is room. And when it begins at the latest."""
         need = self.clock.issued[self.need[stay[:2]]]
         begin = (need if free is None else min(need, free)) - self._seconds(stay)
         slot = stay.back
         while self.clock.issued[slot] > begin and slot - 1 > stay.out and self.curve[slot - 1] + self._moved(stay) <= self.room:
             slot -= 1
-        if slot != stay.back and not self._try(stay, stay._replace(back=slot)):
-            slot = stay.back
-        return max(begin, self.clock.issued[slot])
-
-    # -- a change -----------------------------------------------------------------------------------------------------------------------
-
-    def _try(self, before: _Stay, after: _Stay) -> bool:
-        """Take a stay in place of another, if the rank and its host keep their rooms with it."""
-        curve = list(self.curve)
-        for stay, sign in ((before, 1), (after, -1)):
-            for slot in range(stay.out + 1, stay.back):
-                curve[slot] += sign * self._moved(stay)
-        tried = _with(self.schedule, self.rank, before, after)
-        if max(curve) > self.room or sum(occupied(tried, after.host, self.memory)) > self.rooms.room_bytes[after.host]:
-            return False
-        self.schedule, self.curve = tried, curve
-        return True
-
-
-def _with(schedule: Schedule, rank: int, before: _Stay, after: _Stay) -> Schedule:
-    """Each end that moves stands last in its new slot, on both ranks: so transfers of a slot stay in one order everywhere."""
-    rows = {one: list(schedule.ranks[one]) for one in (rank, after.host)}
-    for kind, old, new in ((Kind.EVICT, before.out, after.out), (Kind.LOAD, before.back, after.back)):
-        if old == new:
-            continue
-        for one, of_kind in ((rank, kind), (after.host, OTHER_END[kind])):
-            row, action = rows[one], Action(after.stage, of_kind, after.microbatch)
-            row[old] = replace(row[old], transfers=tuple(other for other in row[old].transfers if other != action))
-            row[new] = replace(row[new], transfers=(*row[new].transfers, action))
-    return replace(schedule, ranks=tuple(tuple(rows.get(one, row)) for one, row in enumerate(schedule.ranks)))
+            self.curve[slot] += self._moved(stay)
+        return stay._replace(back=slot), max(begin, self.clock.issued[slot])

@@ -24,7 +24,8 @@ from bpipe.program import BalanceConfig
 class Fit:
     """A plan: `how` asks the one door for `schedule`. `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs.
 
-    `exposed_s`: how long each rank waits for transfers in an iteration, by simulation, where costs are known.
+    `exposed_s`: how long each rank waits for transfers in an iteration, by simulation, where costs are known; `unjudged`: why nobody
+    simulated it all the same.
     """
 
     how: BalanceConfig
@@ -34,6 +35,7 @@ class Fit:
     alone_bytes: tuple[int, ...]
     need_bytes: tuple[int, ...]
     exposed_s: tuple[float, ...] | None = None
+    unjudged: str | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -75,6 +77,7 @@ def document(found: Fit) -> dict[str, Any]:
         "need_bytes": list(found.need_bytes),
         "moved_bytes": found.moved_bytes,
         **({} if found.exposed_s is None else {"exposed_s": list(found.exposed_s)}),
+        **({} if found.unjudged is None else {"unjudged": found.unjudged}),
         **({"own_bytes": list(found.own_bytes)} if in_own_memory(schedule.hosts) else {}),
         "hosts": [
             {"rank": rank, "host": host, "evictions": len(stays), "moved_bytes": found.stays_bytes(stays)}
@@ -107,6 +110,8 @@ def _part(found: Fit, stays: Sequence[Hosting]) -> str:
 
 def _waiting(found: Fit) -> list[str]:
     """Where transfers do not end in time."""
+    if found.unjudged is not None:
+        return [f"whether transfers end before they are needed was not looked at, and none is issued earlier: {found.unjudged}"]
     waits = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in enumerate(found.exposed_s or ()) if seconds >= 0.0005)
     earlier = ", issued earlier where there is room" if found.how.windows is not None else ""
     return [f"not every transfer ends before it is needed{earlier}: waits in an iteration {waits}"] if waits else []

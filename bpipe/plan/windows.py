@@ -16,26 +16,29 @@ from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import durations, simulate
 from bpipe.simulate.report import Simulation
 
-# A simulation of so many computations takes about a second. Longer iterations repeat what they do, and are planned without.
-MOST_COMPUTATIONS = 50_000
+# To plan and simulate so many takes about fifteen seconds of one core. Longer iterations are planned without, and that is said.
+MOST_COMPUTATIONS = 200_000
 
 
 def windows_of(costs: Costs, num_ranks: int) -> Windows:
     """What the simulator charges, of a run in which nobody waits for a transfer or shares a port."""
     lasts = durations(costs, num_ranks)
     links, stages = costs.links, costs.stages
-    inside, between = (
+    inside, between, own = (
         tuple(link.seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s for cost in stages)
-        for link in (links.inside, links.between)
+        for link in (links.inside, links.between, links.host)
     )
     hop = max(links.inside.message_s(cost.sent_bytes) for cost in stages)
-    return Windows(tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE), hop, inside, between, links.nodes)
+    return Windows(tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE), hop, inside, between, links.nodes, own)
 
 
 def in_time(found: Fit, plain: Schedule, costs: Costs) -> Fit:
     """The plan with its transfers where they end in time, if it waits less for them; and how long it waits. `plain`: before any plan."""
-    if not found.moved_bytes or sum(len(slot.computations) for row in plain.ranks for slot in row) > MOST_COMPUTATIONS:
+    if not found.moved_bytes:
         return found
+    count = sum(len(slot.computations) for row in plain.ranks for slot in row)
+    if count > MOST_COMPUTATIONS:
+        return replace(found, unjudged=f"{count} computations of an iteration are more than {MOST_COMPUTATIONS}")
     now = simulate(found.schedule, costs)
     if any(now.exposed_s):
         how = replace(found.how, windows=windows_of(costs, plain.num_ranks))

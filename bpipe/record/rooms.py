@@ -54,26 +54,26 @@ _SecondsByStage = Annotated[tuple[float, ...], each(number())]
 
 @dataclass(frozen=True, slots=True)
 class _WindowsKeys:
-    """What things take: computations by kind and stage, a message, and by stage a transfer within a node and between two."""
+    """What things take: computations by kind and stage, a message, and by stage a transfer in a node, between two, and to its memory."""
 
     lasts_s: Annotated[Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")]
     hop_s: _Seconds
     inside_s: _SecondsByStage
     between_s: _SecondsByStage
     nodes: _Sizes = ()
+    own_s: _SecondsByStage = ()
 
 
 def _read_windows(found: object, name: str) -> Windows:
     keys = _WindowsKeys(**values_of(_WindowsKeys, found, name, f"{name}."))
-    return Windows(
-        tuple((Kind(kind), lasts) for kind, lasts in keys.lasts_s.items()), keys.hop_s, keys.inside_s, keys.between_s, keys.nodes
-    )
+    lasts = tuple((Kind(kind), seconds) for kind, seconds in keys.lasts_s.items())
+    return Windows(lasts, keys.hop_s, keys.inside_s, keys.between_s, keys.nodes, keys.own_s)
 
 
 def _write_windows(windows: Windows) -> dict[str, Any]:
     lasts = {kind.value: tuple(map(float, seconds)) for kind, seconds in windows.lasts_s}
-    inside, between = (tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s))
-    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes))
+    inside, between, own = (tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s, windows.own_s))
+    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own))
 
 
 WindowsKeys = Annotated[Windows, Rule(_read_windows, _write_windows)]

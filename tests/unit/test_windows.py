@@ -11,6 +11,8 @@ import pytest
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import hosts_of
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.memory import memory_of, num_transfers, peak_bytes
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import occupied
@@ -43,7 +45,7 @@ class Drawn:
         return Fit(self.how, self.planned, self.costs.memory, self.rooms.room_bytes, nothing, nothing)
 
 
-def drawn(seed: int) -> Drawn | None:
+def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | None:
     """None where no plan keeps the rooms."""
     rng = random.Random(seed)
     name, chunks = rng.choice([("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("zb-h1", 1)])
@@ -54,16 +56,18 @@ def drawn(seed: int) -> Drawn | None:
         StageCost(rng.randint(8, 12), rng.randint(16, 24), weight_s=8, moved_bytes=size, saved_bytes=size, sent_bytes=1) for size in sizes
     ]
     slow, alone = Links(Link(Fraction(rng.randint(2, 20)))), frozenset(range(p))
+    slow = replace(slow, host=Link(Fraction(2 + seed % 19)))
     costs = Costs(tuple(stages), slow, FAMILIES[name].exchange, one_sided=rng.choice([alone, frozenset()]))
     most = max(peak_bytes(plain, costs.memory))
     rooms = Rooms((int(most * rng.choice([0.7, 0.8, 0.9])),) * p, costs.memory)
-    how = BalanceConfig(rooms=rooms, hosts=rng.choice(["pair", "pool"]))
+    how = BalanceConfig(rooms=rooms, hosts=rng.choice(arrangements))
     try:
         return Drawn(plain, costs, how, balanced(plain, how))
     except NoRoom:
         return None
 
 
+BEHIND = {seed: case for seed in range(60) if (case := drawn(seed, (HOST, ALL))) is not None}
 CASES = {seed: case for seed in range(150) if (case := drawn(seed)) is not None}
 
 
@@ -93,6 +97,41 @@ def test_what_is_taken_waits_less_and_keeps_every_room() -> None:
     assert len(CASES) > 30
     assert better > 9
     assert none_left > 0
+
+
+def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> None:
+    better = 0
+    for seed, case in BEHIND.items():
+        costs = windows.windows_of(case.costs, case.plain.num_ranks)
+        schedule = in_time(case.planned, case.rooms, costs)
+        check(schedule, case.costs.exchange)
+        for rank, room in enumerate(case.rooms.room_bytes):
+            assert sum(occupied(schedule, rank, case.rooms.memory)) <= room, f"{seed}: rank {rank}"
+            assert sorted(hosts_of(schedule, rank).items()) == sorted(hosts_of(case.planned, rank).items())
+        if case.how.hosts == HOST:
+            # Whatever the other links are like.
+            elsewhere = replace(case.costs, links=replace(case.costs.links, inside=Link(1)))
+            assert (
+                in_time(case.planned, case.rooms, replace(windows.windows_of(elsewhere, case.plain.num_ranks), hop_s=costs.hop_s))
+                == schedule
+            )
+        found = windows.in_time(case.found, case.plain, case.costs)
+        before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
+        assert sum(after.exposed_s) <= sum(before.exposed_s)
+        better += sum(after.exposed_s) < sum(before.exposed_s)
+    assert len(BEHIND) > 30
+    assert better > 9
+
+
+def test_an_iteration_too_long_to_look_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES.values() if windows.in_time(case.found, case.plain, case.costs).how.windows is not None)
+    count = sum(len(slot.computations) for row in case.plain.ranks for slot in row)
+    monkeypatch.setattr(windows, "MOST_COMPUTATIONS", count - 1)
+    found = windows.in_time(case.found, case.plain, case.costs)
+    assert found.schedule is case.planned
+    why = f"{count} computations of an iteration are more than {count - 1}"
+    assert lines(found)[-1] == f"whether transfers end before they are needed was not looked at, and none is issued earlier: {why}"
+    assert document(found)["unjudged"] == why
 
 
 @pytest.mark.parametrize("links", [Links(), Links(Link(10**9))])
