@@ -14,7 +14,7 @@ from bpipe.models.cluster import Cluster
 from bpipe.values import a_number, a_text, an_object, load_json
 
 FORMAT, VERSION = "bpipe-calibration", 1
-# Predictions of published runs are 13 % wrong at most. Twice or half of one is another configuration, or another device.
+# Predictions of published runs are 23 % wrong at most. Twice or half of one is another configuration, or another device.
 SLOWEST = 2.0
 
 

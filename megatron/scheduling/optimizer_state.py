@@ -86,44 +86,43 @@ class OptimizerState:
 
         optimizer.step = updated
 
-    def _mine(self) -> Iterator[tuple[_Waiting, int | None, int | None]]:
-        """Stays that this rank has a part in, in one order on all ranks, with its host's or its giver's rank in the world."""
+    def _mine(self) -> Iterator[tuple[_Waiting, bool, int]]:
+        """Stays that this rank has a part in, in one order on all ranks: whether it gives, and the other's rank in the world."""
         me = dist.get_rank(self._group)
         for stay in self._stays:
-            if stay.move.giver == me:
-                yield stay, dist.get_global_rank(self._group, stay.move.host), None
-            elif stay.move.host == me:
-                yield stay, None, dist.get_global_rank(self._group, stay.move.giver)
+            if me in (stay.move.giver, stay.move.host):
+                gives = stay.move.giver == me
+                yield stay, gives, dist.get_global_rank(self._group, stay.move.host if gives else stay.move.giver)
 
     @torch.no_grad()
     def _leave(self) -> None:
-        for stay, host, giver in self._mine():
-            if host is not None:
+        for stay, gives, other in self._mine():
+            if gives:
                 if not stay.parts:
-                    self._choose(stay, host)
+                    self._choose(stay, other)
                 for part in stay.parts:
-                    dist.send(_bytes(part.tensor), host, group=self._group)
+                    dist.send(_bytes(part.tensor), other, group=self._group)
                     del part.of_parameter[part.name]
                     # On a device: the stream that the memory belongs to waits for the send, so whoever gets it next comes behind.
                     part.tensor.untyped_storage().resize_(0)
-            elif giver is not None:
+            else:
                 if not stay.kept:
-                    stay.kept = self._room(stay, giver)
+                    stay.kept = self._room(stay, other)
                 for kept in stay.kept:
-                    dist.recv(kept, giver, group=self._group)
+                    dist.recv(kept, other, group=self._group)
         self._is_away = True
 
     @torch.no_grad()
     def _return(self) -> None:
         if not self._is_away:
             return
-        for stay, host, giver in self._mine():
+        for stay, _, other in self._mine():
             for part in stay.parts:
                 part.tensor.untyped_storage().resize_(part.tensor.nbytes)
-                dist.recv(_bytes(part.tensor), host, group=self._group)
+                dist.recv(_bytes(part.tensor), other, group=self._group)
                 part.of_parameter[part.name] = part.tensor
             for kept in stay.kept:
-                dist.send(kept, giver, group=self._group)
+                dist.send(kept, other, group=self._group)
         self._is_away = False
 
     def _choose(self, stay: _Waiting, host: int) -> None:
