@@ -7,7 +7,7 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST
 from bpipe.models.cluster import Cluster, gib
-from bpipe.models.layout import RECOMPUTE
+from bpipe.models.layout import RECOMPUTE, Setup
 from bpipe.models.profile import read_profile
 from bpipe.plan import standings
 from bpipe.plan.budget import MemoryBudget, within_budget
@@ -120,9 +120,11 @@ def run(asked: argparse.Namespace) -> int:
     if options.plot is not None:
         raise ValueError("--plot draws a front: give --front, too, or leave it out")
     with _seldom_collected():
-        outcome = search(space, max(options.rows, row or 0), bar.show)
-    if options.memory is not None or options.hosts in (HOST, ALL):
-        outcome = _sending_what_must(outcome, cluster.device.memory_bytes)
+        asked_what = (space, max(options.rows, row or 0), bar.show)
+        if options.memory is not None or options.hosts in (HOST, ALL):
+            outcome = search(*asked_what, _sending_what_must(space, cluster.device.memory_bytes))
+        else:
+            outcome = search(*asked_what)
     beside = _beside(outcome) if row is None else _Beside()
     bar.clear()
     if row is not None:
@@ -158,18 +160,15 @@ def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
     return replace(cluster, device=replace(cluster.device, memory_bytes=asked.budget_bytes[0]))
 
 
-def _sending_what_must(outcome: Outcome, budget_bytes: int) -> Outcome:
-    """Balanced rows send what the budget demands and no more, and are predicted anew; those that were judged to fit by a hair stay."""
+def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Setup]:
+    """Balanced setups send what the budget demands and no more; those that were judged to fit by a hair stay."""
 
-    def anew(found: Found) -> Found:
-        if found.prediction.setup.balance != BALANCES[0]:
-            with suppress(ValueError):
-                setup, _ = within_budget(found.prediction.setup, (budget_bytes,), profile=outcome.space.profile)
-                return replace(found, prediction=predict(setup, outcome.space.profile, formula=outcome.space.formula))
-        return found
+    def anew(setup: Setup) -> Setup:
+        with suppress(ValueError):
+            return within_budget(setup, (budget_bytes,), profile=space.profile)[0]
+        return setup
 
-    rows = sorted(map(anew, outcome.rows), key=lambda found: found.prediction.timing.iteration_s)
-    return replace(outcome, rows=type(outcome.rows)(rows), balanced=outcome.balanced and anew(outcome.balanced))
+    return anew
 
 
 class _Beside(NamedTuple):

@@ -132,8 +132,16 @@ def _is_made_slowly(setup: Setup) -> bool:
     return setup.splits or setup.num_pipes > 1
 
 
-def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, done, total: None) -> Outcome:
-    """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one."""
+def search(
+    space: Space,
+    num_rows: int = 10,
+    progress: Progress = lambda what, done, total: None,
+    sending: Callable[[Setup], Setup] = lambda setup: setup,
+) -> Outcome:
+    """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one.
+
+    `sending`: how a setup that fits only balanced is balanced when it is judged by its time, computing what it did.
+    """
     cuts: Counter[str] = Counter()
     every = list(enumerate_setups(space, cuts))
     setups = [setup for setup in every if space.profile is None or space.profile.conflict(setup) is None]
@@ -148,7 +156,7 @@ def search(space: Space, num_rows: int = 10, progress: Progress = lambda what, d
             candidates.append(_Candidate(lower_bound_s(setup, space.profile), number, setup, judged=True, needs_bytes=judge.needs_bytes))
     progress("memory", len(setups), len(setups))
     candidates.sort(key=lambda one: (one.bound_s, one.number))
-    fastest = _Fastest(space, num_rows)
+    fastest = _Fastest(space, num_rows, sending)
     for done, candidate in enumerate(candidates):
         progress("time", done, len(candidates))
         fastest.take(candidate, judge)
@@ -232,8 +240,8 @@ class _Judge:
 class _Fastest:
     """The fastest so far of all, of the plain and of the balanced ones. Candidates come by their bounds."""
 
-    def __init__(self, space: Space, num_rows: int) -> None:
-        self._space = space
+    def __init__(self, space: Space, num_rows: int, sending: Callable[[Setup], Setup]) -> None:
+        self._space, self._sending = space, sending
         self._sizes = {"all": num_rows, "plain": 1, "balanced": 1}
         # Of each kind the slowest of the fastest stands first: (-time, -number, row).
         self._kept: dict[str, list[tuple[float, int, Found]]] = {kind: [] for kind in self._sizes}
@@ -259,6 +267,8 @@ class _Fastest:
             family.left(bound)
             return
         self.num_simulated += 1
+        if needs is not None:
+            setup = self._sending(setup)
         timing = steady_timing(setup, costs_of(setup, self._space.profile))
         place = -timing.iteration_s, -number
         kept = [self._kept[kind] for kind in mine if len(self._kept[kind]) < self._sizes[kind] or place > self._kept[kind][0][:2]]

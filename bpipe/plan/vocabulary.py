@@ -13,8 +13,10 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import REDISTRIBUTE, Setup, redistribute_layers
 from bpipe.models.profile import Profile
+from bpipe.plan.budget import within_budget
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
+from bpipe.program import BalanceConfig
 
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
 HURTS = 1.05
@@ -48,7 +50,8 @@ def burden(prediction: SetupPrediction, profile: Profile | None = None) -> Burde
     load = last_load(setup, profile)
     if load < HURTS:
         return None
-    remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in alternatives(setup, profile).items()}
+    every = ((name, _within(other, profile)) for name, other in alternatives(setup, profile).items())
+    remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in every if other is not None}
     found = Burden(prediction, load, remedies)
     return found if remedies and found.gain(found.best) >= HURTS else None
 
@@ -77,6 +80,17 @@ def alternatives(setup: Setup, profile: Profile | None = None) -> dict[str, Setu
             if one is not Vocabulary.WHOLE and (family.interlaces or one is not Vocabulary.INTERLACED):
                 found[one.value] = replace(setup, vocabulary_parallel=one.value, input_shards=True)
     return found
+
+
+def _within(setup: Setup, profile: Profile | None) -> Setup | None:
+    """What was planned within a budget is another plan where ranks hold something else; None where none keeps the budget."""
+    if setup.how.rooms is None or setup.budget_bytes is None:
+        return setup
+    plain = replace(setup, how=BalanceConfig(hosts=setup.how.hosts))
+    try:
+        return within_budget(plain, setup.budget_bytes, profile=profile)[0]
+    except ValueError:
+        return None
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:

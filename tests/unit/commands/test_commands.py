@@ -395,7 +395,8 @@ LLAMA = ["--swiglu", "--rms-norm", "--rotary", "--num-query-groups", "2", "--dis
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("model", "tensor"), [(SMALL, "1"), ([*SMALL, *LLAMA], "2")])
 def test_profile_writes_what_simulate_reads(model: list[str], tensor: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Megatron's own layers: a micro-batch saves what the model says of CPUs, and times are those of a stage's own number of layers."""
@@ -415,3 +416,24 @@ def test_profile_writes_what_simulate_reads(model: list[str], tensor: str, capsy
     assert "measured with recompute none, the setup has full" in capsys.readouterr().err
     assert main(["simulate", *model, *rest, "--profile", str(path), "--hidden-size", "128"]) == 2
     assert "measured with hidden_size 64, the setup has 128" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over slow links the fastest sends less than all that balancing could, and so it is whatever number of rows is asked for.
+
+    A vocabulary's remedies are balanced for what they hold themselves.
+    """
+    cluster = tmp_path / "slow.toml"
+
+    def first(speed: int, batch: int, rows: int) -> str:
+        cluster.write_text(f'nodes = 4\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = {speed}\n')
+        words = f"--model llama-65b --global-batch {batch} --memory 70 --schedule 1f1b --recompute none --balance bpipe --rows {rows} "
+        words += "--even-layers --max-micro-batch 2"
+        assert main(["plan", "--cluster", str(cluster), *words.split()]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  1."))
+
+    # Of one row it was once that of 16 ranks, which is faster where all moves that can.
+    assert "p=8 d=2 b=1" in first(8, 64, 1)
+    assert "p=8 d=2 b=1" in first(40, 128, 4)
