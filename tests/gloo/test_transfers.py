@@ -150,6 +150,20 @@ def test_a_long_soak_of_sizes_that_differ(transport: str, tmp_path: Path) -> Non
     print(f"{transport}: {first['microbatches']} micro-batches, {first['transfers']} transfers, {first['stayed']} stayed at home")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_a_long_soak_of_a_pool_of_sizes_that_differ(transport: str, tmp_path: Path) -> None:
+    """Three ranks with rooms that grow share one host, which gives each its own back."""
+    pool = Scenario(transport, transport, 6, seconds=50.0, microbatches=1000, limit_s=800.0, bounds=(4, 4, 3, 3, 5, 8), differing=True)
+    (outcome,) = run([pool], tmp_path)
+    assert_nothing_lost_and_nothing_kept(outcome)
+    senders = outcome.records[:3]
+    assert all(record["microbatches"] >= 1000 and record["transfers"] > 300 for record in senders)
+    assert all(record["stayed"] > 0 and record["grown"] > 1 for record in senders)
+    print(f"{transport}: {senders[0]['microbatches']} micro-batches, {[record['transfers'] for record in senders]} transfers")
+
+
 def breaking(
     transport: str,
     rank: int,
