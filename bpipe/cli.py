@@ -21,7 +21,7 @@ from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.commands import shortest
 from bpipe.commands.parser import Parser
 from bpipe.commands.times import times_of, unit_costs
-from bpipe.flag_types import AUTO, HOSTS_SAID, costs, counted, group_size, hop, numbers, positive, share
+from bpipe.flag_types import AUTO, PORTS_SAID, costs, counted, group_size, hop, numbers, positive, share
 from bpipe.generate.families import (
     FAMILIES,
     exchange_of,
@@ -34,8 +34,8 @@ from bpipe.generate.families import (
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
-from bpipe.ir.host_buffers import num_own_buffers
-from bpipe.ir.hosts import ARRANGEMENTS, in_own_memory
+from bpipe.ir.host_buffers import num_own_buffers, num_passed_on
+from bpipe.ir.hosts import SIMULATED, in_own_memory
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.listing import write_listing, write_listing_json
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
@@ -190,7 +190,7 @@ def _add_arguments(parser: Parser) -> None:
         help="where an order is chosen for --bound: host buffers count all the time, as in a training",
     )
     add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: fullest with emptiest)")
-    add("--hosts", choices=ARRANGEMENTS, help=f"where what leaves goes: {HOSTS_SAID}")
+    add("--hosts", choices=SIMULATED, help=f"where what leaves goes: {PORTS_SAID}")
     add(
         "--after-input",
         "--kept",
@@ -360,5 +360,8 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
     if in_own_memory(schedule.hosts):
         remark += f" own_memory={','.join(str(num_own_buffers(schedule, rank)) for rank in range(schedule.num_ranks))}"
+    passed_on = [num_passed_on(schedule, rank) for rank in range(schedule.num_ranks)]
+    if any(passed_on):
+        remark += f" passed_on={','.join(map(str, passed_on))}"
     found = times_of(schedule, *given) if any(given) or schedule.split_stages else None
     return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")

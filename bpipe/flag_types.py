@@ -24,6 +24,9 @@ HOSTS_SAID = (
     "pair: to the other of its pair; pool: to any rank with room; host: into its own node's memory; all: to any rank with room, and what "
     "none has room for into its own node's memory (default pair)"
 )
+PORTS_SAID = (
+    f"{HOSTS_SAID}; ports: into a node's memory, every second one through a rank that sends nothing, which is simulated and not run"
+)
 
 
 def positive(text: str) -> int:

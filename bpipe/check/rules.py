@@ -14,7 +14,7 @@ from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.check.replicas import check_mirror_images, check_reduction_order, check_sum_order
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, own_buffers
-from bpipe.ir.hosts import OWN_MEMORY
+from bpipe.ir.hosts import OWN_MEMORY, is_through, other_ranks, written
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Exchange
@@ -60,14 +60,20 @@ def check_shape(case: Case) -> None:
 
 
 def check_hosts(case: Case) -> None:
-    """Every host is another rank, or the rank's own host memory."""
+    """Every host is another rank's device or, through it, its node's memory, not both; or the rank's own host memory."""
     rule, num_ranks, hosts = "hosts", case.schedule.num_ranks, case.schedule.hosts
     if hosts is not None and len(hosts) != num_ranks:
         raise ScheduleError(rule, f"hosts of {len(hosts)} ranks for {num_ranks}: say where each may evict to")
     for rank, of_rank in enumerate(hosts or ()):
         for host in of_rank:
-            if host != OWN_MEMORY and not (0 <= host < num_ranks and host != rank):
-                raise ScheduleError(rule, f"rank {rank}: host {host} is no other rank of 0 to {num_ranks - 1}", rank)
+            for other in other_ranks([host]):
+                if not (0 <= other < num_ranks and other != rank):
+                    raise ScheduleError(rule, f"rank {rank}: host {written(host)} is no other rank of 0 to {num_ranks - 1}", rank)
+                if is_through(host) and other in of_rank:
+                    reason = (
+                        f"rank {rank}: rank {other} keeps what comes on its device or in its node's memory ({written(host)}): say which"
+                    )
+                    raise ScheduleError(rule, reason, rank)
 
 
 def check_once(case: Case) -> None:
@@ -186,7 +192,7 @@ def check_other_ends(case: Case) -> None:
     """Every transfer has its other end in the same slot of one host, or goes to own memory; what comes back comes from where it went."""
     schedule, rule = case.schedule, "other ends"
     hosts = schedule.hosts or ((),) * schedule.num_ranks
-    guests = [[other for other, of_rank in enumerate(hosts) if rank in of_rank] for rank in range(schedule.num_ranks)]
+    guests = [[other for other, of_rank in enumerate(hosts) if rank in other_ranks(of_rank)] for rank in range(schedule.num_ranks)]
     rows, num_stages, rank_of = schedule.ranks, schedule.num_stages, schedule.layout.rank_of
     stays: dict[tuple[int, int], int] = {}
     for rank, slot, transfer in _transfers(schedule):
@@ -217,12 +223,13 @@ def check_other_ends(case: Case) -> None:
 
 def _other_end(rows: Sequence[Sequence[Slot]], others: Sequence[int], slot: int, end: Action) -> int | str:
     """Which of the others has the other end in this slot, own memory where none has to; or in words, why it is not one."""
-    found = [one for one in others if one != OWN_MEMORY and end in rows[one][slot].transfers]
+    reached = other_ranks(others)
+    found = [one for one in reached if end in rows[one][slot].transfers]
     if len(found) == 1:
         return found[0]
     if found:
         return f"ranks {' and '.join(map(str, found))} both have"
-    return OWN_MEMORY if OWN_MEMORY in others else f"rank {' or '.join(map(str, others))} has no"
+    return OWN_MEMORY if OWN_MEMORY in others else f"rank {' or '.join(map(str, reached))} has no"
 
 
 def _place(host: int) -> str:
@@ -330,7 +337,7 @@ def check_pair_order(case: Case) -> None:
     """Both ends of a pair start the transfers of one direction in the same order: those of one slot, where rules before saw both ends."""
     hosts = case.schedule.hosts or ()
     for rank, of_rank in enumerate(hosts):
-        others = sorted({host for host in of_rank if host != OWN_MEMORY} | {guest for guest, of in enumerate(hosts) if rank in of})
+        others = sorted({*other_ranks(of_rank), *(guest for guest, of in enumerate(hosts) if rank in other_ranks(of))})
         for slot, cell in enumerate(case.schedule.ranks[rank]):
             if len(cell.transfers) > 1:
                 sent = [one for one in cell.transfers if one.kind is _EVICT or one.kind is _RETURN]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.host_buffers import guests_of
-from bpipe.ir.hosts import OWN_MEMORY
+from bpipe.ir.hosts import written
 from bpipe.ir.memory import Count, live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -132,8 +132,7 @@ def _pooled(schedule: Schedule, rank: int) -> list[str]:
     if hosts is None:
         return []
     to, of = hosts[rank], guests_of(schedule, rank)
-    named = ("own" if host == OWN_MEMORY else str(host) for host in to)
-    return [text for text in (f"to {','.join(named)}" if to else "", f"for {','.join(map(str, of))}" if of else "") if text]
+    return [text for text in (f"to {','.join(map(written, to))}" if to else "", f"for {','.join(map(str, of))}" if of else "") if text]
 
 
 def stack(pictures: Sequence[Picture]) -> Picture:

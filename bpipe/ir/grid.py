@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import OWN_MEMORY, Hosts, partners_of
+from bpipe.ir.hosts import Hosts, other_ranks, partners_of
 from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import NUMBER, TextError, assemble, header, read_header, slot_of
@@ -162,7 +162,7 @@ class _Reader:
 
 def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), radius: int = 4) -> str:
     """The grid around one slot of one rank, with the slot marked. `ranks` are further lanes beside the rank's and its partner's."""
-    hosts = () if schedule.hosts is None else (host for host in schedule.hosts[rank] if host != OWN_MEMORY)
+    hosts = () if schedule.hosts is None else other_ranks(schedule.hosts[rank])
     lanes = sorted({rank, *ranks, *hosts})
     last = max(len(schedule.ranks[lane]) for lane in lanes) - 1
     columns = range(max(0, slot - radius), max(slot, min(last, slot + radius)) + 1)

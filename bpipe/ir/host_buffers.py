@@ -14,8 +14,12 @@ from itertools import repeat
 from typing import NamedTuple
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import OWN_MEMORY
+from bpipe.ir.hosts import OWN_MEMORY, other_ranks, through
 from bpipe.ir.schedule import Schedule, Slot
+
+# Where a rank's device only passes on what it hosts, the buffers there for each rank it does so for: what comes in and what goes out are
+# under way at once, and of one direction one after the other.
+STAGING = 2
 
 
 class Hosting(NamedTuple):
@@ -32,6 +36,19 @@ def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
     Of several ranks that it hosts for each has its own numbers.
     """
     return _numbered(schedule.ranks[rank], (Kind.HOST, Kind.RETURN), schedule.layout.rank_of)
+
+
+def device_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
+    """Those of them on the rank's device: not of what it passes on into its node's memory."""
+    found = host_buffers(schedule, rank)
+    behind = set(passed_on_for(schedule, rank))
+    return {stay: buffer for stay, buffer in found.items() if schedule.layout.rank_of(stay.stage, stay.microbatch) not in behind}
+
+
+def passed_on_for(schedule: Schedule, rank: int) -> tuple[int, ...]:
+    """The ranks whose activations go through this one into its node's memory, ascending."""
+    hosts = () if schedule.hosts is None else schedule.hosts
+    return tuple(guest for guest, of_rank in enumerate(hosts) if through(rank) in of_rank)
 
 
 def own_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
@@ -88,9 +105,10 @@ def _numbered(
 def evicted_to(schedule: Schedule, rank: int) -> Iterator[int]:
     """For each eviction of a rank, in order, the rank that hosts it: the rank itself for its own host memory."""
     hosts = () if schedule.hosts is None else schedule.hosts[rank]
-    if len(hosts) == 1 and OWN_MEMORY not in hosts:
-        return repeat(hosts[0])
-    return _evicted_to_one_of([host for host in hosts if host != OWN_MEMORY], schedule, rank)
+    others = other_ranks(hosts)
+    if len(hosts) == len(others) == 1:
+        return repeat(others[0])
+    return _evicted_to_one_of(others, schedule, rank)
 
 
 def _evicted_to_one_of(hosts: Sequence[int], schedule: Schedule, rank: int) -> Iterator[int]:
@@ -170,12 +188,17 @@ def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, i
 
 def num_host_buffers(schedule: Schedule, rank: int) -> int:
     """How many host buffers the rank has to preallocate on its device."""
-    return max(host_buffers(schedule, rank).values(), default=-1) + 1
+    return len(set(device_buffers(schedule, rank).values())) + STAGING * len(passed_on_for(schedule, rank))
 
 
 def num_own_buffers(schedule: Schedule, rank: int) -> int:
     """How many it has to preallocate in its own host memory."""
     return max(own_buffers(schedule, rank).values(), default=-1) + 1
+
+
+def num_passed_on(schedule: Schedule, rank: int) -> int:
+    """How many it has in its node's memory for what others send there through it."""
+    return len(set(host_buffers(schedule, rank).values())) - len(set(device_buffers(schedule, rank).values()))
 
 
 def stages_in_buffers(hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:

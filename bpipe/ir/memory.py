@@ -3,7 +3,7 @@
     F           takes what it saves                   B           gives all of it back
     I           gives back what W does not need,      W           gives back what is left
                 or takes what W needs beyond it
-    LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back
+    LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back (HOST and RETURN not where the device only passes it on)
     S           takes what a shard of the vocabulary holds of a micro-batch, its logits above all;  T gives it back
 
 What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in seconds. Other
@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.hosts import through
 from bpipe.ir.schedule import Schedule
 
 # A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
@@ -172,7 +173,9 @@ def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
 
 def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
     """Bytes of activations the rank holds during each slot."""
-    changes = memory.changes
+    changes, rank_of = memory.changes, schedule.layout.rank_of
+    # Ranks whose activations the device only passes on.
+    behind = {guest for guest, of_rank in enumerate(schedule.hosts or ()) if through(rank) in of_rank}
     held = 0
     curve = []
     for slot in schedule.ranks[rank]:
@@ -187,6 +190,8 @@ def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]
                 held += takes
                 freed += gives
         for transfer in slot.transfers:
+            if behind and rank_of(transfer.stage, transfer.microbatch) in behind:
+                continue
             takes, gives = changes[transfer.kind][transfer.stage]
             held += takes
             freed += gives
@@ -204,6 +209,12 @@ class TimedAction(Protocol):
     def start_s(self) -> int | float | Fraction: ...
     @property
     def end_s(self) -> int | float | Fraction: ...
+
+
+def held_here[Timed: TimedAction](rows: Iterable[Timed], schedule: Schedule, rank: int) -> Iterable[Timed]:
+    """Those of a rank's rows that take or give memory of its device: not the ends of what it passes on."""
+    ends = (Kind.HOST, Kind.RETURN)
+    return (row for row in rows if not (row.action.kind in ends and schedule.passes_on(rank, row.action)))
 
 
 def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[int | float | Fraction, int]]:

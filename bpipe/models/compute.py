@@ -10,7 +10,7 @@ from dataclasses import replace
 from operator import mul
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, mirrored
+from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, is_through, mirrored, other_ranks, through
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.expert_parallel import exchange, replicas_of_experts
@@ -223,7 +223,9 @@ def _host_bytes_per_s(setup: Setup) -> float:
     device, cluster = setup.cluster.device, setup.cluster
     if device.host_node_bytes_per_s is None:
         return device.host_bytes_per_s
-    sends = [OWN_MEMORY in of_rank for of_rank in _hosts(setup)]
+    hosts = _hosts(setup)
+    helps = {through(host) for of_rank in hosts for host in of_rank if is_through(host)}
+    sends = [OWN_MEMORY in of_rank or rank in helps for rank, of_rank in enumerate(hosts)]
     nodes = setup.nodes()
     # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it does.
     part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)
@@ -235,9 +237,7 @@ def one_sided(links: Links, hosts: Hosts) -> frozenset[int]:
 
     There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet.
     """
-    return frozenset(
-        rank for rank, of_rank in enumerate(hosts) if not any(links.crosses(rank, host) for host in of_rank if host != OWN_MEMORY)
-    )
+    return frozenset(rank for rank, of_rank in enumerate(hosts) if not any(links.crosses(rank, host) for host in other_ranks(of_rank)))
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from operator import gt
 
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL, PORTS
 from bpipe.ir.memory import RESERVE, Memory, memory_of
 from bpipe.models.held import HeldCounts, held_within
 from bpipe.models.layout import EVENLY, Setup
@@ -283,7 +283,7 @@ def _held_of(setup: Setup) -> tuple[HeldCounts, ...]:
 
 def keeps_own(setup: Setup) -> bool:
     """Whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all ranks hold alike, too."""
-    return setup.balance != "none" and setup.how.hosts in (HOST, ALL)
+    return setup.balance != "none" and setup.how.hosts in (HOST, ALL, PORTS)
 
 
 def moves_anything(setup: Setup) -> bool:

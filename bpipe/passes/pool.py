@@ -17,7 +17,7 @@ from math import ceil
 
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers
-from bpipe.ir.hosts import OWN_MEMORY, Hosts, in_pairs
+from bpipe.ir.hosts import OWN_MEMORY, Hosts, in_pairs, other_ranks
 from bpipe.ir.memory import Memory, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.passes.balance import Pair, check_input, choose_partners, occupied, planned, with_transfers
@@ -151,7 +151,7 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> NoR
 
 
 def with_hosts(schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Stay, int], rooms: Rooms) -> Schedule:
-    """The schedule with these transfers, to a rank or OWN_MEMORY. Its bounds are the counts it reaches. Raises NoRoom.
+    """The schedule with these transfers, to a rank, OWN_MEMORY or through a rank. Its bounds are the counts it reaches. Raises NoRoom.
 
     Of one slot all transfers stand in the order of those who send, on every rank.
     """
@@ -163,8 +163,8 @@ def with_hosts(schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[S
                 host = host_of[action.stage, action.microbatch]
                 used[rank].add(host)
                 ends = [(rows[rank], action)]
-                if host != OWN_MEMORY:
-                    ends.append((rows[host], Action(action.stage, OTHER_END[action.kind], action.microbatch)))
+                for other in other_ranks([host]):
+                    ends.append((rows[other], Action(action.stage, OTHER_END[action.kind], action.microbatch)))
                 for row, one in ends:
                     row[slot] = Slot(row[slot].compute, (*row[slot].transfers, one))
     hosted = replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used))
@@ -184,6 +184,6 @@ def _check_room(schedule: Schedule, rooms: Rooms) -> None:
 def _hosts(used: Sequence[set[int]]) -> Hosts:
     """Pairs where each rank has to do with one other at most, and none with its own memory. That stands behind all ranks."""
     others = [set(hosts) | {guest for guest, of in enumerate(used) if rank in of} for rank, hosts in enumerate(used)]
-    if all(len(of_rank) < 2 and OWN_MEMORY not in of_rank for of_rank in others):
+    if all(len(of_rank) < 2 and min(of_rank, default=0) > OWN_MEMORY for of_rank in others):
         return in_pairs([min(of_rank, default=rank) for rank, of_rank in enumerate(others)])
-    return tuple(tuple(sorted(of_rank, key=lambda host: (host == OWN_MEMORY, host))) for of_rank in used)
+    return tuple(tuple(sorted(of_rank, key=lambda host: (host == OWN_MEMORY, abs(host)))) for of_rank in used)

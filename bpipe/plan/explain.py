@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bpipe.generate.families import default
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL, PORTS
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.compute import update_seconds
 from bpipe.models.kernel_shapes import kernel_shapes
@@ -30,7 +30,13 @@ class Verdict(NamedTuple):
 
 
 # What a row or a heading says of hosts behind "balanced"; of pairs nothing.
-HOSTS = {PAIR: "", POOL: " in a pool", HOST: " with node memory", ALL: " in a pool with node memory"}
+HOSTS = {
+    PAIR: "",
+    POOL: " in a pool",
+    HOST: " with node memory",
+    ALL: " in a pool with node memory",
+    PORTS: " with node memory through two ports",
+}
 
 
 def describe(setup: Setup) -> str:

@@ -11,7 +11,16 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, num_buffers_for, num_own_buffers, own_buffers, stays_by_host
+from bpipe.ir.host_buffers import (
+    Hosting,
+    host_buffers,
+    hosts_of,
+    num_buffers_for,
+    num_own_buffers,
+    own_buffers,
+    passed_on_for,
+    stays_by_host,
+)
 from bpipe.ir.hosts import in_own_memory
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
@@ -81,6 +90,7 @@ def document(found: Fit) -> dict[str, Any]:
         **({"own_bytes": list(found.own_bytes)} if in_own_memory(schedule.hosts) else {}),
         "hosts": [
             {"rank": rank, "host": host, "evictions": len(stays), "moved_bytes": found.stays_bytes(stays)}
+            | ({"passed_on": True} if rank in passed_on_for(schedule, host) else {})
             for rank in range(schedule.num_ranks)
             for host, stays in stays_by_host(schedule, rank).items()
             if found.stays_bytes(stays)
@@ -117,6 +127,12 @@ def _waiting(found: Fit) -> list[str]:
     return [f"not every transfer ends before it is needed{earlier}: waits in an iteration {waits}"] if waits else []
 
 
+def _where(found: Fit, rank: int, host: int) -> str:
+    if host == rank:
+        return "its own node"
+    return f"through rank {host} that one's node" if rank in passed_on_for(found.schedule, host) else f"rank {host}"
+
+
 def _hosting(found: Fit, rank: int) -> str:
     """Of one rank that sends."""
     schedule, by_host = found.schedule, stays_by_host(found.schedule, rank)
@@ -127,7 +143,7 @@ def _hosting(found: Fit, rank: int) -> str:
         taken = found.own_bytes[rank] if own else buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
         count = num_own_buffers(schedule, rank) if own else num_buffers_for(schedule, host)[rank]
         parts.append(
-            f"{'its own node' if own else f'rank {host}'} hosts {_part(found, stays)}{len(stays)} of its {every} micro-batches, in "
+            f"{_where(found, rank, host)} hosts {_part(found, stays)}{len(stays)} of its {every} micro-batches, in "
             f"{count} host buffers of {gib([taken])} GiB in all"
         )
     needs = [gib([found.need_bytes[one]]) for one in (rank, *(host for host in by_host if host != rank))]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import OWN_MEMORY
+from bpipe.ir.hosts import OWN_MEMORY, other_ranks
 from bpipe.ir.memory import num_transfers
 from bpipe.models.compute import predict_costs
 from bpipe.models.flops import mfu, training_flops
@@ -210,7 +210,8 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
     for rank, evictions in enumerate(moves):
         if not evictions:
             continue
-        speeds = [costs.links.link(rank, rank if host == OWN_MEMORY else host).bytes_per_s for host in hosts[rank]]
+        ways = [*other_ranks(hosts[rank]), *(rank for host in hosts[rank] if host <= OWN_MEMORY)]
+        speeds = [costs.links.link(rank, other).bytes_per_s for other in ways]
         available = min((speed for speed in speeds if speed is not None), default=None)
         for stage in setup.stages_of(rank):
             cost = costs.stages[stage]

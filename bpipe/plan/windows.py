@@ -13,7 +13,8 @@ from bpipe.passes.windows import Windows
 from bpipe.plan.fit import Fit
 from bpipe.program import balanced
 from bpipe.simulate.cost import Costs
-from bpipe.simulate.engine import durations, simulate
+from bpipe.simulate.durations import durations
+from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
 # To plan and simulate so many takes about fifteen seconds of one core. Longer iterations are planned without, and that is said.

@@ -15,6 +15,7 @@ import torch
 
 from bpipe.ir.action import TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Hosting, buffers_at, guests_of, host_buffers, hosts_of, num_measured, stages_in_buffers
+from bpipe.ir.hosts import is_through, write_hosts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import Claims
@@ -62,6 +63,9 @@ class Partners:
         """Raises ValueError for transfers that there is no transport for."""
         self._rank_of, self._rank, self._moving = schedule.layout.rank_of, rank, moving
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
+        if any(is_through(host) for of_rank in schedule.hosts or () for host in of_rank):
+            where = f"{moving.name}: hosts {write_hosts(schedule.hosts or ())} keep activations in a node's memory through another rank"
+            raise ValueError(f"{where}, which is simulated and not run: balance it into each rank's own memory, --bpipe-hosts host")
         self._host_of = _only_hosts(hosts, moving.name)
         self._transports = _by_rank(schedule, rank, transports)
         others = sorted({*guests, *hosts.values()})

@@ -102,7 +102,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "passes": ("align evict forwards packing turns", "lower", "answered balance", "room", "pool windows", "tiers"),
     "check": ("case deadlock", "replicas", "rules", "order"),
-    "simulate": ("bandwidth cost", "report", "host_buffers reductions", "engine trace"),
+    "simulate": ("bandwidth cost", "durations report", "host_buffers reductions", "engine trace"),
     "models": (
         "held kernel_times parts switches",
         "cluster model",
