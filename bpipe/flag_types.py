@@ -55,6 +55,17 @@ def seconds(text: str) -> float:
     return number
 
 
+def factor(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, such as 1.25")
+    return number
+
+
 def share(text: str) -> Fraction:
     """A share of a micro-batch, exactly: `0.5`, and above 1 where more is held than was saved."""
     return _read(read_share, text, "share")

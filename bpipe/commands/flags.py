@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bpipe.flag_types import positive
+from bpipe.flag_types import factor, positive
 from bpipe.models.calibration import read_calibration
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.cluster_file import cluster_named
@@ -20,6 +20,7 @@ from bpipe.models.flops import FORMULAS
 from bpipe.models.kernel_times import read_kernel_times
 from bpipe.models.layout import ATTENTION, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
+from bpipe.models.parts import DISPATCHERS
 from bpipe.models.switches import HELP, flag_of
 from bpipe.plan.options import MODEL_SWITCHES, SIZES
 
@@ -53,6 +54,16 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in HELP.items():
         add(flag_of(name), action="store_true", help=f"{text}, as Megatron's flag has it")
     add("--flops-formula", choices=FORMULAS, default="megatron", help="whose FLOPs MFU counts (default megatron)")
+
+
+def add_routing_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("experts", "of a model that has them; their loads are taken to be even")
+    add = group.add_argument
+    add("--expert", type=positive, metavar="N", help="expert parallel: so many devices share a layer's experts (default 1; plan tries all)")
+    add("--expert-tensor", type=positive, metavar="N", help="so many devices divide each expert (default: tensor parallel; plan 1)")
+    add("--dispatcher", choices=DISPATCHERS, help="how tokens come to experts, as Megatron's flag has it (default alltoall)")
+    add("--capacity-factor", type=factor, metavar="X", help="no expert takes more than so many times its even share")
+    add("--pad-to-capacity", action="store_true", help="and each takes as many")
 
 
 def add_calibration_argument(parser: argparse.ArgumentParser) -> None:

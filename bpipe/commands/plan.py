@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from bpipe.commands.flags import (
     add_calibration_argument,
     add_model_arguments,
+    add_routing_arguments,
     add_training_arguments,
     cluster_of,
     picture_file,
@@ -36,7 +37,7 @@ from bpipe.plan.explain import calibrated, costly_halves, describe, only_balance
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
-from bpipe.plan.options import filled, memory, model_of, setup_of, switches_of
+from bpipe.plan.options import filled, memory, model_of, routing_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
 from bpipe.plan.space import CUTS, Space, num_grids
@@ -54,6 +55,7 @@ _SELDOM = (200_000, 20, 100)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_training_arguments(parser)
+    add_routing_arguments(parser)
     add_calibration_argument(parser)
     add_launch_arguments(parser)
     add = parser.add_argument_group("search").add_argument
@@ -111,6 +113,8 @@ def run(asked: argparse.Namespace) -> int:
         formula=options.flops_formula,
         switches=switches_of(options),
         hosts=options.hosts,
+        routing=routing_of(options),
+        expert=options.expert,
     )
     bar = _Bar()
     if options.front:

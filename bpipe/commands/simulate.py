@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.commands.flags import add_calibration_argument, add_model_arguments, add_training_arguments, cluster_of, picture_file, print_json
+from bpipe.commands.flags import (
+    add_calibration_argument,
+    add_model_arguments,
+    add_routing_arguments,
+    add_training_arguments,
+    cluster_of,
+    picture_file,
+    print_json,
+)
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
 from bpipe.flag_types import PORTS_SAID, numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
@@ -35,6 +43,7 @@ def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     """Of one configuration, by flags or from a launch."""
     add_model_arguments(parser)
     add_training_arguments(parser)
+    add_routing_arguments(parser)
     add = parser.add_argument_group("configuration").add_argument
     add("--tensor", type=positive, metavar="T", help="tensor parallel (default 1)")
     add("--pipeline", type=positive, metavar="P", help="pipeline ranks; data parallel follows from the cluster")

@@ -1,19 +1,38 @@
 """Read a model that Hugging Face's transformers describe. In: a preset's name, or a config.json. Out: a `Model`.
 
-What a kind has that is not modelled (experts, latent attention, capped logits, ...) is refused with its name, and so is a key whose value
-would make it another model. Defaults of keys that a file leaves out are those of transformers' own classes. Knows no weights.
+What a kind has that is not modelled is refused with its name, and so is a key whose value would make it another model. Of models that see,
+too, it is the part that reads and writes text. Defaults of keys that a file leaves out are those of transformers' own classes. Knows no
+weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bpipe.models.model import PRESETS, Model
+from bpipe.models.parts import EVERY, Experts, Latent
 from bpipe.names import unknown
-from bpipe.values import a_whole, load_json
+from bpipe.values import a_list, a_whole, an_object, load_json
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertKeys:
+    """Under which keys experts stand: how many, their size, that of shared ones (`num_shared` says how many of the size of one), and the
+    size of the MLP of layers without. Layers have experts from `first` on, one in `step`: the last of each, or the first."""
+
+    number: str
+    size: str
+    shared: str | None = None
+    num_shared: str | None = None
+    dense: str = "intermediate_size"
+    first: str | None = None
+    step: str | None = None
+    step_begins: bool = False
+    shared_gate: bool = False
+    sigmoid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +43,34 @@ class _Kind:
     activations: tuple[str, ...] = ("silu", "swish")
     tied: bool = False
     differs: Mapping[str, Any] = field(default_factory=dict)
+    experts: _ExpertKeys | None = None
+    latent: bool = False
+    windows: tuple[int, ...] = EVERY
+    defaults: Mapping[str, int] = field(default_factory=dict)
 
 
+_DEEPSEEK = _ExpertKeys(
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    first="first_k_dense_replace",
+    step="moe_layer_freq",
+    step_begins=True,
+)
+# Files of Gemma 3 leave most of it to its class.
+_GEMMA3 = {"vocab_size": 262208, "max_position_embeddings": 131072, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+_GEMMA3 |= {"sliding_window": 4096}
+_GEMMA = {"gated_gelu": True, "post_norms": True}
+_QWEN = _ExpertKeys("num_experts", "moe_intermediate_size", step="decoder_sparse_step")
+_LLAMA4 = _ExpertKeys(
+    "num_local_experts",
+    "intermediate_size",
+    "intermediate_size",
+    dense="intermediate_size_mlp",
+    step="interleave_moe_layer_step",
+    sigmoid=True,
+)
 _GELU = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 _KINDS = {
     "gpt2": _Kind(_GELU, tied=True),
@@ -34,15 +79,24 @@ _KINDS = {
     "qwen2": _Kind(differs={"qkv_bias": True}),
     "qwen3": _Kind(differs={"qk_norm": True}),
     "gemma": _Kind(_GELU, tied=True, differs={"gated_gelu": True}),
+    "gemma2": _Kind(_GELU, tied=True, differs=_GEMMA, windows=(1, 0), defaults={"head_dim": 256, "sliding_window": 4096}),
+    "gemma3_text": _Kind(_GELU, tied=True, differs={**_GEMMA, "qk_norm": True}, windows=(1, 1, 1, 1, 1, 0), defaults=_GEMMA3),
+    "mixtral": _Kind(experts=_ExpertKeys("num_local_experts", "intermediate_size")),
+    "qwen2_moe": _Kind(differs={"qkv_bias": True}, experts=replace(_QWEN, shared="shared_expert_intermediate_size", shared_gate=True)),
+    "qwen3_moe": _Kind(differs={"qk_norm": True}, experts=_QWEN),
+    "deepseek_v2": _Kind(experts=_DEEPSEEK, latent=True),
+    "deepseek_v3": _Kind(experts=replace(_DEEPSEEK, sigmoid=True), latent=True),
+    "llama4_text": _Kind(differs={"qk_norm": True}, experts=_LLAMA4),
     "phi3": _Kind(),
     "nemotron": _Kind(("relu2",), differs={"gated": False, "rms_norm": False, "squared_relu": True}),
 }
+# Kinds that see, too, and the key of what they read and write.
+_WITH_TEXT = {"llama4": "text_config", "gemma3": "text_config"}
 # Of kinds that are asked for often, what keeps them out.
 _MISSING = {
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "llama4", "llama4_text"), "mixtures of experts are not modelled"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "latent attention and mixtures of experts are not modelled"),
-    "gemma2": "norms behind attention and MLP, windows and capped logits are not modelled",
-    **dict.fromkeys(("gemma3", "gemma3_text"), "norms behind attention and MLP, and windows, are not modelled"),
+    "gpt_oss": "sinks of attention and biases of experts are not modelled",
+    "dbrx": "its own names of sizes are not read",
+    "qwen3_next": "linear attention is not modelled",
 }
 _GPT2 = {
     "num_hidden_layers": "n_layer",
@@ -54,7 +108,7 @@ _GPT2 = {
 }
 # Beyond any layer and any vocabulary.
 _LARGEST_SIZE = 10**9
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def find_model(name: str) -> Model:
@@ -85,9 +139,11 @@ def read_hugging_face(path: Path) -> Model:
 
 def _model(config: dict[str, Any], name: str) -> Model:
     said = config.get("model_type")
-    for key in _EXPERTS:
-        if config.get(key):
-            raise ValueError(f"{key} is {str(config[key])[:40]}: mixtures of experts are not modelled")
+    if isinstance(said, str) and said in _WITH_TEXT:
+        return _model({"model_type": f"{said}_text", **an_object(config.get(_WITH_TEXT[said]), _WITH_TEXT[said])}, name)
+    for key in _EXPERT_KEYS:
+        if config.get(key) and (not isinstance(said, str) or said not in _KINDS or _KINDS[said].experts is None):
+            raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(said)[:40]}")
     if not isinstance(said, str) or said not in _KINDS:
         why = _MISSING.get(said, "give the sizes as flags") if isinstance(said, str) else "give the sizes as flags"
         raise ValueError(f"model_type {str(said)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
@@ -96,7 +152,7 @@ def _model(config: dict[str, Any], name: str) -> Model:
     def number(key: str, default: int | None = None) -> int:
         key = keys.get(key, key)
         value = config.get(key)
-        return a_whole(default if value is None else value, key, 1, _LARGEST_SIZE)
+        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, _LARGEST_SIZE)
 
     activation = config.get("hidden_activation") or config.get(keys.get("hidden_act", "hidden_act"))
     if activation is not None and activation not in kind.activations:
@@ -118,11 +174,50 @@ def _model(config: dict[str, Any], name: str) -> Model:
     others = {
         "num_query_groups": number("num_key_value_heads", heads),
         "kv_channels": number("head_dim", hidden // heads),
-        "ffn_hidden_size": number("intermediate_size"),
-        "window": number("sliding_window") if config.get("sliding_window") and config.get("use_sliding_window", True) else None,
+        "ffn_hidden_size": number(kind.experts.dense if kind.experts else "intermediate_size"),
+        **_windows(config, kind, number),
+        "chunk": number("attention_chunk_size") if config.get("attention_chunk_size") else None,
+        "capped_attention": bool(config.get("attn_logit_softcapping")),
+        "capped_logits": bool(config.get("final_logit_softcapping")),
+        "experts": _experts(config, kind.experts, number) if kind.experts else None,
     }
+    if kind.latent:
+        rank = number("q_lora_rank") if config.get("q_lora_rank") else None
+        others["latent"] = Latent(rank, *map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")))
+        others["num_query_groups"] = heads
     like_llama = {"gated": True, "rms_norm": True, "linear_bias": _has_biases(config), "learned_positions": False, "dropout": False}
     return Model(**{**sizes, **others, **like_llama, **kind.differs})
+
+
+def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
+    """Whose layers alternate say it by layer or by a number, of which the last has none; of others all or none have one."""
+    if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not config.get("use_sliding_window", True):
+        return {}
+    types = config.get("layer_types")
+    if types is not None:
+        pattern = tuple(int(one == "sliding_attention") for one in a_list(types, "layer_types"))
+    elif config.get("sliding_window_pattern"):
+        pattern = (*(1,) * (number("sliding_window_pattern") - 1), 0)
+    else:
+        pattern = kind.windows
+    return {"window": number("sliding_window"), "window_pattern": pattern} if any(pattern) else {}
+
+
+def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., int]) -> Experts:
+    """Raises ValueError where single layers are named that have none."""
+    if config.get("mlp_only_layers"):
+        raise ValueError(f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts are not modelled")
+    step = number(keys.step, 1) if keys.step else 1
+    pattern = (1, *(0,) * (step - 1)) if keys.step_begins else (*(0,) * (step - 1), 1)
+    first = a_whole(config.get(keys.first) or 0, keys.first, 0, _LARGEST_SIZE) if keys.first else 0
+    if first:
+        layers = number("num_hidden_layers")
+        pattern = tuple(int(layer >= first and pattern[layer % step]) for layer in range(layers))
+    shared = number(keys.shared) if keys.shared else 0
+    if keys.num_shared:
+        shared *= a_whole(config.get(keys.num_shared) or 0, keys.num_shared, 0, 1000)
+    top_k = number("num_experts_per_tok")
+    return Experts(number(keys.number), top_k, number(keys.size), shared, keys.shared_gate, pattern, keys.sigmoid)
 
 
 def _has_biases(config: dict[str, Any]) -> bool:

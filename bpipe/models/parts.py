@@ -144,11 +144,17 @@ def _closing(text: str) -> int:
 
 
 def write_pattern(pattern: tuple[int, ...], num_layers: int) -> str:
-    """As Megatron reads it, for all layers."""
+    """Of layers with experts as Megatron reads it: a number where that says it, else a list."""
     whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
     every = next((step for step in range(1, len(whole) + 1) if whole == tuple(int(layer % step == 0) for layer in range(num_layers))), None)
     if every is not None:
         return str(every)
+    return write_list(pattern, num_layers)
+
+
+def write_list(pattern: tuple[int, ...], num_layers: int) -> str:
+    """A list for all layers."""
+    whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
     if len(pattern) < num_layers and num_layers % len(pattern) == 0:
         return f"({_runs(pattern)})*{num_layers // len(pattern)}"
     return f"({_runs(whole)})"

@@ -26,6 +26,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "num_microbatches": setup.num_microbatches,
         "sequence": setup.sequence,
         "vocabulary": setup.vocabulary,
+        **({**asdict(setup.routing), "expert_tensor": setup.expert_tensor} if setup.model.experts else {}),
         "layers": list(setup.layers),
         "recompute": setup.recompute,
         "attention": setup.attention,

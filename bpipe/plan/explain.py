@@ -47,7 +47,9 @@ def describe(setup: Setup) -> str:
     balance = f" balanced{HOSTS[setup.how.hosts]}" if setup.balance != "none" else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
     shards = f" vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
-    grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}"
+    divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
+    experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
+    grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data}{experts} b={setup.micro_batch}"
     return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{layers}{shards}{halves}{balance}"
 
 

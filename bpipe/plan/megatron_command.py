@@ -20,6 +20,7 @@ from bpipe.ir.text import TextError, read_numbers
 from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_asked
+from bpipe.plan.expert_flags import READ_OF_EXPERTS, parts_of_flags
 from bpipe.plan.layer_split import Split, read_split
 from bpipe.values import LARGEST
 
@@ -61,22 +62,24 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
     **dict.fromkeys(map(flag_of, SWITCHES), True),
     "--bpipe-vocabulary-input": True,
+    **READ_OF_EXPERTS,
     **dict.fromkeys(("--sft", "--dataloader-inter-document-masking"), True),
 }
 
-_EXPERTS, _OFFLOAD, _FSDP, _LOW = "mixtures of experts", "offloading", "sharding by FSDP", "8-bit and 4-bit training"
+_OFFLOAD, _FSDP, _LOW = "offloading", "sharding by FSDP", "8-bit and 4-bit training"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these.
 _NEUTRAL = ("0", "1", "None", "none")
 REFUSED = {
-    **dict.fromkeys(("--num-experts", "--expert-model-parallel-size"), _EXPERTS),
+    "--moe-layer-recompute": "recomputation of experts alone",
+    "--moe-latent-size": "experts of a smaller hidden size",
+    "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD),
     **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
     **dict.fromkeys(("--fp8-format", "--fp4-format"), _LOW),
     "--context-parallel-size": "context parallelism",
     "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     "--distribute-saved-activations": "distributed saved activations",
-    "--multi-latent-attention": "latent attention",
     "--experimental-attention-variant": "another attention",
     "--mtp-num-layers": "multi-token prediction",
     "--hybrid-layer-pattern": "hybrid models",
@@ -265,6 +268,7 @@ def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": found.untie_embeddings_and_output_weights,
         "no_dropout": dropouts == {False},
     }
+    options |= parts_of_flags(found, found.ffn_hidden_size or ffn, notes)
     vocabulary = found.padded_vocab_size or found.vocab_size
     return {**options, "vocabulary": vocabulary} if vocabulary else options
 

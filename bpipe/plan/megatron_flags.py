@@ -9,13 +9,14 @@ from bpipe.generate.families import default
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
 from bpipe.models.switches import flag_of
+from bpipe.plan.expert_flags import flags_of_parts
 from bpipe.plan.fit import gib
 from bpipe.plan.layer_split import split_flags
 
 
 def megatron_flags(setup: Setup) -> list[str]:
     """What to add to the launch of `pretrain_gpt.py`."""
-    return [*_model(setup), *_parallel(setup), *_memory(setup)]
+    return [*_model(setup), *flags_of_parts(setup), *_parallel(setup), *_memory(setup)]
 
 
 def _model(setup: Setup) -> list[str]:

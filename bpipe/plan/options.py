@@ -18,6 +18,7 @@ from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import KEPT_HALVES, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
+from bpipe.models.parts import Routing
 from bpipe.models.switches import SWITCHES, Switches, flag_of
 from bpipe.plan.budget import MemoryBudget, read_asked
 from bpipe.plan.megatron_command import Reading, read_command
@@ -35,6 +36,10 @@ MODEL_SWITCHES = {
     "untie_embeddings_and_output_weights": ("tied_embedding", False, "the output layer has weights of its own"),
     "no_dropout": ("dropout", False, "no dropout, and so no masks to save"),
 }
+# What a launch alone can say of a model, by the names of its fields.
+PARTS = ("window", "window_pattern", "experts", "latent")
+# How tokens come to experts: options, and fields of `Routing`.
+ROUTING = {"expert": "expert", "expert_tensor": "expert_tensor", "dispatcher": "dispatcher", "capacity_factor": "capacity"}
 # Of options that a launch may leave out.
 _NAMES = ("model", "sequence", *SIZES, "layers", "schedule", "pipeline", "global_batch", "vocabulary_parallel")
 
@@ -70,6 +75,7 @@ def model_of(options: argparse.Namespace) -> Model:
     changes: dict[str, Any] = {
         name: getattr(options, name) for name in (*SIZES, "sequence", "vocabulary") if getattr(options, name) is not None
     }
+    changes |= {name: getattr(options, name) for name in PARTS if getattr(options, name, None) is not None}
     changes |= {field: value for name, (field, value, _) in MODEL_SWITCHES.items() if getattr(options, name)}
     if options.model is not None:
         return replace(find_model(options.model), **changes)
@@ -121,6 +127,14 @@ def switches_of(options: argparse.Namespace) -> Switches:
     return Switches(**{name: getattr(options, name) for name in SWITCHES})
 
 
+def routing_of(options: argparse.Namespace) -> Routing:
+    """What the launch says of it, and what was said besides."""
+    said = {field: getattr(options, name, None) for name, field in ROUTING.items()}
+    changes: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
+    changes |= {"padded": True} if getattr(options, "pad_to_capacity", False) else {}
+    return replace(getattr(options, "routing", None) or Routing(), **changes)
+
+
 def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
     """Of filled options. Without a global batch it is one micro-batch a replica, as Megatron has it."""
     model = model_of(options)
@@ -149,6 +163,7 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
         "sequence_parallel": not options.no_sequence_parallel,
         "vocabulary_parallel": getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
         "switches": switches_of(options),
+        "routing": routing_of(options),
         "how": BalanceConfig(bounds, hosts=hosts),
     }
     return setup_from_values({**vars(options), **others})

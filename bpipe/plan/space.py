@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import NamedTuple
 
 from bpipe.generate.families import DEFAULTS, FAMILIES
@@ -17,6 +18,7 @@ from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.layout import ATTENTION, EVENLY, RECOMPUTE, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
+from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
 from bpipe.models.switches import Switches
 from bpipe.program import BALANCES, BalanceConfig
@@ -25,7 +27,8 @@ from bpipe.program import BALANCES, BalanceConfig
 @dataclass(frozen=True, slots=True)
 class Space:
     """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `uneven` admits stages of unequal layers where
-    the layers do not divide."""
+    the layers do not divide. `routing` says how tokens come to experts; without `expert` every number of devices is tried
+    that can share them."""
 
     model: Model
     cluster: Cluster
@@ -45,6 +48,8 @@ class Space:
     formula: str = "megatron"
     switches: Switches = field(default_factory=Switches)
     hosts: str | None = None
+    routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
+    expert: int | None = None
 
     def __post_init__(self) -> None:
         for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
@@ -68,6 +73,7 @@ CUTS = {
     "micro_batches": "micro-batch sizes: interleaving and two pipes want their number in multiples of p",
     "chunks": "numbers of chunks: the layers do not go over so many stages",
     "pipes": "micro-batch sizes: two pipes want at least four ranks, and an even number of them",
+    "experts": "micro-batch sizes: experts in two pipes are not modelled",
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
     "memory": "configurations: more memory than a device has",
@@ -92,14 +98,27 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
             if per_replica % micro_batch:
                 continue
             for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
-                for recompute in _scopes(space):
-                    for balance in space.balances:
-                        if balance != "none" and pipeline == 1:
-                            cuts["pairs"] += 1
-                            continue
-                        chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
-                        how = EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=space.hosts or PAIR)
-                        yield setup_from_values({**common, **chosen, "balance": balance, "how": how, **choice._asdict()})
+                for recompute, routing, balance in product(_scopes(space), _routings(space, tensor * data), space.balances):
+                    if balance != "none" and pipeline == 1:
+                        cuts["pairs"] += 1
+                        continue
+                    chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
+                    how = EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=space.hosts or PAIR)
+                    others = {"routing": routing, "balance": balance, "how": how}
+                    yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
+
+
+def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
+    """Over how many of a stage's devices experts are spread, each whole where nobody says otherwise: one way for a model without."""
+    experts, given = space.model.experts, space.routing
+    if experts is None:
+        return (given,)
+    each = given.expert_tensor or 1
+    return tuple(
+        replace(given, expert=number, expert_tensor=each)
+        for number in divisors(experts.num_experts)
+        if space.expert in (None, number) and devices % (number * each) == 0
+    )
 
 
 def num_grids(space: Space) -> int:
@@ -143,6 +162,9 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
         family = FAMILIES[schedule]
         if family.splits and pipeline == 1:
             # Nobody to wait for: it would be 1F1B.
+            continue
+        if family.num_pipes > 1 and space.model.experts is not None:
+            cuts["experts"] += 1
             continue
         if family.num_pipes > 1 and (pipeline < 4 or pipeline % 2):
             # To Megatron it is half as many ranks, which have to be a pipeline still.

@@ -17,6 +17,7 @@ HALVES = "backwards in halves were never run with Transformer Engine's layers, w
 AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybrid models"
 
 GATED_GELU = "a gated GELU, for which Megatron has no flag: --swiglu, of the same sizes, stands in its place"
+BEHIND_ATTENTION = "norms behind attention and MLP, and capped logits, for which Megatron has no flags: a launch trains without them"
 TWO_PIPES = "two pipes were trained on CPUs alone so far"
 
 
@@ -32,13 +33,18 @@ def lines(outcome: Outcome) -> list[str]:
 def needs(outcome: Outcome) -> list[str]:
     """What the rows' schedules need of the trainer, as far as it is not simply there."""
     found = {need for row in outcome.rows for need in needs_of(row.prediction.setup)}
-    return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU) if need in found]
+    return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION) if need in found]
 
 
 def needs_of(setup: Setup) -> list[str]:
     """The same of one setup."""
     halves = setup.splits and setup.kernels == "gpu"
-    every = ((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1), (GATED_GELU, setup.model.gated_gelu))
+    model = setup.model
+    unlike = model.post_norms or model.capped_attention or model.capped_logits
+    every = (
+        *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
+        *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
+    )
     return [need for need, there in every if there]
 
 

@@ -32,6 +32,10 @@ class LoggedLaunch(NamedTuple):
     vocabulary: int | None
 
 
+# Their lists are one value.
+_PATTERNS = ("--moe-layer-freq", "--window-attn-skip-freq")
+
+
 def read_log(text: str) -> LoggedLaunch:
     """Raises ValueError for the arguments of several trainings."""
     blocks, vocabulary = [], None
@@ -58,7 +62,7 @@ def _words(block: dict[str, str]) -> tuple[str, ...]:
         flag = _RENAMED.get(name, f"--{name.replace('_', '-')}")
         if value in _NOTHING or flag not in (*READ, *REFUSED) or (flag in _OF_RECOMPUTATION and not recomputes):
             continue
-        words += [flag] if READ.get(flag) is True or value == "True" else [flag, *_values(value)]
+        words += [flag] if READ.get(flag) is True or value == "True" else [flag, *([value] if flag in _PATTERNS else _values(value))]
     # Without chunks Megatron switches the overlap off itself.
     if block.get("overlap_p2p_comm") == "False" and block.get("virtual_pipeline_model_parallel_size", "None") != "None":
         words.append("--no-overlap-p2p-communication")

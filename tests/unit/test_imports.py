@@ -114,7 +114,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "compute kernel_shapes profile",
     ),
     "plan": (
-        "estimate fit launch_script layer_split predict space",
+        "estimate expert_flags fit launch_script layer_split predict space",
         "windows",
         "budget document megatron_flags search",
         "calibrate megatron_command",

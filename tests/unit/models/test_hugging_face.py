@@ -14,13 +14,16 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.compute import core_seconds, layer_seconds
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup
+from bpipe.models.memory import rank_parameters
 from bpipe.models.model import Model
-from bpipe.models.parameters import num_parameters
+from bpipe.models.parameters import num_active_parameters, num_parameters
+from bpipe.models.parts import Latent, Routing
 from bpipe.models.rates import Rates
 from bpipe.models.saved import layer_bytes
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.standings import GATED_GELU, needs_of
+from bpipe.plan.options import setup_from
+from bpipe.plan.standings import BEHIND_ATTENTION, GATED_GELU, needs_of
 
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
 
@@ -38,6 +41,184 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], float]] = {
     "Mistral-7B": ({"model_type": "mistral", "hidden_act": "silu"}, (32, 4096, 32, 8, 128, 14336, 32000), 7.24),
     "Llama-3.1-8B": ({"model_type": "llama", "hidden_act": "silu"}, (32, 4096, 32, 8, 128, 14336, 128256), 8.03),
 }
+
+
+# With experts, latent attention or windows: as their config.json on the hub have them, and billions of all parameters and of a token's. Of
+# Gemma 3 and LLaMA 4 without what sees, which has 0.4 and 0.9.
+QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128, "num_experts_per_tok": 8}
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536}
+KNOWN: dict[str, tuple[dict[str, Any], tuple[int | None, ...], float, float]] = {
+    "Mixtral 8x7B": (
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        (32, 4096, 32, 8, None, 14336, 32000),
+        46.7,
+        12.9,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "model_type": "qwen2_moe",
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+        },
+        (24, 2048, 16, 16, None, 5632, 151936),
+        14.3,
+        2.7,
+    ),
+    "Qwen3-30B-A3B": (
+        {"model_type": "qwen3_moe", "moe_intermediate_size": 768, **QWEN_MOE},
+        (48, 2048, 32, 4, 128, 6144, 151936),
+        30.5,
+        3.3,
+    ),
+    "Qwen3-235B-A22B": (
+        {"model_type": "qwen3_moe", "moe_intermediate_size": 1536, **QWEN_MOE},
+        (94, 4096, 64, 4, 128, 12288, 151936),
+        235.0,
+        22.0,
+    ),
+    "DeepSeek-V2": (
+        {
+            "model_type": "deepseek_v2",
+            "n_routed_experts": 160,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            **DEEPSEEK,
+        },
+        (60, 5120, 128, 128, None, 12288, 102400),
+        236.0,
+        21.0,
+    ),
+    "DeepSeek-V3": (
+        {
+            "model_type": "deepseek_v3",
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "moe_layer_freq": 1,
+            **DEEPSEEK,
+        },
+        (61, 7168, 128, 128, None, 18432, 129280),
+        671.0,
+        37.0,
+    ),
+    "Llama-4-Scout": (
+        {
+            "model_type": "llama4_text",
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 16384,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 8192,
+        },
+        (48, 5120, 40, 8, 128, 8192, 202048),
+        109.0 - 0.9,
+        17.0,
+    ),
+    "Llama-4-Maverick": (
+        {
+            "model_type": "llama4_text",
+            "num_local_experts": 128,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 16384,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8192,
+        },
+        (48, 5120, 40, 8, 128, 8192, 202048),
+        400.0,
+        17.0,
+    ),
+    "Gemma-2-9B": (
+        {"model_type": "gemma2", "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        (42, 3584, 16, 8, 256, 14336, 256000),
+        9.24,
+        9.24,
+    ),
+    "Gemma-2-27B": (
+        {"model_type": "gemma2", "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        (46, 4608, 32, 16, 128, 36864, 256000),
+        27.2,
+        27.2,
+    ),
+    "Gemma-3-27B": (
+        {"model_type": "gemma3_text", "sliding_window": 1024},
+        (62, 5376, 32, 16, 128, 21504, 262208),
+        27.0,
+        27.0,
+    ),
+}
+
+
+def known(folder: Path, name: str, **changes: Any) -> Model:
+    kind, sizes, *_ = KNOWN[name]
+    given = {key: size for key, size in zip(NAMES, sizes, strict=True) if size is not None}
+    return find_model(written(folder, {**kind, **given, "max_position_embeddings": 4096, **changes}))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_all_of_them_and_those_of_a_token(name: str, tmp_path: Path) -> None:
+    """Publishers differ in whether a token's are said with both embeddings."""
+    model = known(tmp_path, name)
+    *_, every, active = KNOWN[name]
+    assert num_parameters(model) / 1e9 == pytest.approx(every, rel=0.005)
+    embedding = model.vocabulary * model.hidden_size / 1e9
+    assert active - embedding - 0.5 < num_active_parameters(model) / 1e9 < active + embedding + 0.5
+
+
+def test_layers_that_differ(tmp_path: Path) -> None:
+    def windows(model: Model) -> str:
+        return "".join("w" if model.kind(layer).window else "." for layer in range(8))
+
+    gemma = known(tmp_path, "Gemma-2-9B")
+    assert (windows(gemma), gemma.capped_attention, gemma.capped_logits, gemma.post_norms) == ("w.w.w.w.", True, True, True)
+    assert windows(known(tmp_path, "Gemma-3-27B")) == "wwwww.ww"
+    types = ["full_attention", "sliding_attention"] * 31
+    assert windows(known(tmp_path, "Gemma-3-27B", layer_types=types)) == ".w.w.w.w"
+    assert [known(tmp_path, "Llama-4-Maverick").kind(layer).experts for layer in range(4)] == [False, True, False, True]
+    assert [known(tmp_path, "DeepSeek-V3").kind(layer).experts for layer in range(2, 5)] == [False, True, True]
+    assert known(tmp_path, "DeepSeek-V2", q_lora_rank=None).latent == Latent(None, 512, 128, 64, 128)
+
+
+def test_chunks_of_attention_are_refused_where_they_matter(tmp_path: Path) -> None:
+    model = known(tmp_path, "Llama-4-Scout")
+    assert setup_of(model).sequence == 4096
+    with pytest.raises(ValueError, match=r"attends within chunks of 8192 tokens, .*: give --sequence 8192 or less"):
+        setup_of(model, sequence=16384)
+
+
+def test_the_text_of_a_model_that_sees(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32}
+    text = {**sizes, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024, "model_type": "gemma3_text"}
+    model = find_model(written(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}))
+    assert num_parameters(model) == num_parameters(replace(known(tmp_path, "Gemma-3-27B"), sequence=131072))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
+    """There and back through Megatron's flags: experts, latent attention, windows, and how tokens come to experts."""
+    model = known(tmp_path, name)
+    routing = Routing(2, 1, "flex", 1.25, True) if model.experts else Routing()
+    values = {"model": model, "cluster": parse_cluster("h100-80g:1x8"), "tensor": 2, "pipeline": 2, "micro_batch": 1, "global_batch": 16}
+    layers = (model.num_layers // 2, model.num_layers - model.num_layers // 2)
+    mine = Setup(**values, sequence=4096, layers=layers, routing=routing)
+    options = read_command(megatron_flags(mine)).options
+    assert (options.get("experts"), options.get("latent"), options.get("window")) == (model.experts, model.latent, model.window)
+    assert options.get("routing", Routing()) == routing
+    assert options["qk_layernorm"] is model.qk_norm
+    back = setup_from([*megatron_flags(mine), "--vocab-size", str(model.vocabulary)], mine.cluster, model.vocabulary, "gpu")
+    assert [back.model.kind(layer) for layer in range(model.num_layers)] == [model.kind(layer) for layer in range(model.num_layers)]
+    like = replace(model, gated_gelu=False, post_norms=False, capped_attention=False, capped_logits=False)
+    assert rank_parameters(back) == rank_parameters(replace(mine, model=like))
+    assert layer_seconds(back) == layer_seconds(replace(mine, model=like))
+    assert (BEHIND_ATTENTION in needs_of(mine)) == model.post_norms
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -131,12 +312,11 @@ def test_windows_make_attention_shorter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts is 8: mixtures of experts are not modelled"),
-        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not modelled, only .*: mixtures of experts"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
-        ({"model_type": "gemma2"}, "capped logits"),
-        ({"model_type": "gemma3_text"}, "norms behind attention"),
-        ({"model_type": "llama4"}, "mixtures of experts"),
+        ({"num_local_experts": 8}, "num_local_experts is 8: experts are not modelled in a llama"),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not modelled, only .*: sinks of attention"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [1]}, "mlp_only_layers is .1.: single layers"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok"),
+        ({"model_type": "llama4"}, "text_config"),
         ({"model_type": "mamba"}, "give the sizes as flags"),
         ({"model_type": ["llama"]}, "is not modelled"),
         ({"hidden_act": "gelu"}, "the activation 'gelu' is not modelled in a llama, only silu, swish"),

@@ -158,7 +158,7 @@ def test_a_run_or_seconds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_not_modelled_is_refused_from_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     for changes, words in (
-        ({"num_experts": "8"}, "mixtures of experts"),
+        ({"moe_latent_size": "8"}, "experts of a smaller hidden size"),
         ({"fp8": "hybrid"}, "8-bit"),
         ({"num_layers": "None"}, "lack --num-layers"),
     ):

@@ -61,7 +61,14 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 OPTIONS = argparse.Namespace(
-    cluster="a100-80g:1x8", model=None, schedule=None, kernels="gpu", flops_formula="megatron", profile=None, calibration=None
+    kernel_times=None,
+    cluster="a100-80g:1x8",
+    model=None,
+    schedule=None,
+    kernels="gpu",
+    flops_formula="megatron",
+    profile=None,
+    calibration=None,
 )
 NOT_GIVEN = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "sequence", "vocabulary"),
@@ -130,7 +137,10 @@ def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> N
         ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
         ("--recompute-activations --recompute-granularity full", "--recompute-activations and --recompute-granularity full"),
         ("--recompute-granularity full", "needs --recompute-method"),
-        ("--num-experts 8", "--num-experts 8: mixtures of experts: not modelled"),
+        ("--moe-latent-size 8", "--moe-latent-size 8: experts of a smaller hidden size: not modelled"),
+        ("--num-experts 8 --moe-layer-freq [2]", "is no pattern of layers"),
+        ("--num-experts 8 --moe-router-topk 9", "tokens go to 9 experts each"),
+        ("--window-size 127", "--window-size 127 is no window"),
         ("--fp8-format hybrid", "--fp8-format hybrid: 8-bit"),
         ("--context-parallel-size 2", "--context-parallel-size 2: context parallelism"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp: sharding by FSDP"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from bpipe.models.held import held_by
 from bpipe.models.layout import Setup
 from bpipe.models.memory import activations, least_bytes, least_shared_bytes, moves_anything, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
+from bpipe.models.parts import Routing
 from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.plan.explain import describe, only_balanced, verdict
 from bpipe.plan.megatron_command import read_command
@@ -22,6 +24,7 @@ from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, 
 from bpipe.plan.search import Outcome, lower_bound_s, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids
 from bpipe.program import ScheduleConfig, balancing, build
+from tests.unit.models.published import MIXTRAL_8X7B
 
 A100 = parse_cluster("a100-80g:4x8")
 UNFUSED = Space(PRESETS["gpt3-96b"], A100, 128, 2048, "unfused", precision="fp16")
@@ -363,3 +366,23 @@ def test_two_pipes_are_compared_and_wanted_to_be_even() -> None:
     best = next(one.fastest for one in found.families if one.schedule == "bitpipe")
     assert best is not None
     assert "bitpipe" in megatron_flags(best.prediction.setup)
+
+
+def test_experts_are_spread_over_every_number_of_devices() -> None:
+    """Where the model has them; nothing is added for a model without. The fastest keeps its tokens inside nodes."""
+    space = Space(MIXTRAL_8X7B, parse_cluster("h100-80g:4x8"), 256, 4096, schedules=("1f1b",), max_micro_batch=1, balances=("none",))
+    setups = list(enumerate_setups(space))
+    assert {setup.routing.expert for setup in setups} == {1, 2, 4, 8}
+    assert {setup.expert_tensor for setup in setups} == {1}
+    assert all(setup.tensor * setup.data % setup.routing.expert == 0 for setup in setups)
+    assert {one.routing.expert for one in enumerate_setups(replace(space, expert=4))} == {4}
+    dense = list(enumerate_setups(replace(space, model=replace(MIXTRAL_8X7B, experts=None))))
+    assert {setup.routing for setup in dense} == {Routing()}
+    ways = sum(sum(setup.tensor * setup.data % ep == 0 for ep in (1, 2, 4, 8)) for setup in dense)
+    assert len(setups) == ways
+    best = search(space, num_rows=1).rows[0].prediction
+    assert best.fits
+    assert f"ep={best.setup.routing.expert}" in describe(best.setup)
+    cuts: Counter[str] = Counter()
+    assert not list(enumerate_setups(replace(space, schedules=("chimera",)), cuts))
+    assert cuts["experts"]

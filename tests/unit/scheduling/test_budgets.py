@@ -102,9 +102,9 @@ def plain_config() -> Any:
         ("2,2", [], {}, "2 budgets for 4 ranks: give one for all or one for each"),
         (
             "2",
-            ["--num-experts", "8"],
+            ["--moe-latent-size", "8"],
             {},
-            r"nothing predicts what this training holds \(--num-experts 8: mixtures.*\): let it be measured, auto",
+            r"nothing predicts what this training holds \(--moe-latent-size 8: experts of a smaller.*\): let it be measured, auto",
         ),
         ("auto", [], {}, "--bpipe-memory auto: a CPU has no memory of a device .* --bpipe-memory auto:GIB"),
     ],
@@ -123,7 +123,7 @@ def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the
     schedule = build(replace(plain_config(), balance=how))
     assert num_transfers(schedule, 0).evictions > 0, "even a budget that is too small by prediction is tried"
     assert told[0] == "the first iteration sends as much as helps, until bytes are measured:"
-    how, told = balance_asked(asked(monkeypatch, "auto:2", "--num-experts", "8"))
+    how, told = balance_asked(asked(monkeypatch, "auto:2", "--moe-latent-size", "8"))
     assert how == BalanceConfig()
     assert told[0].endswith(": the first iteration keeps the smallest bound")
 

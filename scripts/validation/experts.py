@@ -1,0 +1,72 @@
+"""Lay predictions of models with experts beside published throughputs. In: tests/data/experts_throughput.csv. Out: rows with both.
+
+Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from bpipe.models.cluster import GIB, parse_cluster
+from bpipe.models.flops import training_flops
+from bpipe.models.layout import Setup, split_layers
+from bpipe.models.memory import predict_memory
+from bpipe.models.model import Model, llama
+from bpipe.models.parts import Experts, Latent, Routing
+from bpipe.models.switches import Switches
+from bpipe.plan.predict import costs_of, steady_timing
+from validation.measurements import rows
+from validation.throughput import Throughput
+
+SEQUENCE = 4096
+# Sizes by their authors' config.json.
+MODELS: dict[str, Model] = {
+    "mixtral-8x7b": replace(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, SEQUENCE), experts=Experts(8, 2, 14336)),
+    "qwen3-235b-a22b": replace(
+        llama("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, SEQUENCE), qk_norm=True, experts=Experts(128, 8, 1536)
+    ),
+    "deepseek-v3": replace(
+        llama("deepseek-v3", 61, 7168, 128, 128, 18432, 129280, SEQUENCE),
+        experts=Experts(256, 8, 2048, 2048, pattern=(0,) * 3 + (1,) * 58, sigmoid=True),
+        latent=Latent(1536, 512, 128, 64, 128),
+    ),
+}
+NUMBERS = ("tensor", "expert", "pipeline", "chunks", "micro_batch", "global_batch")
+
+
+@cache
+def of_experts() -> tuple[Throughput, ...]:
+    """Every row of the file."""
+    return tuple(_prediction(row) for row in rows("experts_throughput.csv"))
+
+
+def _prediction(row: dict[str, str]) -> Throughput:
+    tensor, expert, pipeline, chunks, micro_batch, batch = (int(row[name]) for name in NUMBERS)
+    model = MODELS[row["model"]]
+    layers = split_layers(model.num_layers, pipeline * chunks, allow_uneven=True)
+    assert layers is not None
+    setup = Setup(
+        model=model,
+        cluster=parse_cluster(row["cluster"]),
+        tensor=tensor,
+        pipeline=pipeline,
+        micro_batch=micro_batch,
+        global_batch=batch,
+        sequence=SEQUENCE,
+        layers=layers,
+        recompute="none",
+        schedule="interleaved-1f1b",
+        chunks=chunks,
+        switches=Switches(overlap_grad_reduce=True, overlap_param_gather=True),
+        routing=Routing(expert, 1, row["dispatcher"]),
+    )
+    flops = training_flops(model, batch, SEQUENCE, vocabulary=setup.vocabulary) / steady_timing(setup, costs_of(setup)).iteration_s
+    gpus = setup.cluster.num_devices
+    measured = float(row["tflops_per_gpu"])
+    return Throughput(row["source"], model.name, gpus, "tflops_per_gpu", setup, measured, flops / gpus / 1e12)
+
+
+def needed_gib(one: Throughput) -> float:
+    """Of the fullest device, by prediction."""
+    return max(rank.peak_bytes for rank in predict_memory(one.setup)) / GIB
