@@ -168,7 +168,8 @@ class _Sender:
     def __init__(self, schedule: Schedule, rank: int, rooms: Rooms, windows: Windows, clock: _Clock) -> None:
         self.rank, self.windows, self.clock = rank, windows, clock
         self.memory: Memory = rooms.memory
-        self.stays = _stays(schedule, rank)
+        # Older records do not say what a transfer to the own node's memory takes: it stayed where it was.
+        self.stays = [stay for stay in _stays(schedule, rank) if stay.host != rank or windows.own_s]
         self.forward: dict[tuple[int, int], int] = {}
         self.need: dict[tuple[int, int], int] = {}
         for slot, cell in enumerate(schedule.ranks[rank]):

@@ -115,6 +115,8 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
                 in_time(case.planned, case.rooms, replace(windows.windows_of(elsewhere, case.plain.num_ranks), hop_s=costs.hop_s))
                 == schedule
             )
+            # As older records have it.
+            assert in_time(case.planned, case.rooms, replace(costs, own_s=())) is case.planned
         found = windows.in_time(case.found, case.plain, case.costs)
         before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
         assert sum(after.exposed_s) <= sum(before.exposed_s)
