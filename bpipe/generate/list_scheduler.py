@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from bpipe.generate.timing import NEVER, Tempo
 from bpipe.generate.turns import NONE, Turns
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Kind, by_microbatch
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
@@ -70,17 +70,16 @@ def schedule_list(
 
 def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
     """The order of every rank, with stages and micro-batches."""
-    num_ranks, last_chunk = len(listed.kinds), taken.num_chunks - 1
+    num_ranks, chunks = len(listed.kinds), range(taken.num_chunks)
+    num_microbatches = max(microbatch for _, microbatch in taken.forwards) + 1
     orders = []
     for rank, kinds in enumerate(listed.kinds):
-        numbers = dict.fromkeys(Kind, 0)
-        order = []
-        for kind in kinds:
-            chunk, microbatch = taken.forwards[numbers[kind]]
-            numbers[kind] += 1
-            stage = (chunk if kind is Kind.FORWARD else last_chunk - chunk) * num_ranks + rank
-            order.append(Action(stage, kind, microbatch))
-        orders.append(order)
+        in_turn = {}
+        for kind in (_F, _I, _W):
+            stages = [chunk * num_ranks + rank for chunk in (chunks if kind is _F else reversed(chunks))]
+            known = [by_microbatch(stage, kind, num_microbatches) for stage in stages]
+            in_turn[kind] = iter([known[chunk][microbatch] for chunk, microbatch in taken.forwards])
+        orders.append([next(in_turn[kind]) for kind in kinds])
     return orders
 
 
@@ -203,15 +202,17 @@ class _Ranks:
         self.kinds[rank].append(kind)
         self.free[rank] = end
         self.held[rank] += self.takes[kind]
-        self._wake(end, rank, self.gives[kind])
-        if kind is _F:
-            self.forwards[rank].append(end)
-            self.turn[rank] = _I
-            self._wake(end + self.hop, rank + 1 if rank < self.last else 0)
-        elif kind is _I:
-            self.inputs[rank].append(end)
-            self.turn[rank] = _W
-            self._wake(end + self.hop, rank - 1 if rank else self.last)
-        else:
+        gives = self.gives[kind]
+        if kind is _W:
             self.done_weights[rank] += 1
             self.turn[rank] = _F
+            self._wake(end, rank, gives)
+            return
+        if kind is _F:
+            self.forwards[rank].append(end)
+            self.turn[rank], other = _I, rank + 1 if rank < self.last else 0
+        else:
+            self.inputs[rank].append(end)
+            self.turn[rank], other = _W, rank - 1 if rank else self.last
+        self._wake(end, rank, gives)
+        self._wake(end + self.hop, other)

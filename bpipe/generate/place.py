@@ -7,11 +7,12 @@ Knows no schedule by name, no memory, no transfers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout
 from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.schedule import Schedule, Slot, alone
 
 # Computations of one rank, in order; a slot is two that overlap.
 Order = Sequence[Action | Slot]
@@ -64,45 +65,67 @@ class _Placement:
         self.over = [_UNPLACED] * needs.num_values
         # Of values that shards make together: how many parts are missing, and the slot after the others.
         self.parts: dict[int, tuple[int, int]] = {}
+        # By kind and stage, of micro-batch 0: what it waits for, what it makes; and the slots of all.
+        self.known: dict[tuple[Kind, int], tuple[int, int, Sequence[Slot]]] = {}
         self.rows: list[list[Slot]] = [[] for _ in range(num_ranks)]
         self.next = [0] * num_ranks
 
     def advance(self, rank: int, order: Order) -> bool:
         """Place the rank's computations until one needs what is not placed yet. False if not even one could be placed."""
-        row = self.rows[rank]
+        row, over, known, first_shared = self.rows[rank], self.over, self.known, self.needs.first_shared
         first = position = self.next[rank]
         length = len(row)
         while position < len(order):
             one = order[position]
-            parts = one.computations if isinstance(one, Slot) else (one,)
-            needed = self._ready(parts[0])
-            for action in parts[1:]:
-                other = self._ready(action)
-                needed = _UNPLACED if _UNPLACED in (needed, other) else max(needed, other)
+            if isinstance(one, Slot):
+                needed = self._all_ready(one.computations)
+            else:
+                found = known.get((one.kind, one.stage))
+                waits, makes, slots = self._know(one) if found is None else found
+                needed = 0 if waits == NOTHING else over[waits + one.microbatch]
             if needed == _UNPLACED:
                 break
             if needed > length:
                 row.extend([_BUBBLE] * (needed - length))
                 length = needed
-            row.append(one if isinstance(one, Slot) else Slot(one))
             length += 1
             position += 1
-            for action in parts:
-                self._over(action, length)
+            if isinstance(one, Slot):
+                row.append(one)
+                for action in one.computations:
+                    self._over(self.needs.made(action), length)
+            else:
+                row.append(slots[one.microbatch])
+                if makes < first_shared:
+                    # Most of all come here: of NOTHING there is no place.
+                    if makes != NOTHING:
+                        over[makes + one.microbatch] = length
+                else:
+                    self._over(makes + one.microbatch, length)
         self.next[rank] = position
         return position > first
 
-    def _ready(self, action: Action) -> int:
-        """The first slot in which what the computation needs is over; _UNPLACED where that is not known yet."""
-        value = self.needs.needed(action)
-        if value != NOTHING:
-            return self.over[value]
-        # A last stage's backward waits for its own forward alone. What else of its own stage comes too early for it, the rules say.
-        own = self.needs.own(action) if action.kind is not _WEIGHT else NOTHING
-        return 0 if own == NOTHING else self.over[own]
+    def _know(self, action: Action) -> tuple[int, int, Sequence[Slot]]:
+        """What all of a stage's computations of a kind have in common."""
+        first = replace(action, microbatch=0)
+        row = self._waits(first), self.needs.made(first), alone(action.stage, action.kind, self.needs.num_microbatches)
+        self.known[action.kind, action.stage] = row
+        return row
 
-    def _over(self, action: Action, slot: int) -> None:
-        value = self.needs.made(action)
+    def _waits(self, action: Action) -> int:
+        """The value that has to be there; NOTHING where none has."""
+        value = self.needs.needed(action)
+        # A last stage's backward waits for its own forward alone. What else of its own stage comes too early for it, the rules say.
+        return self.needs.own(action) if value == NOTHING and action.kind is not _WEIGHT else value
+
+    def _all_ready(self, actions: Sequence[Action]) -> int:
+        """The first slot in which what they need is over; _UNPLACED where that is not known yet."""
+        values = [value for value in map(self._waits, actions) if value != NOTHING]
+        ready = [self.over[value] for value in values]
+        return _UNPLACED if _UNPLACED in ready else max(ready, default=0)
+
+    def _over(self, value: int, slot: int) -> None:
+        """A computation that makes this value, or a part of it, is over."""
         if value >= self.needs.first_shared:
             missing, latest = self.parts.get(value, (len(self.needs.route(value).makers), 0))
             self.parts[value] = missing - 1, max(latest, slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -54,3 +55,18 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+_KNOWN: dict[tuple[int, Kind], list[Action]] = {}
+
+
+def by_microbatch(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Action]:
+    """A stage's actions of a kind, by micro-batch, these or more.
+
+    Each is made once and kept: a search asks for the same ones in hundreds of schedules, and making them anew took longer than their order.
+    """
+    known = _KNOWN.get((stage, kind))
+    if known is None:
+        known = _KNOWN[stage, kind] = []
+    known.extend(Action(stage, kind, microbatch) for microbatch in range(len(known), num_microbatches))
+    return known

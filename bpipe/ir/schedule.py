@@ -5,10 +5,11 @@ In: actions. Out: frozen `Slot` and `Schedule` values. Knows no tensors, no seco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.hosts import Hosts, partners_of, through, write_hosts
 from bpipe.ir.layout import Layout
 
@@ -35,6 +36,18 @@ class Slot:
     @property
     def computations(self) -> tuple[Action, ...]:
         return together(self.compute, self.overlapped)
+
+
+_ALONE: dict[tuple[int, Kind], list[Slot]] = {}
+
+
+def alone(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Slot]:
+    """The slots in which nothing else stands, by micro-batch, these or more: each is made once, as its action is (`by_microbatch`)."""
+    known = _ALONE.get((stage, kind))
+    if known is None:
+        known = _ALONE[stage, kind] = []
+    known.extend(map(Slot, by_microbatch(stage, kind, num_microbatches)[len(known) : num_microbatches]))
+    return known
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,11 @@ def _highest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         number = 0
         for count in reversed(moment):
             number = number << width | count
-        for other in packed:
+        for place, other in enumerate(packed):
             if (other - number) & above == above:
+                # What exceeds one exceeds most of those behind it: it is asked first.
+                if place:
+                    packed[place], packed[0] = packed[0], other
                 break
         else:
             kept.append(moment)

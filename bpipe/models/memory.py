@@ -109,7 +109,8 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     """Parameters of every stage on one device."""
     model, t = setup.model, setup.tensor
     embedding = shared(setup.vocabulary * model.hidden_size, t)
-    counts = [sum(number * _layer_parameters(setup, kind) for kind, number in kinds) for kinds in setup.stage_kinds]
+    layer = {kind: _layer_parameters(setup, kind) for kind in dict.fromkeys(kind for kinds in setup.stage_kinds for kind, _ in kinds)}
+    counts = [sum(number * layer[kind] for kind, number in kinds) for kinds in setup.stage_kinds]
     counts[0] += setup.sequence * model.hidden_size * model.learned_positions
     counts[-1] += model.norm_parameters
     if not setup.input_shards:

@@ -110,8 +110,7 @@ def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
     forwards = [float(cost.whole_forward_s) for cost in stages]
     backwards = [float(cost.whole_input_s + (cost.weight_s or 0) if setup.splits else cost.whole_backward_s) for cost in stages]
     bound = 0.0
-    for rank in range(p):
-        mine = [[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes]
+    for mine in _stages_by_pipe(pipes, p):
         own = sum(forwards[stage] + backwards[stage] for of_pipe in mine for stage in of_pipe)
         # Whichever pipe comes first, and goes last.
         before = min(sum(forwards[: of_pipe[0]]) for of_pipe in mine)
@@ -119,6 +118,12 @@ def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
         after = 0.0 if setup.splits else min(sum(backwards[: of_pipe[0]]) for of_pipe in mine)
         bound = max(bound, before + m / len(pipes) * own + after)
     return bound + max(sum(float(stages[stage].optimizer_s) for stage in setup.stages_of(rank)) for rank in range(p))
+
+
+@lru_cache(maxsize=1024)
+def _stages_by_pipe(pipes: tuple[tuple[int, ...], ...], num_ranks: int) -> list[list[list[int]]]:
+    """Of every rank, by pipe, the stages it computes."""
+    return [[[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes] for rank in range(num_ranks)]
 
 
 def by_bound(space: Space) -> list[tuple[float, Setup]]:

@@ -14,11 +14,11 @@ from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import Asked
 from bpipe.generate.place import backwards, forwards, place
 from bpipe.generate.turns import chunk_turns, groups_of
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.grid import write_grid
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot, alone
 from bpipe.passes.align import align
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 
@@ -192,3 +192,14 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
             asked = Asked(min(group, m)) if family.takes_groups else Asked()
             most = peak_counts(family.generate(p, m, chunks, asked))[0]
             assert most >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
+
+
+def test_what_is_made_once_is_what_would_be_made_anew_and_grows_with_who_asks() -> None:
+    """Tables of actions and slots outlive a schedule: a shorter one asked before a longer one must not cut that off."""
+    for count in (3, 1, 7):
+        actions, slots = by_microbatch(10_001, Kind.BACKWARD_INPUT, count), alone(10_001, Kind.BACKWARD_INPUT, count)
+        wanted = [Action(10_001, Kind.BACKWARD_INPUT, microbatch) for microbatch in range(count)]
+        assert list(actions[:count]) == wanted
+        assert list(slots[:count]) == [Slot(action) for action in wanted]
+    assert by_microbatch(10_001, Kind.FORWARD, 7)[6] != by_microbatch(10_001, Kind.BACKWARD_INPUT, 7)[6]
+    assert by_microbatch(10_001, Kind.FORWARD, 7)[6] is by_microbatch(10_001, Kind.FORWARD, 2)[6]
