@@ -29,8 +29,9 @@ from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, smallest
 from bpipe.passes.tiers import arranged
 from bpipe.plan.fit import Fit, gib, lines
 from bpipe.plan.predict import costs_of
-from bpipe.plan.windows import in_time
+from bpipe.plan.windows import in_time, waits_less
 from bpipe.program import BalanceConfig, balanced, build
+from bpipe.simulate.cost import Costs
 
 AUTO = "auto"
 # Storages below this stay where they are, unless somebody says otherwise: the trainer's --bpipe-min-bytes.
@@ -202,8 +203,11 @@ def smallest_bytes(devices: Devices) -> int:
     return max(alone) + min(_more(even, partners)[0] for partners in _choices(even, even.rooms()))
 
 
-def better(devices: Devices, now: Schedule) -> tuple[Fit | None, list[str]]:
-    """A plan to change to from what runs `now`, or None where none helps; and lines that say why."""
+def better(devices: Devices, now: Schedule, costs: Costs | None = None) -> tuple[Fit | None, list[str]]:
+    """A plan to change to from what runs `now`, or None where none helps; and lines that say why.
+
+    `costs`: seconds and links, where they are known; bytes are those of `devices`.
+    """
     needs = devices.need_bytes(now)
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
     holds = f"as measured, devices need {gib(needs)} GiB now"
@@ -213,10 +217,16 @@ def better(devices: Devices, now: Schedule) -> tuple[Fit | None, list[str]]:
         return None, [f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"]
     if not links_of(found.schedule) <= links_of(now):
         return None, [f"{holds}; what would keep the budget sends from ranks that have no link yet: the plan stays"]
-    sent = replace(found, schedule=now, memory=devices.memory).moved_bytes
-    if fits and found.moved_bytes >= sent:
-        return None, [f"{holds}, and {gib([sent])} GiB leave in an iteration: no plan does with less, so it stays"]
-    return found, [f"{holds}, and {gib([sent])} GiB leave in an iteration; changing over:", *lines(found, "as measured")]
+    running = replace(found, schedule=now, memory=devices.memory)
+    sent = running.moved_bytes
+    if costs is not None:
+        found = in_time(found, devices.schedule, costs.holding(found.memory))
+    holds = f"{holds}, and {gib([sent])} GiB leave in an iteration"
+    if not fits or found.moved_bytes < sent:
+        return found, [f"{holds}; changing over:", *lines(found, "as measured")]
+    if costs is not None and found.moved_bytes == sent and waits_less(found, running, costs):
+        return found, [f"{holds}, and a plan that sends as much waits less for it; changing over:", *lines(found, "as measured")]
+    return None, [f"{holds}: no plan does with less, so it stays"]
 
 
 # -- of a setup -------------------------------------------------------------------------------------------------------------------------
@@ -261,8 +271,12 @@ def within_budget(
 
 def timed(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Fit:
     """The plan with its transfers where they end in time on the setup's cluster, if it waits less for them, and how long it waits."""
-    moving = replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes)
-    return in_time(found, devices.schedule, costs_of(moving, profile)) if found.moved_bytes else found
+    return in_time(found, devices.schedule, costs_so(setup, devices, found, profile)) if found.moved_bytes else found
+
+
+def costs_so(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Costs:
+    """What things cost where the setup is balanced by that plan."""
+    return costs_of(replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes), profile)
 
 
 def or_what_helps(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Fit:

@@ -50,6 +50,14 @@ def in_time(found: Fit, plain: Schedule, costs: Costs) -> Fit:
     return replace(found, exposed_s=_exposed(now))
 
 
+def waits_less(found: Fit, now: Fit, costs: Costs) -> bool:
+    """Whether transfers are waited for less by the one plan than by the other, and an iteration is no longer. No where nobody looked."""
+    if found.exposed_s is None:
+        return False
+    before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, found))
+    return _helps(before, after)
+
+
 def _helps(before: Simulation, after: Simulation) -> bool:
     waits = [(sum(one.exposed_s), one.exposed_transfer_s, one.makespan_s) for one in (before, after)]
     return all(later <= earlier for earlier, later in zip(*waits, strict=True)) and waits[0] != waits[1]

@@ -207,6 +207,15 @@ class Costs:
             collectives=_scaled(self.collectives, factor),
         )
 
+    def holding(self, memory: Memory) -> Costs:
+        """The same seconds and links, with these bytes of every stage's micro-batch."""
+        sizes = zip(self.stages, memory.stages, strict=True)
+        stages = (
+            replace(cost, saved_bytes=size.saved_bytes, moved_bytes=size.moved_bytes, after_input_bytes=size.after_input_bytes)
+            for cost, size in sizes
+        )
+        return replace(self, stages=tuple(stages))
+
     @property
     def memory(self) -> Memory:
         """What every stage holds."""

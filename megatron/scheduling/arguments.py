@@ -19,9 +19,10 @@ from bpipe.ir.schedule import Schedule
 from bpipe.plan.budget import MemoryBudget
 from bpipe.plan.state_hosts import FLAG, HostedState
 from bpipe.program import BalanceConfig, ScheduleConfig, built
+from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from megatron.scheduling import upstream
-from megatron.scheduling.choosing import balance_asked, own_schedule, unplaced, vocabulary_of
+from megatron.scheduling.choosing import balance_asked, costs_asked, own_schedule, unplaced, vocabulary_of
 from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import Settings, differ, end_where, reasons, refuse
 from megatron.scheduling.sizes import Sizes
@@ -35,7 +36,7 @@ class SchedulingConfig:
     """What driver and hooks need to know, validated. `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
     `how`: how Megatron's own schedule is balanced, by default to the fewest micro-batches that all pairs can keep; `plan`: lines that say
-    why. `memory`: the budget that was asked for, where there is one.
+    why. `memory`: the budget that was asked for, where there is one; `costs`: by what to plan in time once its bytes are measured.
     `own` is what our own loop runs, each iteration with its own number of micro-batches; None where Megatron's loops run. Where it splits
     backwards, `keep_weights_halves` says of what W is put off.
     `differing`: micro-batches of one stage may save differing sizes, by these arguments; a model's configuration may say it, too.
@@ -54,6 +55,7 @@ class SchedulingConfig:
     how: BalanceConfig | None = None
     plan: tuple[str, ...] = ()
     memory: MemoryBudget | None = None
+    costs: Costs | None = None
     own: ScheduleConfig | None = None
     keep_weights_halves: str = "linear"
     transport: str = AUTO
@@ -133,6 +135,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         how=how,
         plan=plan,
         memory=args.bpipe_memory,
+        costs=None if args.bpipe_cluster is None else costs_asked(args),
         transport=args.bpipe_transport,
         timeout_s=SchedulingConfig.timeout_s if args.bpipe_timeout is None else args.bpipe_timeout,
         message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,

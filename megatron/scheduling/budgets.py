@@ -12,15 +12,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from bpipe.generate.families import FAMILIES
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.layout import Setup
-from bpipe.plan.budget import AUTO, Devices, MemoryBudget, or_what_helps, predicted, tightest, timed
+from bpipe.plan.budget import AUTO, Devices, MemoryBudget, costs_so, or_what_helps, predicted, tightest, timed
 from bpipe.plan.fit import lines
 from bpipe.plan.options import setup_from
 from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.simulate.cost import Costs
 from megatron.scheduling import upstream
 
 # Bytes depend on no kind of device, so any stands for all.
@@ -29,15 +30,28 @@ _ANY_DEVICE = "h100-80g"
 
 def budgeted(args: Any, config: ScheduleConfig) -> ScheduleConfig:
     """The same schedule, balanced within the budget. Raises ValueError where no plan keeps it."""
-    return replace(config, balance=_planned(args, config)[0])
+    return replace(config, balance=_planned(args, config).how)
 
 
 def said(args: Any, config: ScheduleConfig) -> tuple[str, ...]:
     """Who hosts for whom by that plan, how much, and why, for the training log."""
-    return _planned(args, config)[1]
+    return _planned(args, config).told
 
 
-def _planned(args: Any, config: ScheduleConfig) -> tuple[BalanceConfig, tuple[str, ...]]:
+def costs(args: Any, config: ScheduleConfig) -> Costs | None:
+    """By what to plan in time once bytes are measured; None where no cluster is said, and where the first plan is the last."""
+    return _planned(args, config).costs
+
+
+class _Plan(NamedTuple):
+    """How to balance at first, lines that say why, and seconds and links for whoever plans anew."""
+
+    how: BalanceConfig
+    told: tuple[str, ...] = ()
+    costs: Costs | None = None
+
+
+def _planned(args: Any, config: ScheduleConfig) -> _Plan:
     upstream.require(args, "budgets")
     asked: MemoryBudget = args.bpipe_memory
     if args.bpipe_bound is not None:
@@ -45,7 +59,7 @@ def _planned(args: Any, config: ScheduleConfig) -> tuple[BalanceConfig, tuple[st
     budgets = budget_of(asked)
     if args.padded_vocab_size is None and args.vocab_size is None:
         # The tokenizer says it later, and nothing trains before.
-        return BalanceConfig(hosts=args.bpipe_hosts), ()
+        return _Plan(BalanceConfig(hosts=args.bpipe_hosts))
     words, nodes = tuple(sys.argv[1:]), max(1, args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
     vocabulary = args.padded_vocab_size or args.vocab_size
     sizes = (vocabulary, nodes, args.world_size // nodes, args.bpipe_min_bytes)
@@ -86,7 +100,7 @@ def _plan(
     budgets: tuple[int, ...],
     how: tuple[bool, bool, str],
     cluster: str | None,
-) -> tuple[BalanceConfig, tuple[str, ...]]:
+) -> _Plan:
     """`how`: whether measured bytes replace predicted ones, whether this is a CPU, and who may host. `cluster`: where links are known."""
     (vocabulary, nodes, each, minimum_bytes), (learns, on_cpu, hosts) = sizes, how
     try:
@@ -97,19 +111,19 @@ def _plan(
             raise ValueError(
                 f"--bpipe-memory: nothing predicts what this training holds ({error}): let it be measured, {AUTO}:GIB"
             ) from None
-        return BalanceConfig(hosts=hosts), (
-            f"nothing predicts what this training holds ({error}): the first iteration keeps the smallest bound",
-        )
+        told = f"nothing predicts what this training holds ({error}): the first iteration keeps the smallest bound"
+        return _Plan(BalanceConfig(hosts=hosts), (told if cluster is None else f"{told}, and plans are by bytes alone",))
     if learns:
         found = tightest(devices)
-        return found.how, ("the first iteration sends as much as helps, until bytes are measured:", *lines(found))
+        told = "the first iteration sends as much as helps, until bytes are measured:"
+        return _Plan(found.how, (told, *lines(found)), None if cluster is None else costs_so(setup, devices, found))
     try:
         found = or_what_helps(setup, devices, minimum_bytes)
         if cluster is not None:
             found = timed(setup, devices, found)
     except ValueError as error:
         raise ValueError(f"--bpipe-memory: {error}. With {AUTO}:GIB it is tried, and measured") from None
-    return found.how, tuple(lines(found))
+    return _Plan(found.how, tuple(lines(found)))
 
 
 def _devices(setup: Setup, config: ScheduleConfig, budgets: tuple[int, ...], minimum_bytes: int) -> Devices:

@@ -21,6 +21,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
+from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import budgets, upstream
@@ -56,6 +57,12 @@ def balance_asked(args: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
     """How to balance whatever runs, and lines that say why it is balanced so. Raises ValueError as `own_schedule` does."""
     config, _ = _asked_for(args)
     return config.balance, () if args.bpipe_memory is None else budgets.said(args, config)
+
+
+def costs_asked(args: Any) -> Costs | None:
+    """By what to plan in time once bytes are measured. Raises ValueError as `own_schedule` does."""
+    config, _ = _asked_for(args)
+    return None if args.bpipe_memory is None else budgets.costs(args, config)
 
 
 def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:

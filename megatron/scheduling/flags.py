@@ -59,7 +59,7 @@ def _balancing(group: Any) -> None:
         default=None,
         metavar="DEVICE|FILE",
         help="With --bpipe-memory: what `bpipe simulate --cluster` is told, such as h100-80g. By its links and seconds, transfers that "
-        "would not end in time are issued earlier, as the command plans it; without it, and with auto, plans are by bytes alone.",
+        "would not end in time are issued earlier, as the command plans it, with auto by measured bytes. Without it plans are by bytes.",
     )
     group.add_argument(
         FLAG,

@@ -79,17 +79,18 @@ class Learner:
         measured = self._driver.measured()
         found: list[Any] = [None] * dist.get_world_size()
         assert self._config.memory is not None
-        here = seen(self._driver.rank, measured, before, after, self._driver.device), budget_of(self._config.memory)
+        here = seen(self._driver.rank, measured, before, after, self._driver.device), budget_of(self._config.memory), self._config.costs
         dist.all_gather_object(found, here)
         schedule, plain = self._driver.schedule, build(replace(self._driver.program_now, balance=None))
         # Where devices differ, each rank's is the least that one of its has: all plan with the same.
-        budgets = tuple(map(min, zip(*(spread(budget, plain.num_ranks) for _, budget in found), strict=True)))
-        devices = devices_of([one for one, _ in found], plain, budgets)
+        budgets = tuple(map(min, zip(*(spread(budget, plain.num_ranks) for _, budget, _ in found), strict=True)))
+        devices = devices_of([one for one, *_ in found], plain, budgets)
         devices = replace(devices, memory=replace(devices.memory, reserved=self._driver.differing))
         how = self._driver.how
         if how is not None:
             devices = replace(devices, hosts=how.hosts, nodes=how.nodes or ())
-        plan, told = better(devices, schedule)
+        # A cluster's file may be another one elsewhere: all plan by the first one's.
+        plan, told = better(devices, schedule, found[0][2])
         for line in told:
             say(line)
         self._driver.learned(None if plan is None else plan.how)

@@ -78,7 +78,10 @@ def said(outcome: Outcome, name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def four(run_cases: Callable[..., Outcome]) -> Outcome:
+def four(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    slow = tmp_path_factory.mktemp("cluster") / "slow.toml"
+    speeds = "inside_gb_per_s = 0.5\nbetween_gb_per_s = 0.5\n"
+    slow.write_text(f'nodes = 1\ngpus_per_node = 4\n[device]\nlike = "h100-80g"\nname = "slow"\n{speeds}')
     nothing, middle = budgets("plain", 2)[0], budgets("chunks", 3)[1]
     tightest = budgets("plain", 2)[1]
     return run_cases(
@@ -88,6 +91,7 @@ def four(run_cases: Callable[..., Outcome]) -> Outcome:
             case("given", "plain", tightest, "--bpipe-transport", "gloo"),
             case("auto_nothing", "plain", f"auto:{nothing}", "--bpipe-transport", "gloo", "--bpipe-executor"),
             case("auto_middle", "chunks", f"auto:{middle}", "--bpipe-transport", "peer"),
+            case("auto_in_time", "chunks", f"auto:{middle}", "--bpipe-transport", "gloo", "--bpipe-cluster", str(slow)),
         ],
     )
 
@@ -129,6 +133,18 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
     else:
         first = log.split("until bytes are measured:")[1].split("changing over:")[0]
         assert 0 < sum(evictions(four, name)) < sum(hosted(first))
+
+
+@pytest.mark.timeout(300)
+def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(four: Outcome) -> None:
+    """By one whose links are slow."""
+    same(four, "chunks", "auto_in_time", 4)
+    log = said(four, "auto_in_time")
+    assert log.count("changing over:") == 1
+    assert "issued earlier where there is room" not in log.split("changing over:")[0], "the first plan is by bytes"
+    assert "not every transfer ends before it is needed, issued earlier where there is room: waits in" in log.split("changing over:")[1]
+    check_kept(four, "auto_in_time", budgets("chunks", 3)[1])
+    assert sum(evictions(four, "auto_in_time")) > 0
 
 
 def hosted(log: str) -> list[int]:

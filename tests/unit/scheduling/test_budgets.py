@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 from bpipe import cli
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.memory import memory_of, num_transfers
+from bpipe.ir.program import Exchange
 from bpipe.models.memory import DeviceBesides
 from bpipe.plan.budget import Devices, MemoryBudget, better, read_asked, tightest, within
 from bpipe.plan.fit import gib
-from bpipe.program import BalanceConfig, build
-from megatron.scheduling.choosing import balance_asked, own_schedule
+from bpipe.program import BalanceConfig, balanced, build
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
+from megatron.scheduling.choosing import balance_asked, costs_asked, own_schedule
 from tests.unit.scheduling.test_choosing import args
 
 # What `args` stand for.
@@ -75,6 +79,25 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
     timed, plain = (build(replace(plain_config(), balance=one)) for one in (how, by_bytes))
     assert timed.ranks != plain.ranks
     assert [num_transfers(timed, rank) for rank in range(4)] == [num_transfers(plain, rank) for rank in range(4)]
+
+
+def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first iteration's plan is by bytes alone. A budget that is given is planned for once; what is not predicted has no seconds."""
+
+    def costs(memory: str, *words: str, cluster: str | None = "h100-80g") -> Costs | None:
+        return costs_asked(asked(monkeypatch, memory, *words, bpipe_cluster=cluster))
+
+    found, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
+    assert found is not None
+    assert slower is not None
+    assert found.stages[0].forward_s < slower.stages[0].forward_s
+    assert costs("auto:2.6", cluster=None) is None
+    assert costs("2.6") is None
+    assert costs("auto:2", "--moe-latent-size", "8") is None
+    how, told = balance_asked(asked(monkeypatch, "auto:2.6", bpipe_cluster="h100-80g"))
+    assert (how, told) == balance_asked(asked(monkeypatch, "auto:2.6"))
+    _, told = balance_asked(asked(monkeypatch, "auto:2", "--moe-latent-size", "8", bpipe_cluster="h100-80g"))
+    assert told[0].endswith("keeps the smallest bound, and plans are by bytes alone")
 
 
 def test_links_are_said_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +194,41 @@ def test_a_plan_changes_over_only_where_that_helps() -> None:
     less = within(devices(1300, 1200, 1400, 1300)).schedule
     assert num_transfers(less, 1).evictions
     assert better(devices(1300, 1200, 1400, 1300), less)[0] is None
+
+
+def links_of(transfer_s: int) -> Costs:
+    """With which a micro-batch as it is measured takes so long. Predicted were others, of which nothing would move."""
+    cost = StageCost(1, 2, saved_bytes=1, moved_bytes=0)
+    return Costs((cost,) * 4, Links(Link(Fraction(100, transfer_s))), Exchange.MEGATRON_1F1B, one_sided=frozenset(range(4)))
+
+
+def test_a_plan_that_is_learned_has_its_transfers_end_in_time_by_measured_bytes() -> None:
+    room, less = devices(1300, 1400, 1400, 1400), devices(1200, 1400, 1400, 1400)
+    by_bytes, _ = better(room, within(less).schedule)
+    found, told = better(room, within(less).schedule, links_of(3))
+    assert by_bytes is not None
+    assert found is not None
+    assert found.how == replace(by_bytes.how, windows=found.how.windows)
+    assert found.schedule == balanced(room.schedule, found.how)
+    before, after = (simulate(plan.schedule, links_of(3).holding(room.memory)) for plan in (by_bytes, found))
+    assert sum(after.exposed_s) < sum(before.exposed_s)
+    assert after.makespan_s <= before.makespan_s
+    assert told[-1].startswith(
+        "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration rank 0 "
+    )
+    quick, _ = better(room, within(less).schedule, links_of(1))
+    assert quick is not None
+    assert quick.how == by_bytes.how
+
+
+def test_a_plan_that_sends_as_much_is_changed_to_where_less_is_waited_for() -> None:
+    room = devices(1300, 1400, 1400, 1400)
+    now = tightest(room).schedule
+    assert better(room, now)[0] is None
+    assert better(room, now, links_of(1))[0] is None
+    found, told = better(room, now, links_of(3))
+    assert found is not None
+    assert told[0].endswith("a plan that sends as much waits less for it; changing over:")
+    waits = [sum(simulate(one, links_of(3).holding(room.memory)).exposed_s) for one in (now, found.schedule)]
+    assert waits[1] < waits[0]
+    assert better(room, found.schedule, links_of(3))[0] is None
