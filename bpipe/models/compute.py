@@ -296,7 +296,8 @@ def predict_costs(setup: Setup) -> Costs:
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
-        known = (kinds, first, last, reduction, update, saved[stage], after_input[stage])
+        moved = saved[stage] if setup.balance == "none" else setup.how.part_bytes.get(stage, saved[stage])
+        known = (kinds, first, last, reduction, update, saved[stage], moved, after_input[stage])
         if known not in made:
             forward, backward, input_half, weight_half = (sum(number * seconds[kind][one] for kind, number in kinds) for one in range(4))
             made[known] = StageCost(
@@ -311,7 +312,7 @@ def predict_costs(setup: Setup) -> Costs:
                 reduction_s=reduction,
                 optimizer_s=update,
                 sent_bytes=sent,
-                moved_bytes=setup.how.part_bytes.get(stage, saved[stage]) if setup.balance != "none" else saved[stage],
+                moved_bytes=moved,
                 saved_bytes=saved[stage],
                 after_input_bytes=after_input[stage],
             )
