@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.transport.distributed import gather_into
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TIMEOUT = timedelta(minutes=10)
 # One call lasts so long at least, of as many kernels as that takes: else the clock and the launch are measured.
@@ -63,7 +65,7 @@ def gather(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Kernel:
     count = num_bytes // dtype.itemsize
     whole = torch.zeros(count, dtype=dtype, device=device)
     part = torch.zeros(count // dist.get_world_size(), dtype=dtype, device=device)
-    return lambda: dist.all_gather_into_tensor(whole[: part.numel() * dist.get_world_size()], part)
+    return lambda: gather_into(whole[: part.numel() * dist.get_world_size()], part)
 
 
 def seconds(kernel: Kernel, calls: int, device: torch.device) -> float:

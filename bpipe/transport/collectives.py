@@ -31,7 +31,7 @@ from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.program import Message
 from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
 from bpipe.transport.base import Pending
-from bpipe.transport.distributed import Works, new_group, within
+from bpipe.transport.distributed import Works, gather_into, new_group, within
 from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
 
@@ -198,10 +198,7 @@ class Collectives:
         group = self._groups.of[_sort(message)]
         everybody = tuple(part.new_empty((group.size(), *part.shape)) for part in parts)
         with within(self._groups.timeout_s):
-            works = [
-                dist.all_gather_into_tensor(whole, part[None], group=group, async_op=True)
-                for whole, part in zip(everybody, parts, strict=True)
-            ]
+            works = [gather_into(whole, part[None], group=group, async_op=True) for whole, part in zip(everybody, parts, strict=True)]
         return _UnderWay(Works(works, [*parts, *everybody]), everybody)
 
     def _gather_and_reduce(self, message: Message, parts: Tensors, taker: int) -> _UnderWay:

@@ -31,6 +31,10 @@ MAX_BATCHED_OPERATIONS = 512
 MAX_CTAS = 4
 
 
+# Gathers every rank's part into one tensor. torch 2.14 gave it this name and warns of the one before, `all_gather_into_tensor`.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Works:
     """The operations of one transfer; `tensors` keeps what they read or write alive until they are waited for."""
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
 
+from bpipe.transport.distributed import gather_into
 from bpipe.vocabulary.rows import Rows
 
 _OUTPUT, _EMBEDDING = "output_layer.", "embedding.word_embeddings."
@@ -73,7 +74,7 @@ def _gradient(chunk: Any, weight: Any) -> torch.Tensor | None:
     replicas = reduced_with.intra_distributed_optimizer_instance_group
     part = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()]
     # The part lies in what is written.
-    dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=replicas)
+    gather_into(bucket.grad_data, part.clone(), group=replicas)
     begin, end = bucket.param_to_index[weight]
     # Where it is added up in a memory of its own.
     found.copy_(bucket.grad_data[begin:end].view_as(found))

@@ -72,8 +72,8 @@ def gather(whole: torch.Tensor, part: torch.Tensor, group: Seat, async_op: bool)
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Collectives]:
-    there = SimpleNamespace(broadcast=broadcast, reduce=reduce, all_gather_into_tensor=gather)
-    monkeypatch.setattr(collectives, "dist", there)
+    monkeypatch.setattr(collectives, "dist", SimpleNamespace(broadcast=broadcast, reduce=reduce))
+    monkeypatch.setattr(collectives, "gather_into", gather)
     groups = {kind: Group() for kind in SORTS}
     found = []
     for rank in range(RANKS):
