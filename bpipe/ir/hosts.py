@@ -36,6 +36,8 @@ PAIR, POOL, HOST, ALL = ARRANGEMENTS = ("pair", "pool", "host", "all")
 # Into host memory, every second one through another rank's port: printed, checked and simulated, not yet run.
 PORTS = "ports"
 SIMULATED = (*ARRANGEMENTS, PORTS)
+# Those with which a node's memory takes what leaves.
+IN_NODES = (HOST, ALL, PORTS)
 
 # In text: joins the hosts of one rank; a rank's own host memory; a rank without hosts; before the rank it goes through.
 _BESIDE, _OWN, _NOBODY, _THROUGH = "+", "own", "none", "via"

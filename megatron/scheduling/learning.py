@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.models.memory import DeviceBesides
+from bpipe.models.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.plan.budget import Devices, better, spread
 from bpipe.program import build
 from megatron.scheduling import patches
@@ -88,12 +89,17 @@ class Learner:
         devices = replace(devices, memory=replace(devices.memory, reserved=self._driver.differing))
         how = self._driver.how
         if how is not None:
-            devices = replace(devices, hosts=how.hosts, nodes=how.nodes or ())
+            devices = replace(devices, hosts=how.hosts, nodes=how.nodes or (), linked=frozenset(links_of(schedule)))
+            devices = replace(devices, link_bytes=self._link_bytes())
         # A cluster's file may be another one elsewhere: all plan by the first one's.
         plan, told = better(devices, schedule, found[0][2])
         for line in told:
             say(line)
         self._driver.learned(None if plan is None else plan.how)
+
+    def _link_bytes(self) -> int:
+        """What communicators with one more rank of another node take, predicted: those that there are were measured."""
+        return 2 * COMMUNICATOR_OF_TWO_BYTES if self._driver.device.type == "cuda" else 0
 
 
 def seen(place: int, measured: FirstMeasured, before: Besides, after: Besides, device: torch.device) -> Seen:

@@ -91,6 +91,7 @@ def four(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFac
             case("given", "plain", tightest, "--bpipe-transport", "gloo"),
             case("auto_nothing", "plain", f"auto:{nothing}", "--bpipe-transport", "gloo", "--bpipe-executor"),
             case("auto_middle", "chunks", f"auto:{middle}", "--bpipe-transport", "peer"),
+            case("auto_all", "chunks", f"auto:{middle}", "--bpipe-transport", "gloo", "--bpipe-hosts", "all"),
             case("auto_in_time", "chunks", f"auto:{middle}", "--bpipe-transport", "gloo", "--bpipe-cluster", str(slow)),
         ],
     )
@@ -133,6 +134,19 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
     else:
         first = log.split("until bytes are measured:")[1].split("changing over:")[0]
         assert 0 < sum(evictions(four, name)) < sum(hosted(first))
+
+
+@pytest.mark.timeout(300)
+def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) -> None:
+    """With devices first, the tightest plan has no device with room, so all go to nodes' memory: it stayed, whatever the budget was."""
+    same(four, "chunks", "auto_all", 4)
+    first, last = said(four, "auto_all").split("changing over:")
+    assert "its own node hosts" in first
+    assert "stages 0 and 3" not in first
+    assert "its own node hosts" not in last
+    assert "stages 0 and 3: gloo " in last, "connected when it was known that it is needed"
+    check_kept(four, "auto_all", budgets("chunks", 3)[1])
+    assert 0 < sum(evictions(four, "auto_all")) < sum(hosted(first))
 
 
 @pytest.mark.timeout(300)
