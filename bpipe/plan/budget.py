@@ -104,7 +104,7 @@ def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
     """The plan that sends only what must leave. Raises OverBudget.
 
     By default between the schedule's usual partners, which lie beside each other, or else, where these have no room enough, between the
-    device that lacks most and the one that has most to spare, and so on; in a pool, from any to any.
+    device that lacks most and the one that has most to spare, and so on; in a pool, from any to any, or else in such pairs.
     """
     alone = devices.need_bytes(devices.schedule, moving=False)
     rooms = devices.rooms(moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
@@ -124,9 +124,11 @@ Partners = tuple[int, ...] | None
 
 def _choices(devices: Devices, rooms: Rooms) -> list[Partners]:
     """Who may be partners, to try one after the other."""
-    if devices.hosts != PAIR:
-        return [None]
-    return list(dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, rooms))))
+    pairs: list[Partners] = list(dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, rooms))))
+    if devices.hosts == PAIR:
+        return pairs
+    # Where a rank's further links take memory, pairs may keep what no larger pool does.
+    return [None, *pairs] if devices.hosts == POOL else [None]
 
 
 def _more(devices: Devices, partners: Partners) -> tuple[int, tuple[int, int]]:
@@ -169,7 +171,8 @@ def _fit(devices: Devices, rooms: Rooms, partners: Partners) -> Fit:
     rooms = _pooled(devices, rooms) if partners is None else fewest(devices.schedule, rooms, devices.parts, partners)
     sizes = enumerate(zip(rooms.memory.stages, devices.memory.stages, strict=True))
     parts = tuple(stage for stage, (part, whole) in sizes if part.moved_bytes < whole.moved_bytes)
-    how = BalanceConfig(partners=partners, rooms=rooms, hosts=devices.hosts, nodes=devices.nodes or None, parts=parts)
+    hosts, nodes = (devices.hosts, devices.nodes or None) if partners is None else (PAIR, None)
+    how = BalanceConfig(partners=partners, rooms=rooms, hosts=hosts, nodes=nodes, parts=parts)
     fitted = balanced(devices.schedule, how)
     moves = any(num_transfers(fitted, rank).evictions for rank in range(fitted.num_ranks))
     alone = devices.need_bytes(devices.schedule, moving=False)

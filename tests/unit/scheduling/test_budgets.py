@@ -13,12 +13,14 @@ import pytest
 from bpipe import cli
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.hosts import ALL, HOST
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.memory import memory_of, num_transfers
 from bpipe.ir.program import Exchange
+from bpipe.models.cluster_file import cluster_named
 from bpipe.models.memory import DeviceBesides
-from bpipe.plan.budget import Devices, MemoryBudget, better, read_asked, tightest, within
+from bpipe.plan.budget import Devices, MemoryBudget, better, predicted, read_asked, smallest_bytes, tightest, within
 from bpipe.plan.fit import gib
+from bpipe.plan.options import setup_from
 from bpipe.program import BalanceConfig, balanced, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
@@ -30,6 +32,13 @@ WORDS = [
     *("--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024", "--transformer-impl", "local"),
     *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "2", "--global-batch-size", "48"),
     *("--vocab-size", "1024", "--max-position-embeddings", "1024", "--bpipe"),
+]
+
+LLAMA_70B = [
+    *("--num-layers", "80", "--hidden-size", "8192", "--ffn-hidden-size", "28672", "--num-attention-heads", "64", "--swiglu"),
+    *("--group-query-attention", "--num-query-groups", "8", "--normalization", "RMSNorm", "--disable-bias-linear"),
+    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--attention-backend", "flash"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
 ]
 
 
@@ -211,6 +220,17 @@ def test_a_first_plan_asks_a_node_for_little_more_memory_than_the_last(hosts: st
         found, told = better(replace(room, budget_bytes=(budget,) * 8), first.schedule)
         assert found is not None, told
     assert hosts == HOST or not links_of(within(room).schedule) <= links_of(all_leave.schedule)
+
+
+def test_a_pool_keeps_every_budget_that_pairs_keep() -> None:
+    """V-Half of a 70B model, each rank on a node of its own: links to several hosts made a pool need 0.8 GiB more."""
+    flags = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 --bpipe-schedule v-half --bpipe"
+    flags += " --seq-length 4096 --micro-batch-size 1 --global-batch-size 32 --bf16 --grad-reduce-in-bf16 --use-distributed-optimizer"
+    setup = setup_from([*LLAMA_70B, *flags.split()], cluster_named("h100-80g", (8, 8)), 262144, "gpu")
+    paired, pool = (predicted(replace(setup, how=BalanceConfig(hosts=hosts)), [1]) for hosts in (PAIR, POOL))
+    least = smallest_bytes(paired)
+    assert smallest_bytes(pool) <= least
+    assert max(within(replace(pool, budget_bytes=(least,) * 8)).need_bytes) <= least
 
 
 def costs_of(transfer_s: int) -> Costs:
