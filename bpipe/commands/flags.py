@@ -18,7 +18,7 @@ from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.flops import FORMULAS
 from bpipe.models.kernel_times import read_kernel_times
-from bpipe.models.layout import ATTENTION, KERNELS, PRECISIONS
+from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import DISPATCHERS
 from bpipe.models.switches import HELP, flag_of
@@ -48,6 +48,8 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--global-batch", type=positive, metavar="B", help="sequences an iteration")
     add("--attention", choices=ATTENTION, help="default flash")
+    exchange = "with --context: how attention reaches the rest of a sequence, as Megatron's flag has it (default p2p, a ring)"
+    add("--cp-comm-type", choices=CP_COMM_TYPES, help=exchange)
     add("--precision", choices=PRECISIONS, help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
     add("--kernels", choices=KERNELS, default="gpu", help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)")
     add("--no-distributed-optimizer", action="store_true", help="every replica holds the whole optimizer state (default: ZeRO-1)")

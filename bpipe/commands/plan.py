@@ -28,7 +28,7 @@ from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST
 from bpipe.models.cluster import Cluster, gib
-from bpipe.models.layout import RECOMPUTE, Setup
+from bpipe.models.layout import RECOMPUTE, Setup, no_context
 from bpipe.models.profile import read_profile
 from bpipe.plan import standings
 from bpipe.plan.budget import MemoryBudget, within_budget
@@ -40,7 +40,7 @@ from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
 from bpipe.plan.options import filled, memory, model_of, routing_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
-from bpipe.plan.space import CUTS, Space, num_grids
+from bpipe.plan.space import CUTS, Space, num_grids, usual_contexts
 from bpipe.plan.state_hosts import StateHosts, hosts_document, instead_of_balancing
 from bpipe.plan.state_hosts import words as words_on_state
 from bpipe.plan.vocabulary import Burden, burden, burden_document, words
@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
     add("--hosts", choices=ARRANGEMENTS, help=f"of balanced rows, where what leaves goes: {HOSTS_SAID}")
+    help_text = "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
+    add("--context", type=positive, nargs="+", metavar="C", help=help_text)
     add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
     add(
@@ -115,6 +117,8 @@ def run(asked: argparse.Namespace) -> int:
         hosts=options.hosts,
         routing=routing_of(options),
         expert=options.expert,
+        contexts=_contexts(asked, every, cluster),
+        cp_comm_type=options.cp_comm_type,
     )
     bar = _Bar()
     if options.front:
@@ -153,6 +157,15 @@ def _seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def _contexts(asked: argparse.Namespace, every: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
+    """What was asked for; else what a launch has is tried beside the usual ones."""
+    if asked.context is not None:
+        return tuple(sorted(set(asked.context)))
+    model = model_of(every)
+    is_possible = every.attention == "flash" and every.kernels == "gpu" and no_context(model, model.sequence, every.cp_comm_type) is None
+    return tuple(sorted({*(usual_contexts(model.sequence, cluster.num_devices) if is_possible else ()), every.context}))
 
 
 def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
@@ -196,7 +209,7 @@ def _beside(outcome: Outcome) -> _Beside:
 def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
     """The launch as it stands, or why it cannot be on this cluster."""
     options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(("recompute", "schedule", "balance", "tensor", "pipeline"))})
-    others = ("micro_batch", "chunks", "layers", "group", "delay", "keep_weights_halves")
+    others = ("context", "micro_batch", "chunks", "layers", "group", "delay", "keep_weights_halves")
     options = argparse.Namespace(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
     try:
         every = filled(options, reading, ())
@@ -231,7 +244,7 @@ def plan_document(outcome: Outcome, beside: _Beside) -> dict[str, Any]:
             "fitting": outcome.num_fitting,
             "only_balanced": outcome.num_only_balanced,
             "simulated": outcome.num_simulated,
-            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS},
+            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if name != "context" or outcome.space.contexts != (1,)},
         },
         "rows": [_row(found) for found in outcome.rows],
         "families": standings.documents(outcome),

@@ -46,6 +46,7 @@ def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     add_routing_arguments(parser)
     add = parser.add_argument_group("configuration").add_argument
     add("--tensor", type=positive, metavar="T", help="tensor parallel (default 1)")
+    add("--context", type=positive, metavar="C", help="context parallel: so many devices have a part of every sequence each (default 1)")
     add("--pipeline", type=positive, metavar="P", help="pipeline ranks; data parallel follows from the cluster")
     add("--micro-batch", type=positive, metavar="N", help="sequences a micro-batch (default 1)")
     add("--recompute", choices=RECOMPUTE, help="selective: the attention core; full: whole layers (default none)")
@@ -149,6 +150,10 @@ def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:
     return render_png(picture)
 
 
+def _context(setup: Setup) -> str:
+    return f"context {setup.context} by {setup.cp_comm_type}, " if setup.context > 1 else ""
+
+
 def _chosen(setup: Setup) -> str:
     """What only some schedules take, where it is another than usual."""
     texts = (
@@ -163,7 +168,8 @@ def table(prediction: SetupPrediction) -> str:
     """For a person: the totals, then a line a rank in GiB of one device."""
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
     lines = [
-        f"{setup.model.name}: tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}, "
+        f"{setup.model.name}: tensor {setup.tensor}, {_context(setup)}pipeline {setup.pipeline}, data {setup.data}, "
+        f"micro-batch {setup.micro_batch}, "
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
         f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}{HOSTS[setup.how.hosts]}"
         f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",

@@ -13,6 +13,7 @@ from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, is_through, mirrored, other_ranks, through
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models.context_parallel import with_exchange
 from bpipe.models.expert_parallel import exchange, replicas_of_experts
 from bpipe.models.layout import Setup
 from bpipe.models.memory import parameter_bytes, shard_parameters, stage_experts, stage_parameters
@@ -62,17 +63,25 @@ def is_softmax_fused(setup: Setup) -> bool:
 
 
 def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple[float, float]:
-    """The attention core of one layer, forward and backward; of a window flash attention computes no more than lies in it."""
-    model, s = setup.model, setup.sequence
+    """The attention core of one layer, forward and backward, with what context-parallel ranks exchange for it."""
+    found = _core_alone(setup, rates, window)
+    return found if setup.context == 1 else with_exchange(setup, *found)
+
+
+def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, float]:
+    """Of a window flash attention computes no more than lies in it; context-parallel ranks have as much each."""
+    model, s, c = setup.model, setup.sequence, setup.context
     kernels, narrow = setup.cluster.kernels, window is not None and window < s
-    heads = setup.micro_batch * model.num_attention_heads / setup.tensor
-    if kernels is None or narrow or model.latent is not None:
+    # Of a sequence in parts no kernel was measured but where each rank has all of some heads.
+    in_parts = c > 1 and setup.cp_comm_type != "a2a"
+    heads = setup.micro_batch * model.num_attention_heads / (setup.tensor * c)
+    if kernels is None or narrow or in_parts or model.latent is not None:
         measured = None
     else:
         measured = kernels.attention_s(setup.attention, heads, s, model.kv_channels)
     if measured is not None:
         return measured
-    product_flops = 4 * setup.micro_batch * s * s * model.core_size / setup.tensor
+    product_flops = 4 * setup.micro_batch * s * s * model.core_size / (setup.tensor * c)
     if setup.attention == "flash":
         share = 1.0 if window is None else min(1.0, window / s)
         forward = share * (2 - share) * product_flops / 2 / rates.flash

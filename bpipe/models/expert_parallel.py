@@ -24,8 +24,8 @@ from bpipe.models.sizes import element_bytes
 
 
 class Reach(NamedTuple):
-    """Of the devices that share a layer's experts, whichever is worst off: how many are on its node, itself included, of how many, on so
-    many nodes."""
+    """Of devices that exchange something of a layer, whichever is worst off: how many are on its node, itself included, of how many, on
+    so many nodes."""
 
     here: int
     devices: int
@@ -50,20 +50,20 @@ def exchange(setup: Setup) -> Trip:
     token = element_bytes(setup) * setup.model.hidden_size
     inside, between = Rates.of(setup).link, device.between_bytes_per_s * LINK_EFFICIENCY
     if setup.routing.dispatcher == "allgather":
-        reach = _reach(setup, ep * divided)
-        others, beyond = reach.devices - 1, reach.devices - reach.here
+        found = reach(setup, ep * divided)
+        others, beyond = found.devices - 1, found.devices - found.here
         # A ring: what comes from beyond passes as many ports as there are devices of the node in it.
-        gathered, crossed = local_tokens(setup) * token * others, local_tokens(setup) * token * beyond / reach.here
+        gathered, crossed = local_tokens(setup) * token * others, local_tokens(setup) * token * beyond / found.here
         between_s = crossed / between
         return Trip(max(gathered / inside, between_s) + LINK_LATENCY_S, between_s)
-    reach = _reach(setup, ep, divided)
+    found = reach(setup, ep, divided)
     copies = _copies(setup)
     sent = local_tokens(setup) * token * copies / ep
-    stays, leaves = sent * (reach.here - 1), sent * (ep - reach.here)
-    if setup.routing.dispatcher == "flex" and reach.nodes > 1:
+    stays, leaves = sent * (found.here - 1), sent * (ep - found.here)
+    if setup.routing.dispatcher == "flex" and found.nodes > 1:
         # Once to each other node, and there on to the devices.
-        leaves = local_tokens(setup) * token * _nodes_of_a_token(experts.num_experts, experts.top_k, reach.nodes) * (1 - 1 / reach.nodes)
-        stays += sent * (ep - reach.here)
+        leaves = local_tokens(setup) * token * _nodes_of_a_token(experts.num_experts, experts.top_k, found.nodes) * (1 - 1 / found.nodes)
+        stays += sent * (ep - found.here)
     between_s = leaves / between
     seconds = max(stays / inside, between_s) + LINK_LATENCY_S * (ep > 1)
     if divided > 1:
@@ -85,7 +85,7 @@ def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:
     return nodes * (1 - comb(num_experts - each, top_k) / comb(num_experts, top_k))
 
 
-def _reach(setup: Setup, number: int, step: int = 1) -> Reach:
+def reach(setup: Setup, number: int, step: int = 1) -> Reach:
     """Of groups of `number` devices of a stage, `step` apart: in Megatron's order experts' parts lie beside each other, then experts."""
     return _worst(tuple(node for node in setup.stage_nodes() for _ in range(setup.tensor)), number, step)
 
@@ -105,5 +105,5 @@ def _worst(nodes: tuple[int, ...], number: int, step: int) -> Reach:
 def replicas_of_experts(setup: Setup) -> tuple[bool, int]:
     """Whether those that have the same experts share a node, and how few of them any node has of one."""
     block = setup.routing.expert * setup.expert_tensor
-    reach = _worst(tuple(node for node in setup.stage_nodes() for _ in range(setup.tensor)), setup.expert_replicas, block)
-    return reach.nodes == 1, reach.here
+    found = reach(setup, setup.expert_replicas, block)
+    return found.nodes == 1, found.here

@@ -31,9 +31,10 @@ def kernel_shapes(setups: Sequence[Setup]) -> KernelShapes:
             for rows, columns, terms, _ in product_sizes(num_tokens(setup), inputs, outputs):
                 products[int(rows), int(columns), int(terms)] = None
     model = setups[0].model
+    cores = (setup for setup in setups if setup.context == 1 or setup.cp_comm_type == "a2a")
     attention = {
-        (setup.attention, setup.micro_batch * model.num_attention_heads // setup.tensor, setup.sequence, model.kv_channels): None
-        for setup in setups
+        (one.attention, one.micro_batch * model.num_attention_heads // (one.tensor * one.context), one.sequence, model.kv_channels): None
+        for one in cores
     }
     gathers = {(setup.tensor, gathered_bytes(setup)): None for setup in setups if setup.tensor > 1}
     return KernelShapes(tuple(sorted(products)), tuple(sorted(attention)), tuple(sorted(gathers)))

@@ -1,12 +1,11 @@
 """Say how a model is trained: how it is cut over devices, and what is recomputed and balanced. In: numbers. Out: a checked `Setup`.
 
-Knows bytes and seconds of nothing. Legend of the messages: t tensor parallel, p pipeline, d data parallel, G devices, B global batch.
+Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d data parallel, p pipeline, G devices, B global batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -19,8 +18,8 @@ from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.model import Model
 from bpipe.models.parts import LayerKind, Routing
+from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, places
 from bpipe.models.switches import Switches
-from bpipe.placement import Topology, pair_adjacent
 from bpipe.program import BALANCES, BalanceConfig, ScheduleConfig
 
 RECOMPUTE = ("none", "selective", "full")
@@ -29,6 +28,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
 # What of the weights' halves of split backwards is put off: the trainer's `--bpipe-keep-weights-halves`.
 KEPT_HALVES = ("linear", "none")
+# How attention reaches what other context-parallel ranks have of a sequence: Megatron's --cp-comm-type.
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 # How the trainer can split the output layer, --bpipe-vocabulary.
 TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.WHOLE)
 # And what it calls fewer layers for the last stage instead.
@@ -45,6 +46,7 @@ _CHOICES = {
     "kernels": KERNELS,
     "keep_weights_halves": KEPT_HALVES,
     "vocabulary_parallel": tuple(one.value for one in Vocabulary),
+    "cp_comm_type": CP_COMM_TYPES,
 }
 
 
@@ -58,6 +60,7 @@ class Setup:
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
     it. Of several stages the first may have the embedding and no layer, the last the output layer and none.
     `routing`: how tokens come to experts, where the model has them; loads of experts are taken to be even.
+    `context` devices have a part of every sequence each; `cp_comm_type` says how attention reaches the others' parts.
     `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may hold, by default all that it has.
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies of the weights.
@@ -89,11 +92,14 @@ class Setup:
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     how: BalanceConfig = EVENLY
     budget_bytes: tuple[int, ...] | None = None
+    context: int = 1
+    cp_comm_type: str = CP_COMM_TYPES[0]
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_model()
         self._check_division()
+        self._check_context()
         self._check_routing()
 
     def _check_choices(self) -> None:
@@ -102,7 +108,7 @@ class Setup:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
-        for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks"):
+        for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
         whole = len(self.layers) == self.pipeline * self.chunks and sum(self.layers) == self.model.num_layers
@@ -142,11 +148,13 @@ class Setup:
             if routing != Routing():
                 raise ValueError(f"{self.model.name} has no experts: leave out what says how tokens come to them")
             return
-        ep, each, block = routing.expert, self.expert_tensor, self.tensor * self.data
+        ep, each, block = routing.expert, self.expert_tensor, self.tensor * self.context * self.data
         if experts.num_experts % ep:
             raise ValueError(f"expert parallel {ep} does not divide the {experts.num_experts} experts")
         if block % (ep * each):
-            raise ValueError(f"expert parallel {ep} * expert tensor parallel {each} does not divide t*d = {block}")
+            raise ValueError(
+                f"expert parallel {ep} * expert tensor parallel {each} does not divide t*{'c*' * (self.context > 1)}d = {block}"
+            )
         if self.tensor > 1 and not self.sequence_parallel:
             raise ValueError("experts with tensor parallelism are trained with sequence parallelism alone: give --sequence-parallel")
         if self.num_pipes > 1:
@@ -154,8 +162,8 @@ class Setup:
 
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
-        if devices % (t * p):
-            raise ValueError(f"t*p = {t}*{p} = {t * p} does not divide the {devices} devices of the cluster")
+        if devices % (t * p * self.context):
+            raise ValueError(f"{self._cut()} does not divide the {devices} devices of the cluster")
         for name, value in (("attention heads", self.model.num_attention_heads), ("sequence", self.sequence)):
             if value % t:
                 raise ValueError(f"tensor parallel {t} does not divide {value} ({name})")
@@ -188,9 +196,35 @@ class Setup:
         if looped and self.num_microbatches % p:
             raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
 
+    def _cut(self) -> str:
+        sizes = (self.tensor, self.pipeline) if self.context == 1 else (self.tensor, self.pipeline, self.context)
+        return f"{'*'.join('tpc'[: len(sizes)])} = {'*'.join(map(str, sizes))} = {math.prod(sizes)}"
+
+    def _check_context(self) -> None:
+        """Megatron's and Transformer Engine's rules for a sequence in parts, and what is not modelled of it."""
+        c, model, how = self.context, self.model, self.cp_comm_type
+        if c == 1:
+            return
+        if self.sequence % math.lcm(2 * c, self.sequence_shards * c):
+            parts = f"2*c{f' and t*c = {self.tensor * c}' if self.sequence_shards > 1 else ''}"
+            raise ValueError(f"context parallel {c}: the sequence, {self.sequence}, must be a multiple of {parts}")
+        if self.kernels == "cpu" or self.attention == "unfused":
+            raise ValueError(
+                f"context parallel {c} is for flash attention on GPUs, which alone Transformer Engine computes over several ranks: choose "
+                "attention flash and kernels gpu"
+            )
+        refused = no_context(model, self.sequence, how)
+        if refused is not None:
+            raise ValueError(refused)
+        if how == "a2a" and (model.num_attention_heads % (self.tensor * c) or model.num_query_groups % (self.tensor * c)):
+            raise ValueError(
+                f"a2a gives every context-parallel rank other heads: t*c = {self.tensor * c} does not divide the "
+                f"{model.num_attention_heads} heads and {model.num_query_groups} query groups"
+            )
+
     @property
     def data(self) -> int:
-        return self.cluster.num_devices // (self.tensor * self.pipeline)
+        return self.cluster.num_devices // (self.tensor * self.context * self.pipeline)
 
     @property
     def num_microbatches(self) -> int:
@@ -233,7 +267,7 @@ class Setup:
     @property
     def replicas(self) -> int:
         """How many devices have the same weights."""
-        return self.data * self.num_pipes
+        return self.data * self.context * self.num_pipes
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Those that a rank computes, in any pipe, ascending."""
@@ -262,7 +296,7 @@ class Setup:
     @property
     def expert_replicas(self) -> int:
         """How many devices have the same part of the same experts."""
-        return self.tensor * self.data // (self.routing.expert * self.expert_tensor)
+        return self.tensor * self.context * self.data // (self.routing.expert * self.expert_tensor)
 
     @property
     def splits(self) -> bool:
@@ -300,27 +334,29 @@ class Setup:
     def nodes(self) -> tuple[int, ...]:
         """The node of every rank of the first pipeline. Where the last stage is not on the last rank, Megatron's ranks are these reversed:
         the loss stays on its last one."""
-        nodes = self._places[0]
+        nodes = self._places.first
         return nodes if self.num_pipes > 1 or self.placements[0][-1] == self.pipeline - 1 else tuple(reversed(nodes))
 
     def replicas_share_nodes(self) -> bool:
         """Whether gradients are reduced without leaving a node."""
-        return self._places[1]
+        return self._places.share_node
 
     def replica_ports(self) -> int:
         """Over so many ports a node's replicas of a rank reach those on other nodes: as many as the node has that has fewest of them."""
-        return self._places[2]
+        return self._places.ports
 
     def stage_nodes(self) -> tuple[int, ...]:
-        """The nodes of the first rank's replicas, in the order of these."""
-        sizes = (self.tensor, self.pipeline, self.data, self.cluster.devices_per_node)
-        nodes = _nodes_of_parts(*sizes, self.balance != "none", self.how.partners)
-        return tuple(nodes[0, replica] for replica in range(self.data))
+        """The nodes of the first rank's copies, in the order of these: of each replica all parts of the sequence."""
+        nodes = nodes_of_copies(self._grid, self.balance != "none", self.how.partners)
+        return tuple(nodes[0, copy] for copy in range(self.data * self.context))
 
     @property
-    def _places(self) -> tuple[tuple[int, ...], bool, int]:
-        sizes = (self.tensor, self.pipeline, self.data, self.cluster.devices_per_node)
-        return _paired_places(*sizes) if self.num_pipes > 1 else _places(*sizes, self.balance != "none", self.how.partners)
+    def _grid(self) -> Grid:
+        return Grid(self.tensor, self.context, self.pipeline, self.data, self.cluster.devices_per_node)
+
+    @property
+    def _places(self) -> Places:
+        return paired_places(self._grid) if self.num_pipes > 1 else places(self._grid, self.balance != "none", self.how.partners)
 
 
 _FIELDS = tuple(one.name for one in fields(Setup))
@@ -336,53 +372,13 @@ def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
     return FAMILIES[schedule].layout(pipeline, chunks)
 
 
-@lru_cache(maxsize=1024)
-def _places(
-    tensor: int, pipeline: int, data: int, devices_per_node: int, adjacent: bool, partners: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], bool, int]:
-    """Nodes of the first replica's ranks, whether all replicas of every rank are on one node, and how few of a rank's a node has.
-
-    A balanced run lies with its pairs adjacent. Any other has Megatron's own order: tensor parallelism innermost, then data, then pipeline.
-    """
-    nodes = _nodes_of_parts(tensor, pipeline, data, devices_per_node, adjacent, partners)
-    groups = [[nodes[rank, replica] for replica in range(data)] for rank in range(pipeline)]
-    return tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups)
-
-
-@lru_cache(maxsize=1024)
-def _nodes_of_parts(
-    tensor: int, pipeline: int, data: int, devices_per_node: int, adjacent: bool, partners: tuple[int, ...] | None
-) -> dict[tuple[int, int], int]:
-    """By rank and replica."""
-    if adjacent:
-        parts = pair_adjacent(Topology(tensor, 1, pipeline, data, devices_per_node), partners)
-        place_of = {(part.stage, part.replica): place for place, part in enumerate(parts) if part.tensor == 0}
-    else:
-        place_of = {(rank, replica): (rank * data + replica) * tensor for rank in range(pipeline) for replica in range(data)}
-    return {key: place // devices_per_node for key, place in place_of.items()}
-
-
-@lru_cache(maxsize=1024)
-def _paired_places(tensor: int, pipeline: int, data: int, devices_per_node: int) -> tuple[tuple[int, ...], bool, int]:
-    """The same with two pipes: to Megatron it is a pipeline of half as many ranks, of which twice as many replicas are neighbours.
-
-    So ranks r and p - 1 - r, which have the same weights, lie beside each other, and those with the first stage last.
-    """
-    half = pipeline // 2
-    nodes: dict[tuple[int, int], int] = {}
-    for rank in range(pipeline):
-        position = half - 1 - min(rank, pipeline - 1 - rank)
-        for replica in range(data):
-            place = ((position * data + replica) * 2 + (rank >= half)) * tensor
-            nodes[rank, replica] = place // devices_per_node
-    groups = [[nodes[one, replica] for replica in range(data) for one in (rank, pipeline - 1 - rank)] for rank in range(half)]
-    return tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups)
-
-
-def _spread(groups: list[list[int]]) -> tuple[bool, int]:
-    """Of each group of replicas the nodes: whether none is on several, and the fewest that any node has of one."""
-    counts = [Counter(group) for group in groups]
-    return all(len(of_group) == 1 for of_group in counts), min(min(of_group.values()) for of_group in counts)
+def no_context(model: Model, sequence: int, cp_comm_type: str) -> str | None:
+    """Why Transformer Engine computes this model's attention over no context-parallel ranks in this way, and the way out."""
+    if cp_comm_type == "p2p" and model.window is not None and sequence > model.window:
+        return f"{model.name} has windows, which no ring of context-parallel ranks computes: give --cp-comm-type all_gather or a2a"
+    if cp_comm_type != "p2p" and model.latent is not None:
+        return f"{model.name} has latent attention, which context-parallel ranks compute in a ring alone: give --cp-comm-type p2p"
+    return None
 
 
 def without_layers(layers: Sequence[int]) -> int | None:

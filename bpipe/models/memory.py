@@ -13,6 +13,7 @@ from operator import gt
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL, PORTS
 from bpipe.ir.memory import RESERVE, Memory, memory_of
+from bpipe.models.context_parallel import exchange_bytes
 from bpipe.models.held import HeldCounts, held_within
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.parameters import layer_parameters
@@ -178,6 +179,7 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
     # What recomputation makes anew for one layer at a time.
     layer += layer_bytes(setup, "none") - layer_bytes(setup) if setup.recompute == "full" else 0
     layer += core_bytes(setup) if setup.recompute == "selective" else 0
+    layer = max(layer, exchange_bytes(setup))
     loss = shared(LOSS_WORKING_BYTES * tokens * setup.vocabulary, setup.tensor)
     buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
     if setup.is_sharded:
@@ -207,11 +209,12 @@ def _shard_working_bytes(setup: Setup) -> int:
 
 
 def overhead_bytes(setup: Setup) -> int:
-    """Context and communicators: tensor, pipeline and data parallel, model parallel (the gradients' norm), and a pair's. A CPU has none."""
+    """Context and communicators: tensor, context, pipeline and data parallel, model parallel (the gradients' norm), and a pair's. A CPU
+    has none."""
     if setup.kernels == "cpu":
         return 0
     t, p, d = setup.tensor, setup.pipeline, setup.replicas
-    groups = [t, p, d]
+    groups = [t, setup.context, p, d]
     if t > 1 and p > 1:
         groups.append(t * p)
     if setup.is_sharded:

@@ -50,6 +50,8 @@ class Profile:
 
     def conflict(self, setup: Setup) -> str | None:
         """Why the file says nothing of this setup: it has other micro-batch sizes, or was measured with other choices. None: it does."""
+        if self.measured and setup.context > 1:
+            return f"measured without context parallelism, the setup has {setup.context}: leave one of the two out"
         for name, value in self.measured:
             mine = getattr(setup.model if name in _SIZES else setup, name)
             if mine != value:

@@ -184,7 +184,12 @@ def _gpu_layer(setup: Setup, kind: LayerKind) -> tuple[Saved, ...]:
 def _core(setup: Setup) -> tuple[Saved, ...]:
     heads = setup.model.num_attention_heads
     if setup.attention == "flash":
-        return (Saved("log-sum-exp of attention", shared(FLASH_BYTES * num_tokens(setup) * heads, setup.tensor)),)
+        rows = (Saved("log-sum-exp of attention", shared(FLASH_BYTES * num_tokens(setup) * heads, setup.tensor)),)
+        if setup.context == 1 or setup.cp_comm_type == "p2p":
+            return rows
+        # What is given to the projection is a copy of it.
+        given = shared(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
+        return (*rows, Saved("what attention gave, in another order", given))
     scores = num_tokens(setup) * heads * setup.sequence
     element = element_bytes(setup)
     one = Saved("attention softmax", shared(element * scores, setup.tensor))

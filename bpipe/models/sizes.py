@@ -29,8 +29,8 @@ def element_bytes(setup: Setup) -> int:
 
 
 def num_tokens(setup: Setup) -> int:
-    """Of one micro-batch."""
-    return setup.sequence * setup.micro_batch
+    """Of one micro-batch, of which context-parallel ranks have a part each."""
+    return setup.sequence * setup.micro_batch // setup.context
 
 
 def sent_bytes(setup: Setup) -> int:

@@ -19,6 +19,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "model": setup.model.name,
         "cluster": f"{setup.cluster.device.name}:{setup.cluster.num_nodes}x{setup.cluster.devices_per_node}",
         "tensor": setup.tensor,
+        **_context(setup),
         "pipeline": setup.pipeline,
         "data": setup.data,
         "micro_batch": setup.micro_batch,
@@ -47,6 +48,10 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
         **({"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards} if setup.is_sharded else {}),
     }
+
+
+def _context(setup: Setup) -> dict[str, Any]:
+    return {"context": setup.context, "cp_comm_type": setup.cp_comm_type} if setup.context > 1 else {}
 
 
 def document(prediction: SetupPrediction) -> dict[str, Any]:

@@ -39,6 +39,12 @@ HOSTS = {
 }
 
 
+def grid_of(setup: Setup) -> str:
+    """How it is cut."""
+    context = f" c={setup.context}{'' if setup.cp_comm_type == 'p2p' else f' by {setup.cp_comm_type}'}" if setup.context > 1 else ""
+    return f"t={setup.tensor}{context} p={setup.pipeline} d={setup.data}"
+
+
 def describe(setup: Setup) -> str:
     """One configuration in a few words."""
     chunks = f" v={setup.chunks}" if setup.chunks > 1 else ""
@@ -49,7 +55,7 @@ def describe(setup: Setup) -> str:
     shards = f" vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
     divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
     experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
-    grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data}{experts} b={setup.micro_batch}"
+    grid = f"{grid_of(setup)}{experts} b={setup.micro_batch}"
     return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{layers}{shards}{halves}{balance}"
 
 
@@ -188,7 +194,8 @@ def _what_cut(outcome: Outcome) -> str:
     """Every constraint that cut something, in the order in which they are asked."""
     cluster = outcome.space.cluster
     parts = [f"{outcome.cuts[name]} {text}" for name, text in CUTS.items() if name in outcome.cuts]
-    start = f"Cut from {num_grids(outcome.space)} grids t*p*d = {cluster.num_devices} and what is in them"
+    sizes = "t*p*d" if outcome.space.contexts == (1,) else "t*c*p*d"
+    start = f"Cut from {num_grids(outcome.space)} grids {sizes} = {cluster.num_devices} and what is in them"
     return f"{start}: {', '.join(parts) or 'nothing'}."
 
 
@@ -196,8 +203,8 @@ def _closest(closest: Closest, space: Space) -> str:
     setup, limit = closest.setup, closest.setup.cluster.device.memory_bytes
     needs = f"{gib(closest.needs_bytes)} of {gib(limit)} GiB"
     if closest.is_state:
-        grid = f"t={setup.tensor} p={setup.pipeline} d={setup.data}"
-        return f"weights, gradients and optimizer state alone need at least {needs} of a device ({grid}): {_more_ranks(setup, space)}"
+        cut = f"{needs} of a device ({grid_of(setup)})"
+        return f"weights, gradients and optimizer state alone need at least {cut}: {_more_ranks(setup, space)}"
     return f"the least is {describe(setup)}, which needs {needs}: {_fewer_activations(setup, space)}"
 
 
@@ -208,9 +215,10 @@ def _more_ranks(setup: Setup, space: Space) -> str:
         return f"p is at its limit of {layers} layers, so take devices with more memory"
     if setup.data == 1:
         return "take more devices"
-    larger = [one for one in divisors(setup.cluster.num_devices // setup.tensor) if setup.pipeline < one <= layers]
+    devices = setup.cluster.num_devices // (setup.tensor * setup.context)
+    larger = [one for one in divisors(devices) if setup.pipeline < one <= layers]
     if not larger:
-        return f"no larger p divides the {setup.cluster.num_devices // setup.tensor} devices and is within the {layers} layers"
+        return f"no larger p divides the {devices} devices and is within the {layers} layers"
     if not space.uneven and all(layers % one for one in larger):
         return f"a larger p does not divide the {layers} layers, so leave out --even-layers"
     return f"a larger p is possible ({', '.join(map(str, larger))}), and another constraint cut it"

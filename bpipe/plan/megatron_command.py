@@ -17,7 +17,15 @@ from typing import Any, NoReturn
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.text import TextError, read_numbers
-from bpipe.models.layout import KEPT_HALVES, REDISTRIBUTE, TRAINED_SHARDS, output_in_layers, padded_vocabulary, redistribute_layers
+from bpipe.models.layout import (
+    CP_COMM_TYPES,
+    KEPT_HALVES,
+    REDISTRIBUTE,
+    TRAINED_SHARDS,
+    output_in_layers,
+    padded_vocabulary,
+    redistribute_layers,
+)
 from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_asked
 from bpipe.plan.expert_flags import READ_OF_EXPERTS, parts_of_flags
@@ -37,6 +45,8 @@ READ: dict[str, Any] = {
     "--make-vocab-size-divisible-by": (int, 128, None),
     "--tensor-model-parallel-size": (int, 1, None),
     "--pipeline-model-parallel-size": (int, 1, None),
+    "--context-parallel-size": (int, 1, None),
+    "--cp-comm-type": ("+", ["p2p"], None),
     "--attention-dropout": (float, 0.1, None),
     "--hidden-dropout": (float, 0.1, None),
     "--pipeline-model-parallel-layout": (str, None, None),
@@ -77,7 +87,7 @@ REFUSED = {
     **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD),
     **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
     **dict.fromkeys(("--fp8-format", "--fp4-format"), _LOW),
-    "--context-parallel-size": "context parallelism",
+    "--hybrid-context-parallel": "context parallelism of each sequence's own size",
     "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     "--distribute-saved-activations": "distributed saved activations",
     "--experimental-attention-variant": "another attention",
@@ -290,6 +300,7 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
     options = {
         "tensor": found.tensor_model_parallel_size,
         "pipeline": pipeline,
+        **_context(found),
         "chunks": len(layers) // pipeline,
         "layers": layers,
         "no_sequence_parallel": not found.sequence_parallel,
@@ -308,6 +319,17 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         "keep_weights_halves": found.bpipe_keep_weights_halves,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _context(found: argparse.Namespace) -> dict[str, Any]:
+    """Raises ValueError where ranks exchange in a way that is not modelled."""
+    if found.context_parallel_size == 1:
+        return {}
+    ways = set(found.cp_comm_type)
+    if len(ways) > 1 or not ways <= set(CP_COMM_TYPES):
+        said = " ".join(found.cp_comm_type)[:60]
+        raise ValueError(f"--cp-comm-type {said}: modelled is one of {', '.join(CP_COMM_TYPES)} for all layers; give one to predict that")
+    return {"context": found.context_parallel_size, "cp_comm_type": ways.pop()}
 
 
 def _redistributed(found: argparse.Namespace, split: Split) -> tuple[int, ...]:

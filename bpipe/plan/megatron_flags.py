@@ -44,6 +44,8 @@ def _model(setup: Setup) -> list[str]:
 
 def _parallel(setup: Setup) -> list[str]:
     flags = ["--tensor-model-parallel-size", setup.tensor, "--pipeline-model-parallel-size", setup.pipeline]
+    if setup.context > 1:
+        flags += ["--context-parallel-size", setup.context, "--cp-comm-type", setup.cp_comm_type]
     flags += ["--micro-batch-size", setup.micro_batch, "--global-batch-size", setup.global_batch]
     if setup.tensor > 1 and setup.sequence_parallel:
         flags.append("--sequence-parallel")

@@ -16,7 +16,7 @@ from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.hugging_face import find_model
-from bpipe.models.layout import KEPT_HALVES, Setup, setup_from_values, split_layers
+from bpipe.models.layout import CP_COMM_TYPES, KEPT_HALVES, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.switches import SWITCHES, Switches, flag_of
@@ -46,6 +46,8 @@ _NAMES = ("model", "sequence", *SIZES, "layers", "schedule", "pipeline", "global
 # What is predicted where nobody says it.
 DEFAULTS: dict[str, Any] = {
     "tensor": 1,
+    "context": 1,
+    "cp_comm_type": CP_COMM_TYPES[0],
     "micro_batch": 1,
     "recompute": "none",
     "chunks": 1,
@@ -144,7 +146,7 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
     if layers is None:
         of = f"--pipeline {options.pipeline} with {options.chunks} chunks"
         raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
-    replicas = max(1, cluster.num_devices // (options.tensor * options.pipeline))
+    replicas = max(1, cluster.num_devices // (options.tensor * options.context * options.pipeline))
     bounds = getattr(options, "bound", None)
     if bounds is not None and options.balance == BALANCES[0]:
         raise ValueError("--bound says how to balance: give --balance bpipe, too, or leave it out")

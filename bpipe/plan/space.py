@@ -16,7 +16,7 @@ from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
-from bpipe.models.layout import ATTENTION, EVENLY, RECOMPUTE, Setup, setup_from_values, split_layers
+from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, RECOMPUTE, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
@@ -28,7 +28,7 @@ from bpipe.program import BALANCES, BalanceConfig
 class Space:
     """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `uneven` admits stages of unequal layers where
     the layers do not divide. `routing` says how tokens come to experts; without `expert` every number of devices is tried
-    that can share them."""
+    that can share them. `contexts`: over how many devices a sequence may be spread."""
 
     model: Model
     cluster: Cluster
@@ -50,6 +50,8 @@ class Space:
     hosts: str | None = None
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     expert: int | None = None
+    contexts: tuple[int, ...] = (1,)
+    cp_comm_type: str = CP_COMM_TYPES[0]
 
     def __post_init__(self) -> None:
         for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
@@ -64,9 +66,14 @@ class Space:
                 raise ValueError(f"{flag} is {size}, but must be at least 1")
 
 
+# From so many tokens on a sequence is long enough that its activations may be what does not fit, and attention what hides an exchange of
+# keys and values; a device is left with no less than so many.
+LONG_SEQUENCE, LEAST_PART = 32768, 8192
+
 # What can cut candidates, in the order in which it is asked, and what it counts: the first four cut a whole grid t*p*d at once.
 CUTS = {
     "tensor": "grids: t does not divide heads, query groups or sequence",
+    "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no multiple of t*c",
     "ranks": "grids: p is more than the layers",
     "uneven": "grids: p does not divide the layers (--even-layers)",
     "batch": "grids: d does not divide the global batch",
@@ -92,19 +99,19 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
     """Every configuration under the papers' constraints, each unbalanced first and then balanced. `cuts` counts what was not possible."""
     cuts = Counter() if cuts is None else cuts
     common = {one.name: getattr(space, one.name) for one in fields(space)}
-    for tensor, pipeline, data in _grids(space, cuts):
+    for tensor, context, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
             if per_replica % micro_batch:
                 continue
             for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
-                for recompute, routing, balance in product(_scopes(space), _routings(space, tensor * data), space.balances):
+                for recompute, routing, balance in product(_scopes(space), _routings(space, tensor * context * data), space.balances):
                     if balance != "none" and pipeline == 1:
                         cuts["pairs"] += 1
                         continue
                     chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
                     how = EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=space.hosts or PAIR)
-                    others = {"routing": routing, "balance": balance, "how": how}
+                    others = {"context": context, "routing": routing, "balance": balance, "how": how}
                     yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
 
 
@@ -122,21 +129,44 @@ def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
 
 
 def num_grids(space: Space) -> int:
-    """The ways to write the devices as t*p*d with t inside a node."""
+    """The ways to write the devices as t*c*p*d with t inside a node."""
+    return sum(map(len, (pipelines for *_, pipelines in _with_pipelines(space))))
+
+
+def usual_contexts(sequence: int, devices: int) -> tuple[int, ...]:
+    """What is searched where nobody says it: 1, and where a sequence is long, more, while each device is left with a good part of it."""
+    if sequence < LONG_SEQUENCE:
+        return (1,)
+    return tuple(one for one in divisors(devices) if one * LEAST_PART <= sequence)
+
+
+def _with_pipelines(space: Space) -> Iterator[tuple[int, int, list[int]]]:
+    """How many devices divide a layer and a sequence, with all numbers of ranks there can be besides; 0 where there is none."""
     devices = space.cluster.num_devices
-    return sum(len(divisors(devices // tensor)) for tensor in divisors(space.cluster.devices_per_node))
+    for tensor, context in product(divisors(space.cluster.devices_per_node), space.contexts):
+        yield tensor, context, [0] if devices % (tensor * context) else divisors(devices // (tensor * context))
 
 
-def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int]]:
+def _is_divided(space: Space, tensor: int, context: int) -> bool:
+    """Whether so many devices can have a part of a sequence each."""
+    shards, model = tensor * context, space.model
+    heads = (model.num_attention_heads, model.num_query_groups) if space.cp_comm_type == "a2a" else ()
+    whole = (space.cluster.num_devices, space.sequence, *heads)
+    return context == 1 or not (any(one % shards for one in whole) or space.sequence % (2 * context))
+
+
+def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
     devices, model = space.cluster.num_devices, space.model
     groups = model.num_query_groups
-    for tensor in divisors(space.cluster.devices_per_node):
-        pipelines = divisors(devices // tensor)
+    for tensor, context, pipelines in _with_pipelines(space):
         if model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
             cuts["tensor"] += len(pipelines)
             continue
+        if not _is_divided(space, tensor, context):
+            cuts["context"] += len(pipelines)
+            continue
         for pipeline in pipelines:
-            data = devices // (tensor * pipeline)
+            data = devices // (tensor * context * pipeline)
             if pipeline > model.num_layers:
                 cuts["ranks"] += 1
             elif not space.uneven and model.num_layers % pipeline:
@@ -144,7 +174,7 @@ def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int]]:
             elif space.global_batch % data:
                 cuts["batch"] += 1
             else:
-                yield tensor, pipeline, data
+                yield tensor, context, pipeline, data
 
 
 class _Choice(NamedTuple):

@@ -104,13 +104,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("case deadlock", "replicas", "rules", "order"),
     "simulate": ("bandwidth cost", "durations report", "host_buffers reductions", "engine trace"),
     "models": (
-        "held kernel_times parts switches",
+        "held kernel_times parts places switches",
         "cluster model",
         "calibration cluster_file hugging_face layout parameters",
         "flops rates sizes",
         "latent routed",
         "expert_parallel products saved",
-        "memory tensor_parallel",
+        "context_parallel tensor_parallel",
+        "memory",
         "compute kernel_shapes profile",
     ),
     "plan": (

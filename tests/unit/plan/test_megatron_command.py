@@ -38,6 +38,10 @@ def setups(draw: st.DrawFn) -> Setup:
     heads, groups = 8, draw(st.sampled_from([2, 8]))
     gated, rotary, dropout = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     layers = draw(st.lists(st.integers(1, 3), min_size=pipeline * chunks, max_size=pipeline * chunks))
+    attention = draw(st.sampled_from(["flash", "unfused"]))
+    # Of eight devices, and of no more than two query groups.
+    context = draw(st.sampled_from([1, 2])) if attention == "flash" and pipeline * tensor < 8 else 1
+    ways = ["p2p", "all_gather", *(["a2a"] if groups % (tensor * context) == 0 else [])]
     sizes = (sum(layers), 512, heads, groups, draw(st.sampled_from([32, 64])), draw(st.sampled_from([1024, 2048])), 1000, 256)
     switches = (gated, draw(st.booleans()), draw(st.booleans()), not rotary, draw(st.booleans()), dropout)
     return Setup(
@@ -50,7 +54,9 @@ def setups(draw: st.DrawFn) -> Setup:
         sequence=256,
         layers=tuple(layers),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        attention=draw(st.sampled_from(["flash", "unfused"])),
+        attention=attention,
+        context=context,
+        cp_comm_type=draw(st.sampled_from(ways)) if context > 1 else "p2p",
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
         chunks=chunks,
         balance=draw(st.sampled_from(["none", "bpipe"])),
@@ -74,7 +80,7 @@ NOT_GIVEN = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "sequence", "vocabulary"),
     *("swiglu", "rms_norm", "disable_bias_linear", "rotary", "untie_embeddings_and_output_weights", "no_dropout", "layers", "chunks"),
     *("tensor", "pipeline", "micro_batch", "global_batch", "recompute", "balance", "attention", "precision"),
-    *("no_distributed_optimizer", "no_sequence_parallel"),
+    *("no_distributed_optimizer", "no_sequence_parallel", "context", "cp_comm_type"),
 )
 
 
@@ -142,7 +148,9 @@ def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> N
         ("--num-experts 8 --moe-router-topk 9", "tokens go to 9 experts each"),
         ("--window-size 127", "--window-size 127 is no window"),
         ("--fp8-format hybrid", "--fp8-format hybrid: 8-bit"),
-        ("--context-parallel-size 2", "--context-parallel-size 2: context parallelism"),
+        ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a.p2p: modelled is one of p2p, all_gather, a2a"),
+        ("--context-parallel-size 2 --cp-comm-type p2p a2a p2p", "--cp-comm-type p2p a2a p2p: modelled is one of"),
+        ("--hybrid-context-parallel", "--hybrid-context-parallel: context parallelism of each sequence's own size"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp: sharding by FSDP"),
         ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2", "exclude each other"),
         ("--pipeline-model-parallel-size 3", "--num-layers 8 does not go over --pipeline-model-parallel-size 3"),
@@ -166,6 +174,13 @@ def test_neutral_values_of_refused_flags_are_none() -> None:
     assert read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "2").options["chunks"] == 2
     with pytest.raises(ValueError, match="larger groups of micro-batches"):
         read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "4")
+
+
+def test_a_sequence_in_parts_is_read() -> None:
+    assert read("--context-parallel-size", "4").options["context"] == 4
+    assert read("--context-parallel-size", "4", "--cp-comm-type", "a2a", "a2a").options["cp_comm_type"] == "a2a"
+    # Without parts nobody exchanges anything.
+    assert "context" not in read("--cp-comm-type", "a2a+p2p").options
 
 
 def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import Outcome, lower_bound_s, search
-from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids
+from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
 from bpipe.program import ScheduleConfig, balancing, build
 from tests.unit.models.published import MIXTRAL_8X7B
 
@@ -289,6 +289,24 @@ def test_nothing_fits_is_said_with_the_least() -> None:
     tried = search(Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:3x8"), 24, 8192, "unfused", recompute=("none",), balances=("none",)))
     assert verdict(tried).text.startswith("Nothing fits, without balancing (balanced was not looked at)")
     assert "consider --recompute full too or consider --balance bpipe too" in verdict(tried).text
+
+
+def test_long_sequences_are_tried_in_parts() -> None:
+    """From 32768 tokens on, with 8192 or more for each device; of shorter ones where that is asked for."""
+    assert [usual_contexts(sequence, 32) for sequence in (8192, 32767, 32768, 131072)] == [(1,), (1,), (1, 2, 4), (1, 2, 4, 8, 16)]
+    cluster, model = parse_cluster("h100-80g:2x8"), PRESETS["llama3-8b"]
+    space = Space(model, cluster, 16, 65536, schedules=("1f1b",), recompute=("none",), balances=("none",))
+    plain, parts = search(space), search(replace(space, contexts=(1, 2, 3, 8)))
+    assert parts.rows[0].prediction.timing.iteration_s < plain.rows[0].prediction.timing.iteration_s
+    # Of t = 1, 2, 4, 8: with 2 parts all go over 16 devices, with 8 only two do, and 3 divide nothing.
+    assert num_grids(parts.space) == num_grids(space) + (4 + 3 + 2 + 1) + (2 + 1 + 1 + 1) + 4
+    assert parts.cuts["context"] == 2 + 4
+    best = parts.rows[0].prediction.setup
+    assert f"t={best.tensor} c={best.context} p={best.pipeline}" in describe(best)
+    flags = megatron_flags(best)
+    wanted = ["--context-parallel-size", str(best.context), "--cp-comm-type", "p2p"]
+    assert flags[flags.index("--context-parallel-size") :][:4] == wanted
+    assert "c=2 by a2a" in describe(replace(best, context=2, cp_comm_type="a2a"))
 
 
 def test_the_limit_is_named_where_more_devices_would_not_help() -> None:

@@ -1,0 +1,78 @@
+"""Say on which nodes the parts of a training lie. In: how it is cut, and the devices of a node. Out: nodes of ranks and of their copies.
+
+A copy of a rank is a device with the same weights: of every replica, and of every part of the sequence that context parallelism makes. In
+Megatron's order of ranks tensor parallelism is innermost, then context, then data, then pipeline parallelism. Knows no links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from bpipe.placement import Topology, pair_adjacent
+
+
+class Grid(NamedTuple):
+    """How a training is cut, over nodes of so many devices."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    devices_per_node: int
+
+
+class Places(NamedTuple):
+    """`first`: the nodes of the first copy of every rank. `share_node`: whether all copies of every rank are on one node, `ports`: how few
+    of a rank's any node has that has some."""
+
+    first: tuple[int, ...]
+    share_node: bool
+    ports: int
+
+
+@lru_cache(maxsize=1024)
+def places(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> Places:
+    """A balanced run lies with its pairs adjacent. Any other has Megatron's own order."""
+    nodes = nodes_of_copies(grid, adjacent, partners)
+    groups = [[nodes[rank, copy] for copy in range(grid.data * grid.context)] for rank in range(grid.pipeline)]
+    return Places(tuple(nodes[rank, 0] for rank in range(grid.pipeline)), *_spread(groups))
+
+
+@lru_cache(maxsize=1024)
+def nodes_of_copies(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> dict[tuple[int, int], int]:
+    """By rank and copy; the parts of one sequence are copies that follow each other."""
+    tensor, context, pipeline, data, each = grid
+    if adjacent:
+        parts = pair_adjacent(Topology(tensor, context, pipeline, data, each), partners)
+        place_of = {(part.stage, part.replica * context + part.context): place for place, part in enumerate(parts) if part.tensor == 0}
+    else:
+        copies = data * context
+        place_of = {(rank, copy): (rank * copies + copy) * tensor for rank in range(pipeline) for copy in range(copies)}
+    return {key: place // each for key, place in place_of.items()}
+
+
+@lru_cache(maxsize=1024)
+def paired_places(grid: Grid) -> Places:
+    """The same with two pipes: to Megatron it is a pipeline of half as many ranks, of which twice as many replicas are neighbours.
+
+    So ranks r and p - 1 - r, which have the same weights, lie beside each other, and those with the first stage last.
+    """
+    tensor, context, pipeline, data, each = grid
+    half = pipeline // 2
+    nodes: dict[tuple[int, int], int] = {}
+    for rank in range(pipeline):
+        position = half - 1 - min(rank, pipeline - 1 - rank)
+        for copy in range(data * context):
+            replica, part = divmod(copy, context)
+            place = (((position * data + replica) * 2 + (rank >= half)) * context + part) * tensor
+            nodes[rank, copy] = place // each
+    groups = [[nodes[one, copy] for copy in range(data * context) for one in (rank, pipeline - 1 - rank)] for rank in range(half)]
+    return Places(tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups))
+
+
+def _spread(groups: list[list[int]]) -> tuple[bool, int]:
+    """Of each group of copies the nodes: whether none is on several, and the fewest that any node has of one."""
+    counts = [Counter(group) for group in groups]
+    return all(len(of_group) == 1 for of_group in counts), min(min(of_group.values()) for of_group in counts)
