@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bpipe.flag_types import factor, positive
 from bpipe.models.calibration import read_calibration
-from bpipe.models.cluster import DEVICES, Cluster
+from bpipe.models.cluster import DEVICES, RACKS, Cluster
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.flops import FORMULAS
 from bpipe.models.kernel_times import read_kernel_times
@@ -40,11 +40,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     add = group.add_argument
+    named = ", ".join((*DEVICES, *RACKS))
     add(
         "--cluster",
         required=True,
         metavar="DEVICE:NODESxGPUS|FILE",
-        help=f"such as a100-80g:4x8, or a .json or .toml file; devices: {', '.join(DEVICES)}; a launch with torchrun may say NODESxGPUS",
+        help=f"such as a100-80g:4x8, or a .json or .toml file; devices: {named}; a launch with torchrun may say NODESxGPUS",
     )
     add("--global-batch", type=positive, metavar="B", help="sequences an iteration")
     add("--attention", choices=ATTENTION, help="default flash")

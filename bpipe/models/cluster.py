@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bpipe.models.kernel_times import KernelTimes
 from bpipe.names import unknown
@@ -59,7 +60,7 @@ class DeviceKind:
 # machines, to a few tenths; a cluster file takes another where yours differs. Of the H20 and the GB200: 97871 and 189471 MiB, as
 # nvidia-smi shows, less the half to three quarters of a GiB by which torch reports less on an H100 and a B200.
 # `inside` is NVLink. Of the MI300X it is the seven links of 64 GB/s to the seven others of a node, so a single pair has a seventh of it.
-# The NVLink of a GB200 NVL72 joins 72: write nodes of 72, or the 4 of a tray where the job has no more.
+# The NVLink of a GB200 NVL72 joins 72, of nodes of 4: `gb200-nvl72` below; of `gb200-186g` alone it joins the devices of a node.
 # To the node's memory it is PCIe 5 where nothing else stands here; of a GB200 half of what joins its CPU and two GPUs, 900 GB/s both ways.
 _HOST = {"a100-40g": PCIE_4, "a100-80g": PCIE_4, "a800-80g": PCIE_4, "gb200-186g": 225e9}
 # Multiprocessors (of the MI300X, compute units) as the data sheets say.
@@ -98,39 +99,66 @@ DEVICES = {
 }
 
 
+class Rack(NamedTuple):
+    """Nodes that one NVLink joins: their device, how many devices each has, and how many nodes there are."""
+
+    device: str
+    devices_per_node: int
+    nodes: int
+
+
+# NVIDIA GB200 NVL72: 18 compute trays of 4 devices, each a host of its own.
+RACKS = {"gb200-nvl72": Rack("gb200-186g", 4, 18)}
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`factor`: how many seconds one that is predicted really takes (`bpipe calibrate`). `kernels`: seconds that were measured, if any."""
+    """`factor`: how many seconds one that is predicted really takes (`bpipe calibrate`). `kernels`: seconds that were measured, if any.
+
+    `nodes_per_domain`: so many nodes have the links between them that the devices of one have. Memory of nodes stays apart.
+    """
 
     device: DeviceKind
     num_nodes: int
     devices_per_node: int
     factor: float = 1.0
     kernels: KernelTimes | None = None
+    nodes_per_domain: int = 1
 
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def devices_per_domain(self) -> int:
+        """Joined as the devices of a node are. Of fewer in all it is all of them."""
+        return self.devices_per_node * min(self.nodes_per_domain, self.num_nodes)
 
 
 def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     """`DEVICE:NODESxDEVICES`, such as a100-80g:4x8; without `NODESx` it is one node. `devices`: both, where the text says none.
 
     `@GB` behind it is what a device's port between nodes carries, in 1e9 bytes a second: a100-80g:4x8@12.5 has one of 200 Gbit/s for two.
+    Of `RACKS` a number alone is one of racks: gb200-nvl72:8, or 36x4 nodes of two.
     """
     match = re.fullmatch(r"([a-z0-9-]+)(?::(?:([0-9]{1,5})x)?([0-9]{1,3}))?(?:@([0-9]{1,4}(?:\.[0-9]{1,3})?))?", text)
     if match is None or (match[3] is None and devices is None):
         raise ValueError(f"cluster {text!r} is not DEVICE:NODESxDEVICES or DEVICE:NODESxDEVICES@GB, such as a100-80g:4x8@12.5")
     name, nodes, each = match[1], int(match[2] or 1), int(match[3] or 0)
+    rack = RACKS.get(name)
+    if rack is not None and match[3] is not None and match[2] is None:
+        nodes, each = each * rack.nodes, rack.devices_per_node
     if match[3] is None and devices is not None:
         nodes, each = devices
-    if name not in DEVICES:
-        raise ValueError(f"cluster {text!r}: {unknown('device', name, DEVICES)}")
+    if name not in DEVICES and rack is None:
+        raise ValueError(f"cluster {text!r}: {unknown('device', name, (*DEVICES, *RACKS))}")
     if nodes < 1 or each < 1:
         raise ValueError(f"cluster {text!r} has {nodes} nodes of {each} devices: there must be at least one of each")
-    device = DEVICES[name]
+    if rack is not None and each > rack.devices_per_node:
+        raise ValueError(f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is two racks")
+    device = DEVICES[name if rack is None else rack.device]
     if match[4] is not None:
         if not float(match[4]):
             raise ValueError(f"cluster {text!r}: a port of {match[4]} GB/s carries nothing: give more, or leave @ out")
         device = replace(device, between_bytes_per_s=float(match[4]) * 1e9)
-    return Cluster(device, nodes, each)
+    return Cluster(device, nodes, each, nodes_per_domain=1 if rack is None else rack.nodes)

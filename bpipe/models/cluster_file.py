@@ -2,6 +2,7 @@
 
 nodes = 16
 gpus_per_node = 8
+gpus_per_domain = 32      # joined by such links as a node's are; by default the node's own
 
 [device]
 like = "h100-80g"        # what is not said is taken from there
@@ -64,13 +65,16 @@ def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
         raise ValueError(f"{path}: no {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"{path}: a cluster is an object with nodes, gpus_per_node and device")
-    _refuse_unknown(path, "", document, ("nodes", "gpus_per_node", "device"))
+    _refuse_unknown(path, "", document, ("nodes", "gpus_per_node", "gpus_per_domain", "device"))
     nodes, each = devices or (None, None)
     sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", each))]
     if "device" not in document:
         raise ValueError(f"{path}: device is missing: one of {', '.join(DEVICES)}, or an object with its numbers")
     num_nodes, devices_per_node = sizes
-    return Cluster(_device(path, document["device"]), num_nodes, devices_per_node)
+    joined, rest = divmod(_size(path, document, "gpus_per_domain", devices_per_node), devices_per_node)
+    if rest:
+        raise ValueError(f"{path}: gpus_per_domain is {document['gpus_per_domain']}, but must be whole nodes of {devices_per_node}")
+    return Cluster(_device(path, document["device"]), num_nodes, devices_per_node, nodes_per_domain=joined)
 
 
 def _size(path: Path, document: dict[str, Any], key: str, default: int | None) -> int:

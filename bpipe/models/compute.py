@@ -189,7 +189,7 @@ def shard_seconds(setup: Setup) -> ShardCost:
 def collective_seconds(setup: Setup) -> CollectiveCost:
     """What passes between all shards of a pipeline, at the pace of its slowest link: a ring brings everybody everything once."""
     joined = links(setup)
-    slowest = joined.between if len(set(setup.nodes())) > 1 else joined.inside
+    slowest = joined.between if len(set(setup.domains())) > 1 else joined.inside
     assert slowest.bytes_per_s is not None, "a device's links have a bandwidth"
     tokens, sent = num_tokens(setup), sent_bytes(setup)
     statistics = STATISTICS * STATISTICS_BYTES * tokens * setup.vocabulary_shards
@@ -224,7 +224,7 @@ def links(setup: Setup) -> Links:
     device = setup.cluster.device
     inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
     between = Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s)
-    return Links(inside, between, setup.nodes(), Link(_host_bytes_per_s(setup) * LINK_EFFICIENCY, LINK_LATENCY_S))
+    return Links(inside, between, setup.domains(), Link(_host_bytes_per_s(setup) * LINK_EFFICIENCY, LINK_LATENCY_S))
 
 
 def _host_bytes_per_s(setup: Setup) -> float:
@@ -241,12 +241,12 @@ def _host_bytes_per_s(setup: Setup) -> float:
     return min(device.host_bytes_per_s, device.host_node_bytes_per_s / max(1.0, part * cluster.devices_per_node))
 
 
-def one_sided(links: Links, hosts: Hosts) -> frozenset[int]:
+def one_sided(nodes: tuple[int, ...], hosts: Hosts) -> frozenset[int]:
     """The ranks whose hosts are all on their node.
 
-    There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet.
+    There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet, whatever joins these.
     """
-    return frozenset(rank for rank, of_rank in enumerate(hosts) if not any(links.crosses(rank, host) for host in other_ranks(of_rank)))
+    return frozenset(rank for rank, of_rank in enumerate(hosts) if all(nodes[host] == nodes[rank] for host in other_ranks(of_rank)))
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
@@ -331,7 +331,7 @@ def predict_costs(setup: Setup) -> Costs:
         tuple(stages),
         joined,
         _exchange(setup),
-        one_sided(joined, _hosts(setup)),
+        one_sided(setup.nodes(), _hosts(setup)),
         eager=setup.switches.overlap_grad_reduce,
         replicas_apart=not setup.replicas_share_nodes(),
     )

@@ -170,8 +170,9 @@ class Setup:
         groups = self.model.num_query_groups
         if groups % t and t % groups:
             raise ValueError(f"tensor parallel {t} and {groups} query groups: one must divide the other")
-        if self.cluster.devices_per_node % t:
-            raise ValueError(f"tensor parallel {t} does not divide the {self.cluster.devices_per_node} devices of a node")
+        if self.cluster.devices_per_domain % t:
+            where = "a node" if self.cluster.devices_per_domain == self.cluster.devices_per_node else "nodes that NVLink joins"
+            raise ValueError(f"tensor parallel {t} does not divide the {self.cluster.devices_per_domain} devices of {where}")
         if self.global_batch % (self.micro_batch * self.data):
             raise ValueError(
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
@@ -334,29 +335,34 @@ class Setup:
     def nodes(self) -> tuple[int, ...]:
         """The node of every rank of the first pipeline. Where the last stage is not on the last rank, Megatron's ranks are these reversed:
         the loss stays on its last one."""
-        nodes = self._places.first
+        return self._in_order(self._places(self.cluster.devices_per_node).first)
+
+    def domains(self) -> tuple[int, ...]:
+        """The same of nodes that are joined as the devices of one are."""
+        return self._in_order(self._places(self.cluster.devices_per_domain).first)
+
+    def _in_order(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
         return nodes if self.num_pipes > 1 or self.placements[0][-1] == self.pipeline - 1 else tuple(reversed(nodes))
 
     def replicas_share_nodes(self) -> bool:
-        """Whether gradients are reduced without leaving a node."""
-        return self._places.share_node
+        """Whether gradients are reduced without leaving a node, or those that are joined as one."""
+        return self._places(self.cluster.devices_per_domain).share_node
 
     def replica_ports(self) -> int:
         """Over so many ports a node's replicas of a rank reach those on other nodes: as many as the node has that has fewest of them."""
-        return self._places.ports
+        return self._places(self.cluster.devices_per_domain).ports
 
     def stage_nodes(self) -> tuple[int, ...]:
-        """The nodes of the first rank's copies, in the order of these: of each replica all parts of the sequence."""
-        nodes = nodes_of_copies(self._grid, self.balance != "none", self.how.partners)
+        """The nodes, or domains, of the first rank's copies, in the order of these: of each replica all parts of the sequence."""
+        nodes = nodes_of_copies(self._grid(self.cluster.devices_per_domain), self.balance != "none", self.how.partners)
         return tuple(nodes[0, copy] for copy in range(self.data * self.context))
 
-    @property
-    def _grid(self) -> Grid:
-        return Grid(self.tensor, self.context, self.pipeline, self.data, self.cluster.devices_per_node)
+    def _grid(self, joined: int) -> Grid:
+        return Grid(self.tensor, self.context, self.pipeline, self.data, self.cluster.devices_per_node, joined)
 
-    @property
-    def _places(self) -> Places:
-        return paired_places(self._grid) if self.num_pipes > 1 else places(self._grid, self.balance != "none", self.how.partners)
+    def _places(self, joined: int) -> Places:
+        grid = self._grid(joined)
+        return paired_places(grid) if self.num_pipes > 1 else places(grid, self.balance != "none", self.how.partners)
 
 
 _FIELDS = tuple(one.name for one in fields(Setup))

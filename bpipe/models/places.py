@@ -1,4 +1,5 @@
-"""Say on which nodes the parts of a training lie. In: how it is cut, and the devices of a node. Out: nodes of ranks and of their copies.
+"""Say on which nodes the parts of a training lie. In: how it is cut, and the devices of a node. Out: nodes of ranks and of their copies,
+or, where the links of a node join several, domains.
 
 A copy of a rank is a device with the same weights: of every replica, and of every part of the sequence that context parallelism makes. In
 Megatron's order of ranks tensor parallelism is innermost, then context, then data, then pipeline parallelism. Knows no links.
@@ -14,13 +15,14 @@ from bpipe.placement import Topology, pair_adjacent
 
 
 class Grid(NamedTuple):
-    """How a training is cut, over nodes of so many devices."""
+    """How a training is cut, over nodes of so many devices, of which so many have the links of a node."""
 
     tensor: int
     context: int
     pipeline: int
     data: int
     devices_per_node: int
+    devices_per_domain: int
 
 
 class Places(NamedTuple):
@@ -43,14 +45,14 @@ def places(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> Plac
 @lru_cache(maxsize=1024)
 def nodes_of_copies(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> dict[tuple[int, int], int]:
     """By rank and copy; the parts of one sequence are copies that follow each other."""
-    tensor, context, pipeline, data, each = grid
+    tensor, context, pipeline, data, each, domain = grid
     if adjacent:
         parts = pair_adjacent(Topology(tensor, context, pipeline, data, each), partners)
         place_of = {(part.stage, part.replica * context + part.context): place for place, part in enumerate(parts) if part.tensor == 0}
     else:
         copies = data * context
         place_of = {(rank, copy): (rank * copies + copy) * tensor for rank in range(pipeline) for copy in range(copies)}
-    return {key: place // each for key, place in place_of.items()}
+    return {key: place // domain for key, place in place_of.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -59,7 +61,7 @@ def paired_places(grid: Grid) -> Places:
 
     So ranks r and p - 1 - r, which have the same weights, lie beside each other, and those with the first stage last.
     """
-    tensor, context, pipeline, data, each = grid
+    tensor, context, pipeline, data, _, domain = grid
     half = pipeline // 2
     nodes: dict[tuple[int, int], int] = {}
     for rank in range(pipeline):
@@ -67,7 +69,7 @@ def paired_places(grid: Grid) -> Places:
         for copy in range(data * context):
             replica, part = divmod(copy, context)
             place = (((position * data + replica) * 2 + (rank >= half)) * context + part) * tensor
-            nodes[rank, copy] = place // each
+            nodes[rank, copy] = place // domain
     groups = [[nodes[one, copy] for copy in range(data * context) for one in (rank, pipeline - 1 - rank)] for rank in range(half)]
     return Places(tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups))
 

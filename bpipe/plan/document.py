@@ -18,6 +18,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
     return {
         "model": setup.model.name,
         "cluster": f"{setup.cluster.device.name}:{setup.cluster.num_nodes}x{setup.cluster.devices_per_node}",
+        **_domain(setup),
         "tensor": setup.tensor,
         **_context(setup),
         "pipeline": setup.pipeline,
@@ -48,6 +49,11 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
         **({"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards} if setup.is_sharded else {}),
     }
+
+
+def _domain(setup: Setup) -> dict[str, Any]:
+    cluster = setup.cluster
+    return {"gpus_per_domain": cluster.devices_per_domain} if cluster.nodes_per_domain > 1 else {}
 
 
 def _context(setup: Setup) -> dict[str, Any]:

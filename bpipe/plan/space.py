@@ -143,7 +143,7 @@ def usual_contexts(sequence: int, devices: int) -> tuple[int, ...]:
 def _with_pipelines(space: Space) -> Iterator[tuple[int, int, list[int]]]:
     """How many devices divide a layer and a sequence, with all numbers of ranks there can be besides; 0 where there is none."""
     devices = space.cluster.num_devices
-    for tensor, context in product(divisors(space.cluster.devices_per_node), space.contexts):
+    for tensor, context in product(divisors(space.cluster.devices_per_domain), space.contexts):
         yield tensor, context, [0] if devices % (tensor * context) else divisors(devices // (tensor * context))
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bpipe.cli import main
 from bpipe.models.cluster import DEVICES, GIB, parse_cluster
 from bpipe.models.cluster_file import read_cluster
+from bpipe.models.compute import predict_costs
+from bpipe.models.expert_parallel import exchange
+from bpipe.models.layout import Setup
+from bpipe.models.model import PRESETS
+from bpipe.models.parts import Routing
+from bpipe.plan.document import configuration
+from bpipe.plan.predict import predict
+from bpipe.plan.space import Space, enumerate_setups
+from tests.unit.models.published import MIXTRAL_8X7B
 
 OWN = """
 nodes = 16
@@ -47,6 +58,73 @@ def test_what_a_port_carries_and_what_a_message_takes_besides_may_be_said(tmp_pa
         parse_cluster("a100-80g:4x8@0.0")
 
 
+def test_racks_are_nodes_that_one_link_joins(tmp_path: Path) -> None:
+    racks, nodes, launched = parse_cluster("gb200-nvl72:2"), parse_cluster("gb200-nvl72:36x4"), parse_cluster("gb200-nvl72", (36, 4))
+    assert racks == nodes == launched
+    assert (racks.num_nodes, racks.devices_per_node, racks.devices_per_domain, racks.num_devices) == (36, 4, 72, 144)
+    assert racks.device == DEVICES["gb200-186g"]
+    assert parse_cluster("gb200-nvl72:4x4").devices_per_domain == 16, "a part of a rack"
+    assert parse_cluster("gb200-186g:36x4").devices_per_domain == 4
+    with pytest.raises(ValueError, match="a node of gb200-nvl72 has 4 devices"):
+        parse_cluster("gb200-nvl72:2x8")
+    path = tmp_path / "cluster.toml"
+    path.write_text("gpus_per_domain = 32\n" + OWN)
+    assert read_cluster(path).devices_per_domain == 32
+    path.write_text(OWN)
+    assert read_cluster(path).devices_per_domain == 4
+
+
+def setup_on(cluster: str, **changes: Any) -> Setup:
+    values = {"tensor": 4, "pipeline": 8, "micro_batch": 1, "global_batch": 64, "sequence": 8192, "recompute": "none", **changes}
+    return Setup(
+        model=PRESETS["llama3-70b"], cluster=parse_cluster(cluster), layers=(80 // values["pipeline"],) * values["pipeline"], **values
+    )
+
+
+def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
+    """Between trays of a rack messages, tensor parallelism and reductions are as fast as inside of one; copies into a partner's memory end
+    at the tray."""
+    rack, trays, node = setup_on("gb200-nvl72:16x4"), setup_on("gb200-186g:16x4"), setup_on("gb200-186g:1x64")
+    assert (rack.nodes(), rack.domains()) == ((0, 2, 4, 6, 8, 10, 12, 14), (0,) * 8)
+    assert trays.nodes() == trays.domains() == rack.nodes()
+    assert predict(rack).timing == predict(node).timing
+    assert predict(rack).timing.iteration_s < predict(trays).timing.iteration_s
+    assert (rack.replicas_share_nodes(), trays.replicas_share_nodes()) == (True, False)
+    # A pair of eight devices is on two trays, one behind the other.
+    balanced = replace(rack, balance="bpipe")
+    costs = [predict_costs(one) for one in (balanced, replace(trays, balance="bpipe"), replace(node, balance="bpipe"))]
+    assert [one.links.crosses(0, 7) for one in costs] == [False, True, False]
+    assert [len(one.one_sided) for one in costs] == [0, 0, 8]
+    # A pair of four is on one.
+    assert len(predict_costs(replace(balanced, tensor=2)).one_sided) == 8
+    # Beyond a tray, and beyond a rack.
+    assert setup_on("gb200-nvl72:16x4", tensor=8, pipeline=4).domains() == (0,) * 4
+    with pytest.raises(ValueError, match="tensor parallel 8 does not divide the 4 devices of a node"):
+        setup_on("gb200-186g:16x4", tensor=8, pipeline=4)
+    with pytest.raises(ValueError, match="tensor parallel 64 does not divide the 72 devices of nodes that NVLink joins"):
+        setup_on("gb200-nvl72:128x4", tensor=64, pipeline=4)
+    assert set(setup_on("gb200-nvl72:2", tensor=4, pipeline=4, global_batch=63).domains()) == {0, 1}
+    assert predict(rack).setup.cluster.nodes_per_domain == 18
+    assert {setup.tensor for setup in enumerate_setups(Space(rack.model, rack.cluster, 64, 8192, schedules=("1f1b",)))} == {
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+    }
+    assert configuration(rack)["gpus_per_domain"] == 64
+    assert "gpus_per_domain" not in configuration(trays)
+
+
+def test_experts_on_a_rack_reach_each_other_over_its_links() -> None:
+    many = {"model": MIXTRAL_8X7B, "tensor": 1, "pipeline": 8, "sequence": 4096, "layers": (4,) * 8, "routing": Routing(8)}
+    rack, trays = (replace(setup_on(cluster), **many) for cluster in ("gb200-nvl72:16x4", "gb200-186g:16x4"))
+    assert exchange(rack).between_s == 0 < exchange(trays).between_s
+    assert exchange(rack).seconds < exchange(trays).seconds
+
+
 def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
     path = tmp_path / "half-the-ports.json"
     path.write_text(json.dumps({"nodes": 2, "gpus_per_node": 8, "device": {"like": "h100-80g", "between_gb_per_s": 25}}))
@@ -74,6 +152,8 @@ def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
         (OWN + "multiprocessors = 0.5\n", "device.multiprocessors is 0.5, but must be a whole number above 0"),
         (OWN.replace("60.5", "64e9"), "device.memory_gib is 64000000000.0, but must be a number above 0 and at most"),
         (OWN.replace("peak_tflops = 500\n", ""), "device.peak_tflops missing: give all, or device.like"),
+        ("gpus_per_domain = 6\n" + OWN, "gpus_per_domain is 6, but must be whole nodes of 4"),
+        ("gpus_per_domain = 0\n" + OWN, "gpus_per_domain is 0, but must be a whole number"),
         (OWN.replace("peak_tflops", "peak_flops"), "unknown key 'device.peak_flops', did you mean 'device.peak_tflops'"),
         (OWN.replace('name = "own"', "name = 3"), "device.name is 3"),
     ],

@@ -166,7 +166,7 @@ def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token
 
 @given(*(st.sampled_from([1, 2, 4]) for _ in range(4)), st.sampled_from([2, 4, 8]))
 def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline: int, data: int, each: int) -> None:
-    nodes = nodes_of_copies(Grid(tensor, context, pipeline, data, each), False, None)
+    nodes = nodes_of_copies(Grid(tensor, context, pipeline, data, each, each), False, None)
     # The first tensor-parallel rank's: data-parallel and context-parallel ranks together reduce gradients.
     for number, group in enumerate(_megatrons_groups(tensor, context, pipeline, data, "dp-cp")[::tensor]):
         assert [nodes[number, copy] for copy in range(data * context)] == [rank // each for rank in group]
@@ -178,10 +178,10 @@ def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline:
 
 def test_a_pairs_blocks_stay_whole() -> None:
     """Tensor and context parallelism are innermost in a balanced layout, too."""
-    found = places(Grid(2, 2, 4, 1, 8), True, None)
+    found = places(Grid(2, 2, 4, 1, 8, 8), True, None)
     assert (found.first, found.share_node) == ((0, 1, 1, 0), True)
-    assert places(Grid(2, 2, 4, 1, 8), False, None).first == (0, 0, 1, 1)
-    pipes = paired_places(Grid(1, 2, 4, 1, 4))
+    assert places(Grid(2, 2, 4, 1, 8, 8), False, None).first == (0, 0, 1, 1)
+    pipes = paired_places(Grid(1, 2, 4, 1, 4, 4))
     assert (pipes.share_node, pipes.ports) == (True, 4), "both pipes' parts of a stage are on one node"
 
 
