@@ -17,6 +17,7 @@ from bpipe.models.calibration import read_calibration
 from bpipe.models.cluster import DEVICES, RACKS, Cluster
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.flops import FORMULAS
+from bpipe.models.fp8 import FORMATS, RECIPES
 from bpipe.models.kernel_times import read_kernel_times
 from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
@@ -54,6 +55,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=PRECISIONS, help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
     add("--kernels", choices=KERNELS, default="gpu", help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)")
     add("--no-distributed-optimizer", action="store_true", help="every replica holds the whole optimizer state (default: ZeRO-1)")
+    add("--fp8-format", choices=FORMATS, help="products of the layers' matrices in FP8, as Megatron's flag has it")
+    add("--fp8-recipe", choices=RECIPES, help=f"with --fp8-format: where scales come from (default {RECIPES[0]})")
+    add("--fp8-param-gather", action="store_true", help="with --fp8-format: weights are kept and gathered in FP8 alone")
     for name, text in HELP.items():
         add(flag_of(name), action="store_true", help=f"{text}, as Megatron's flag has it")
     add("--flops-formula", choices=FORMULAS, default="megatron", help="whose FLOPs MFU counts (default megatron)")

@@ -28,7 +28,8 @@ from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST
 from bpipe.models.cluster import Cluster, gib
-from bpipe.models.layout import RECOMPUTE, Setup, no_context
+from bpipe.models.fp8 import Fp8
+from bpipe.models.layout import RECOMPUTE, Setup
 from bpipe.models.profile import read_profile
 from bpipe.plan import standings
 from bpipe.plan.budget import MemoryBudget, within_budget
@@ -37,7 +38,7 @@ from bpipe.plan.explain import calibrated, costly_halves, describe, only_balance
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
-from bpipe.plan.options import filled, memory, model_of, routing_of, setup_of, switches_of
+from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
 from bpipe.plan.space import CUTS, Space, num_grids, usual_contexts
@@ -103,7 +104,7 @@ def run(asked: argparse.Namespace) -> int:
         sequence=model.sequence,
         attention=options.attention,
         recompute=tuple(options.recompute),
-        schedules=tuple(options.schedule),
+        schedules=_schedules(asked, fp8_of(options)),
         balances=tuple(options.balance),
         max_micro_batch=options.max_micro_batch,
         max_chunks=options.max_chunks,
@@ -119,6 +120,7 @@ def run(asked: argparse.Namespace) -> int:
         expert=options.expert,
         contexts=_contexts(asked, every, cluster),
         cp_comm_type=options.cp_comm_type,
+        fp8=fp8_of(options),
     )
     bar = _Bar()
     if options.front:
@@ -159,12 +161,19 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+def _schedules(asked: argparse.Namespace, fp8: Fp8 | None) -> tuple[str, ...]:
+    """In FP8 those that split backwards are looked at only where they are asked for, which is refused with the reason."""
+    if fp8 is None or tuple(asked.schedule) != tuple(SEARCHED):
+        return tuple(asked.schedule)
+    return tuple(name for name in SEARCHED if not FAMILIES[name].splits)
+
+
 def _contexts(asked: argparse.Namespace, every: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
     """What was asked for; else what a launch has is tried beside the usual ones."""
     if asked.context is not None:
         return tuple(sorted(set(asked.context)))
     model = model_of(every)
-    is_possible = every.attention == "flash" and every.kernels == "gpu" and no_context(model, model.sequence, every.cp_comm_type) is None
+    is_possible = every.attention == "flash" and every.kernels == "gpu" and model.no_context(model.sequence, every.cp_comm_type) is None
     return tuple(sorted({*(usual_contexts(model.sequence, cluster.num_devices) if is_possible else ()), every.context}))
 
 

@@ -169,12 +169,12 @@ def table(prediction: SetupPrediction) -> str:
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
     lines = [
         f"{setup.model.name}: tensor {setup.tensor}, {_context(setup)}pipeline {setup.pipeline}, data {setup.data}, "
-        f"micro-batch {setup.micro_batch}, "
+        f"micro-batch {setup.micro_batch}, {'' if setup.fp8 is None else f'FP8 {setup.fp8.recipe}, '}"
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
         f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}{HOSTS[setup.how.hosts]}"
         f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",
         f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
-        f"{setup.cluster.device.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, "
+        f"{setup.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, "
         f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
     if timing.simulated < setup.num_microbatches:

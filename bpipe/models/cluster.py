@@ -37,6 +37,8 @@ class DeviceKind:
     Inside a node and between nodes a message between stages takes its bytes' time and a gap. `host_bytes_per_s` is the link to the node's
     memory; `host_node_bytes_per_s` what those of all its devices carry together, None where each carries all at once. `num_processors` are
     its multiprocessors, None where nothing is known of them; `product_share` is what the best product of matrices reaches of the peak.
+    `fp8_flops_per_s` and `fp8_share` are the same of 8-bit values, None where it multiplies none; `fp8_blocks`: it multiplies those with a
+    scale for every 32 (mxfp8), and any in every layout, so that none has to be transposed.
     """
 
     name: str
@@ -52,6 +54,9 @@ class DeviceKind:
     host_node_bytes_per_s: float | None = None
     num_processors: int | None = None
     product_share: float = 0.80
+    fp8_flops_per_s: float | None = None
+    fp8_share: float = 0.734
+    fp8_blocks: bool = False
 
 
 # `between` is one network port a device: eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
@@ -78,9 +83,17 @@ _SHARES = {
     **dict.fromkeys(("b200-180g", "gb200-186g"), 0.776),
     "mi300x-192g": 0.601,
 }
+# Dense products of 8-bit values: half of what the data sheets say with sparsity. Of the MI300X no training was looked at.
+_FP8 = {"h100-80g": 1979e12, "h200-141g": 1979e12, "h20-96g": 296e12, "b200-180g": 4500e12, "gb200-186g": 5000e12}
+# The best that was measured of them (S. Bekman, Machine Learning Engineering, in its guide to upgrading GPUs): H200 SXM 1453.4 of 1979
+# TFLOP/s, 73.4 %, and B200 SXM 3432.5 of 4500, 76.3 %. Others of a generation as these.
+_FP8_SHARES = dict.fromkeys(("b200-180g", "gb200-186g"), 0.763)
 DEVICES = {
     device.name: replace(
         device,
+        fp8_flops_per_s=_FP8.get(device.name),
+        fp8_share=_FP8_SHARES.get(device.name, 0.734),
+        fp8_blocks=device.name in _FP8_SHARES,
         host_bytes_per_s=_HOST.get(device.name, PCIE_5),
         num_processors=_PROCESSORS[device.name],
         product_share=_SHARES.get(device.name, 0.801),
@@ -100,7 +113,7 @@ DEVICES = {
 
 
 class Rack(NamedTuple):
-    """Nodes that one NVLink joins: their device, how many devices each has, and how many nodes there are."""
+    """Nodes that one NVLink joins: their device, how many devices each has, any number if 0, and how many nodes there are."""
 
     device: str
     devices_per_node: int
@@ -130,6 +143,11 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
     @property
+    def domain(self) -> str:
+        """In words."""
+        return "a node" if self.nodes_per_domain == 1 else "nodes that NVLink joins"
+
+    @property
     def devices_per_domain(self) -> int:
         """Joined as the devices of a node are. Of fewer in all it is all of them."""
         return self.devices_per_node * min(self.nodes_per_domain, self.num_nodes)
@@ -144,21 +162,25 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     match = re.fullmatch(r"([a-z0-9-]+)(?::(?:([0-9]{1,5})x)?([0-9]{1,3}))?(?:@([0-9]{1,4}(?:\.[0-9]{1,3})?))?", text)
     if match is None or (match[3] is None and devices is None):
         raise ValueError(f"cluster {text!r} is not DEVICE:NODESxDEVICES or DEVICE:NODESxDEVICES@GB, such as a100-80g:4x8@12.5")
-    name, nodes, each = match[1], int(match[2] or 1), int(match[3] or 0)
-    rack = RACKS.get(name)
-    if rack is not None and match[3] is not None and match[2] is None:
-        nodes, each = each * rack.nodes, rack.devices_per_node
-    if match[3] is None and devices is not None:
-        nodes, each = devices
-    if name not in DEVICES and rack is None:
+    name = match[1]
+    if name not in DEVICES and name not in RACKS:
         raise ValueError(f"cluster {text!r}: {unknown('device', name, (*DEVICES, *RACKS))}")
+    rack = RACKS.get(name, Rack(name, 0, 1))
+    nodes, each = _sizes(match[2], match[3], rack) if match[3] is not None or devices is None else devices
     if nodes < 1 or each < 1:
         raise ValueError(f"cluster {text!r} has {nodes} nodes of {each} devices: there must be at least one of each")
-    if rack is not None and each > rack.devices_per_node:
+    if each > rack.devices_per_node > 0:
         raise ValueError(f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is two racks")
-    device = DEVICES[name if rack is None else rack.device]
+    device = DEVICES[rack.device]
     if match[4] is not None:
         if not float(match[4]):
             raise ValueError(f"cluster {text!r}: a port of {match[4]} GB/s carries nothing: give more, or leave @ out")
         device = replace(device, between_bytes_per_s=float(match[4]) * 1e9)
-    return Cluster(device, nodes, each, nodes_per_domain=1 if rack is None else rack.nodes)
+    return Cluster(device, nodes, each, nodes_per_domain=rack.nodes)
+
+
+def _sizes(nodes: str | None, each: str, rack: Rack) -> tuple[int, int]:
+    """Nodes, and devices of one; of racks a number alone counts those."""
+    if nodes is None and rack.devices_per_node:
+        return int(each) * rack.nodes, rack.devices_per_node
+    return int(nodes or 1), int(each)

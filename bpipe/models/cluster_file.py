@@ -12,6 +12,7 @@ between_gap_us = 400     # what a message between stages takes besides
 host_gb_per_s = 32       # a device's link to its node's memory, one direction
 host_node_gb_per_s = 128 # what those of all devices of a node carry together
 multiprocessors = 132    # which compute a product's tiles at a time
+fp8_tflops = 1979        # dense products of 8-bit values
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ OPTIONAL = {
     "host_gb_per_s": ("host_bytes_per_s", 1e9),
     "host_node_gb_per_s": ("host_node_bytes_per_s", 1e9),
     "multiprocessors": ("num_processors", 1),
+    "fp8_tflops": ("fp8_flops_per_s", 1e12),
 }
 # Of these there is no half.
 WHOLE = ("multiprocessors",)

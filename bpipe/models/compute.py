@@ -16,7 +16,7 @@ from bpipe.ir.program import Exchange
 from bpipe.models.context_parallel import with_exchange
 from bpipe.models.expert_parallel import exchange, replicas_of_experts
 from bpipe.models.layout import Setup
-from bpipe.models.memory import parameter_bytes, shard_parameters, stage_experts, stage_parameters
+from bpipe.models.memory import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
 from bpipe.models.model import Model
 from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import LayerKind
@@ -53,6 +53,8 @@ SHARD_STATISTICS, SHARD_GRADIENT, SHARD_EARLY = 32, 42, 36
 # Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each read and written.
 ORDERINGS = 8
 ROUTING_KERNELS = 30
+# Matrices of a layer, each of whose inputs and gradients is written in FP8 by a kernel.
+CASTS = 4
 # Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
 UPDATE_BYTES = 30
 
@@ -111,6 +113,8 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None) -> tuple[float, f
     forward = products.forward_s + (10.5 * between + inside + 2 * normed) / rates.memory + FORWARD_KERNELS * KERNEL_S
     backward = products.input_s + products.weight_s + BACKWARD_KERNELS * KERNEL_S
     backward += (14 * between + 1.5 * inside + 3 * normed + _accumulated(setup, kind)) / rates.memory
+    casts, casts_back = _cast_seconds(setup, kind, rates)
+    forward, backward = forward + casts, backward + casts_back
     if kind.experts:
         # There and back, and the same for their gradients.
         there_and_back = 2 * exchange(setup).seconds + ROUTING_KERNELS * KERNEL_S
@@ -134,6 +138,25 @@ def _inside_bytes(setup: Setup, kind: LayerKind) -> float:
         return element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
     routed = element * routed_tokens(setup) * ((1 + gates) * experts.ffn_hidden_size / setup.expert_tensor + ORDERINGS * model.hidden_size)
     return routed + element * tokens * (1 + gates) * experts.shared_size / setup.tensor
+
+
+def _cast_seconds(setup: Setup, kind: LayerKind, rates: Rates) -> tuple[float, float]:
+    """To write what enters a layer's matrices in 8 bit, forward, and the gradients of what leaves them, backward."""
+    if setup.fp8 is None:
+        return 0.0, 0.0
+    model, tokens, experts = setup.model, num_tokens(setup), setup.model.experts
+    hidden, gates = tokens * model.hidden_size / setup.sequence_shards, 2 if model.gated else 1
+    entering = 2 * hidden + tokens * model.value_size / setup.tensor + tokens * _latent_ranks(model) / setup.sequence_shards
+    leaving = 2 * hidden + tokens * (model.query_size + model.key_value_size) / setup.tensor
+    inner = tokens * (model.ffn_hidden_size if experts is None or not kind.experts else experts.shared_size) / setup.tensor
+    if kind.experts and experts is not None:
+        routed = routed_tokens(setup) * model.hidden_size
+        entering, leaving = entering + routed, leaving + routed
+        inner += routed_tokens(setup) * experts.ffn_hidden_size / setup.expert_tensor
+    written = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes
+    each = float(setup.fp8.readings * element_bytes(setup) + written) / rates.memory
+    kernels = CASTS * setup.fp8.readings * KERNEL_S
+    return (entering + inner) * each + kernels, (leaving + gates * inner) * each + kernels
 
 
 def _latent_ranks(model: Model) -> int:
@@ -259,7 +282,7 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     weight, gradient, *_ = parameter_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     bandwidth = _replicas_bytes_per_s(setup, setup.replicas_share_nodes(), setup.replica_ports())
-    rows = []
+    rows, matrices = [], stage_matrices(setup)
     for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
         count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)
         sent = count * (d - 1) / d / bandwidth
@@ -271,6 +294,11 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
         gathered = weight * sent if gathers else 0.0
         updated = UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        if setup.fp8 is not None:
+            gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
+            # Every iteration's first micro-batch writes the weights in 8 bit.
+            written = weight + setup.fp8.copies(device.fp8_blocks) * float(setup.fp8.value_bytes)
+            updated += (not setup.fp8.param_gather) * written * matrices[stage] / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
         rows.append((reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated))
     return tuple(rows)
 

@@ -8,7 +8,7 @@ attention keeps; one rotated key of a token is joined to the keys of all heads. 
 from __future__ import annotations
 
 from bpipe.models.layout import Setup
-from bpipe.models.sizes import Saved, element_bytes, num_tokens, shared
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, shared
 
 
 def latent_saved(setup: Setup) -> tuple[Saved, ...]:
@@ -19,4 +19,7 @@ def latent_saved(setup: Setup) -> tuple[Saved, ...]:
     ranks = (latent.q_lora_rank or 0) + latent.kv_lora_rank
     # Sequence parallelism divides them like all between matrices.
     each = shared(element_bytes(setup) * num_tokens(setup) * ranks, setup.sequence_shards)
-    return (Saved("inputs of the norms of what is projected down, and of the matrices behind", each, 2),)
+    if setup.fp8 is None:
+        return (Saved("inputs of the norms of what is projected down, and of the matrices behind", each, 2),)
+    behind = kept_bytes(setup, num_tokens(setup) * ranks, setup.sequence_shards)
+    return (Saved("inputs of the norms of what is projected down", each), Saved("inputs of the matrices behind them, in FP8", behind))

@@ -16,6 +16,7 @@ from bpipe.generate.families import FAMILIES, default
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
+from bpipe.models.fp8 import Fp8
 from bpipe.models.model import Model
 from bpipe.models.parts import LayerKind, Routing
 from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, places
@@ -60,6 +61,7 @@ class Setup:
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
     it. Of several stages the first may have the embedding and no layer, the last the output layer and none.
     `routing`: how tokens come to experts, where the model has them; loads of experts are taken to be even.
+    `fp8`: products of the layers' matrices are of 8-bit values.
     `context` devices have a part of every sequence each; `cp_comm_type` says how attention reaches the others' parts.
     `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may hold, by default all that it has.
 
@@ -94,12 +96,14 @@ class Setup:
     budget_bytes: tuple[int, ...] | None = None
     context: int = 1
     cp_comm_type: str = CP_COMM_TYPES[0]
+    fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_model()
         self._check_division()
         self._check_context()
+        self._check_fp8()
         self._check_routing()
 
     def _check_choices(self) -> None:
@@ -171,8 +175,7 @@ class Setup:
         if groups % t and t % groups:
             raise ValueError(f"tensor parallel {t} and {groups} query groups: one must divide the other")
         if self.cluster.devices_per_domain % t:
-            where = "a node" if self.cluster.devices_per_domain == self.cluster.devices_per_node else "nodes that NVLink joins"
-            raise ValueError(f"tensor parallel {t} does not divide the {self.cluster.devices_per_domain} devices of {where}")
+            raise ValueError(f"tensor parallel {t} does not divide the {self.cluster.devices_per_domain} devices of {self.cluster.domain}")
         if self.global_batch % (self.micro_batch * self.data):
             raise ValueError(
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
@@ -214,7 +217,7 @@ class Setup:
                 f"context parallel {c} is for flash attention on GPUs, which alone Transformer Engine computes over several ranks: choose "
                 "attention flash and kernels gpu"
             )
-        refused = no_context(model, self.sequence, how)
+        refused = model.no_context(self.sequence, how)
         if refused is not None:
             raise ValueError(refused)
         if how == "a2a" and (model.num_attention_heads % (self.tensor * c) or model.num_query_groups % (self.tensor * c)):
@@ -222,6 +225,23 @@ class Setup:
                 f"a2a gives every context-parallel rank other heads: t*c = {self.tensor * c} does not divide the "
                 f"{model.num_attention_heads} heads and {model.num_query_groups} query groups"
             )
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None:
+            return
+        self.fp8.check(self.cluster.device)
+        if self.precision == "fp32" or self.kernels == "cpu":
+            raise ValueError("FP8 is for trainings in bf16 or fp16, on GPUs: give --precision bf16 and kernels gpu")
+        if self.fp8.param_gather and not self.distributed_optimizer:
+            raise ValueError("--fp8-param-gather is for the distributed optimizer: leave one of the two out")
+        if self.splits:
+            raise ValueError(f"{self.schedule} splits backwards, and what its halves hold in FP8 is not modelled: choose another schedule")
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Of a device, by what MFU is counted: in FP8 that of 8-bit products."""
+        device = self.cluster.device
+        return device.peak_flops_per_s if self.fp8 is None or device.fp8_flops_per_s is None else device.fp8_flops_per_s
 
     @property
     def data(self) -> int:
@@ -376,15 +396,6 @@ def setup_from_values(values: Mapping[str, Any]) -> Setup:
 @lru_cache(maxsize=1024)
 def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
     return FAMILIES[schedule].layout(pipeline, chunks)
-
-
-def no_context(model: Model, sequence: int, cp_comm_type: str) -> str | None:
-    """Why Transformer Engine computes this model's attention over no context-parallel ranks in this way, and the way out."""
-    if cp_comm_type == "p2p" and model.window is not None and sequence > model.window:
-        return f"{model.name} has windows, which no ring of context-parallel ranks computes: give --cp-comm-type all_gather or a2a"
-    if cp_comm_type != "p2p" and model.latent is not None:
-        return f"{model.name} has latent attention, which context-parallel ranks compute in a ring alone: give --cp-comm-type p2p"
-    return None
 
 
 def without_layers(layers: Sequence[int]) -> int | None:

@@ -149,6 +149,30 @@ def shard_parameters(setup: Setup) -> int:
     return num_shards * shared(shared(setup.vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline)
 
 
+def stage_matrices(setup: Setup) -> tuple[int, ...]:
+    """Of the parameters of every stage on one device, how many are of matrices that FP8 multiplies: none without it."""
+    if setup.fp8 is None:
+        return (0,) * setup.num_stages
+    model = setup.model
+    down = 0 if model.latent is None else model.hidden_size * model.latent.down_size
+    of_kind = {
+        kind: shared(layer_parameters(model, kind).matrices, setup.tensor) + down + _of_experts(setup, kind) for kind, _ in model.kinds()
+    }
+    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+
+
+def weight_bytes(setup: Setup) -> tuple[int, ...]:
+    """Weights one device of every rank holds. In FP8 those of matrices are there in 8 bit, too, or alone."""
+    weight, *_ = parameter_bytes(setup)
+    counts = rank_parameters(setup)
+    if setup.fp8 is None:
+        return tuple(weight * count for count in counts)
+    matrices = stage_matrices(setup)
+    each = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes - weight * setup.fp8.param_gather
+    low = (sum(matrices[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
+    return tuple(weight * count + int(each * part) for count, part in zip(counts, low, strict=True))
+
+
 def rank_parameters(setup: Setup) -> tuple[int, ...]:
     """Parameters one device of every rank holds: with two pipes those of both."""
     counts, shards = stage_parameters(setup), shard_parameters(setup)
@@ -312,9 +336,11 @@ def state_bytes(setup: Setup) -> int:
 
 def _rank_states(setup: Setup) -> tuple[int, ...]:
     """The same of every rank."""
-    weight, gradient, state, _ = parameter_bytes(setup)
-    overhead, parameters = overhead_bytes(setup), zip(rank_parameters(setup), rank_experts(setup), strict=True)
-    return tuple((weight + gradient) * count + _over_replicas(setup, state, count, experts) + overhead for count, experts in parameters)
+    _, gradient, state, _ = parameter_bytes(setup)
+    overhead, parameters = overhead_bytes(setup), zip(weight_bytes(setup), rank_parameters(setup), rank_experts(setup), strict=True)
+    return tuple(
+        weights + gradient * count + _over_replicas(setup, state, count, experts) + overhead for weights, count, experts in parameters
+    )
 
 
 def least_bytes(setup: Setup) -> int:
@@ -390,8 +416,8 @@ def _fragmentation(setup: Setup) -> Fraction:
 
 def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
     """One a rank. What a transfer moves is taken to be all that a micro-batch saves, where nobody has said another size."""
-    held_by_rank = activations(setup)
-    weight, gradient, state, update = parameter_bytes(setup)
+    held_by_rank, weights = activations(setup), weight_bytes(setup)
+    _, gradient, state, update = parameter_bytes(setup)
     working, overhead = working_bytes(setup), overhead_bytes(setup)
     rows = []
     for rank, (count, experts) in enumerate(zip(rank_parameters(setup), rank_experts(setup), strict=True)):
@@ -399,7 +425,7 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
         rows.append(
             RankMemory(
                 rank=rank,
-                weights_bytes=weight * count,
+                weights_bytes=weights[rank],
                 gradients_bytes=gradient * count,
                 optimizer_bytes=_over_replicas(setup, state, count, experts),
                 update_bytes=_over_replicas(setup, update, count, experts),

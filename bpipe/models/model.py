@@ -93,6 +93,14 @@ class Model:
             return ((self.kind(0), number),)
         return _counted(self, first, number)
 
+    def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
+        """Why Transformer Engine computes attention over no context-parallel ranks in this way, and the way out."""
+        if cp_comm_type == "p2p" and self.window is not None and sequence > self.window:
+            return f"{self.name} has windows, which no ring of context-parallel ranks computes: give --cp-comm-type all_gather or a2a"
+        if cp_comm_type != "p2p" and self.latent is not None:
+            return f"{self.name} has latent attention, which context-parallel ranks compute in a ring alone: give --cp-comm-type p2p"
+        return None
+
     @property
     def query_size(self) -> int:
         return self.num_attention_heads * (self.latent.query_head if self.latent else self.kv_channels)

@@ -8,6 +8,7 @@ products of one shape reach much less of the peak than those of another [1], and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -30,13 +31,18 @@ class Products(NamedTuple):
     weight_s: float
 
 
-def matrix_products(setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1) -> Products:
+def matrix_products(
+    setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1, in_layer: bool = False
+) -> Products:
     """All tokens of a micro-batch, or so many, through a matrix of this rank, so many features in and out; of `number` alike at once.
 
-    What adding up the gradients of its weights reads and writes is not in it.
+    What adding up the gradients of its weights reads and writes is not in it. `in_layer`: it is a layer's, which may be in FP8.
     """
     tokens, written = num_tokens(setup) if tokens is None else tokens, element_bytes(setup)
     rates, kernels = Rates.of(setup), setup.cluster.kernels
+    if in_layer and setup.fp8 is not None:
+        # Kernels are measured in 16 bit.
+        rates, kernels = replace(rates, products=rates.low), None
     processors = setup.cluster.device.num_processors
     found = []
     for rows, columns, terms, ends_here in product_sizes(tokens, inputs, outputs):
@@ -90,7 +96,7 @@ def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
     Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
     """
     kind = setup.model.kind(0) if kind is None else kind
-    joined, returning, *mlp = (matrix_products(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup))
+    joined, returning, *mlp = (_of_layer(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup))
     first, second = _experts(setup) if kind.experts else mlp
     return Layer(joined if setup.model.latent is None else _latent(setup, setup.model.latent), returning, first, second)
 
@@ -100,10 +106,10 @@ def _latent(setup: Setup, latent: Latent) -> Products:
     model, t = setup.model, setup.tensor
     keys_and_values = model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
     ups = (
-        matrix_products(setup, latent.q_lora_rank or model.hidden_size, model.query_size / t),
-        matrix_products(setup, latent.kv_lora_rank, keys_and_values / t),
+        _of_layer(setup, latent.q_lora_rank or model.hidden_size, model.query_size / t),
+        _of_layer(setup, latent.kv_lora_rank, keys_and_values / t),
     )
-    return _added(matrix_products(setup, model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards), *ups)
+    return _added(_of_layer(setup, model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards), *ups)
 
 
 def _experts(setup: Setup) -> tuple[Products, Products]:
@@ -113,13 +119,17 @@ def _experts(setup: Setup) -> tuple[Products, Products]:
     number = experts.num_experts // setup.routing.expert
     tokens, size = routed_tokens(setup) / number, experts.ffn_hidden_size / setup.expert_tensor
     gates = 2 if model.gated else 1
-    first = matrix_products(setup, model.hidden_size, gates * size, tokens, number)
-    second = matrix_products(setup, size, model.hidden_size, tokens, number)
+    first = _of_layer(setup, model.hidden_size, gates * size, tokens, number)
+    second = _of_layer(setup, size, model.hidden_size, tokens, number)
     if not experts.shared_size:
         return first, second
     shared_size = experts.shared_size / setup.tensor
-    beside = matrix_products(setup, model.hidden_size, gates * shared_size), matrix_products(setup, shared_size, model.hidden_size)
+    beside = _of_layer(setup, model.hidden_size, gates * shared_size), _of_layer(setup, shared_size, model.hidden_size)
     return _added(first, beside[0]), _added(second, beside[1])
+
+
+def _of_layer(setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1) -> Products:
+    return matrix_products(setup, inputs, outputs, tokens, number, in_layer=True)
 
 
 def _added(*several: Products) -> Products:

@@ -23,12 +23,13 @@ LINK_LATENCY_S = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device does in a second, for this setup. `products` is of such that fill all waves."""
+    """What the device does in a second, for this setup. `products` is of such that fill all waves, `low` of those in FP8."""
 
     products: float
     flash: float
     memory: float
     link: float
+    low: float = 0.0
 
     @staticmethod
     def of(setup: Setup) -> Rates:
@@ -39,4 +40,5 @@ class Rates:
             peak * FLASH_EFFICIENCY,
             device.memory_bytes_per_s * MEMORY_EFFICIENCY,
             device.inside_bytes_per_s * LINK_EFFICIENCY,
+            0.0 if setup.fp8 is None else setup.peak_flops_per_s * device.fp8_share * PRODUCT_EFFICIENCY,
         )

@@ -13,7 +13,7 @@ from math import ceil
 
 from bpipe.models.layout import Setup
 from bpipe.models.parts import Experts
-from bpipe.models.sizes import Saved, element_bytes, num_tokens, sent_bytes, shared
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shared
 
 # Scores are 32 bit, numbers of tokens and experts 64 bit.
 SCORE_BYTES, NUMBER_BYTES = 4, 8
@@ -43,11 +43,12 @@ def experts_saved(setup: Setup) -> tuple[Saved, ...]:
     inner = shared(tokens * experts.ffn_hidden_size, setup.expert_tensor)
     rows = (
         *_router(setup, experts),
-        Saved("inputs of experts", tokens * setup.model.hidden_size),
+        Saved("inputs of experts", kept_bytes(setup, routed_tokens(setup) * setup.model.hidden_size, 1)),
         Saved("inputs of experts' activation functions", gates * inner),
     )
     if setup.kernels == "gpu":
-        return (*rows, Saved("inputs of experts' second matrices", inner), *_shared_experts(setup, experts))
+        second = kept_bytes(setup, routed_tokens(setup) * experts.ffn_hidden_size, setup.expert_tensor)
+        return (*rows, Saved("inputs of experts' second matrices", second), *_shared_experts(setup, experts))
     inside = "SiLU, other half, product, weighed product of experts" if setup.model.gated else "GELU of experts, weighed"
     return (*rows, Saved(inside, inner, 4 if setup.model.gated else 2), *_shared_experts(setup, experts))
 
@@ -81,7 +82,8 @@ def _shared_experts(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
     inner = shared(element_bytes(setup) * num_tokens(setup) * experts.shared_size, setup.tensor)
     first = Saved("input of the shared experts' activation function", inner * (2 if setup.model.gated else 1))
     fused = setup.kernels == "gpu" or not setup.model.gated
-    inside = Saved("inside of the shared experts", inner, 1 if fused else 3)
+    second = kept_bytes(setup, num_tokens(setup) * experts.shared_size, setup.tensor)
+    inside = Saved("inside of the shared experts", second, 1 if fused else 3)
     gate = (Saved("output of the shared experts", sent_bytes(setup)), Saved("their gate", element_bytes(setup) * local_tokens(setup)))
     return (first, inside, *(gate if experts.shared_gate else ()))
 

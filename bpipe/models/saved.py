@@ -15,7 +15,7 @@ from bpipe.models.latent import latent_saved
 from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
 from bpipe.models.routed import experts_after_input, experts_saved
-from bpipe.models.sizes import Saved, element_bytes, num_tokens, sent_bytes, shared, total
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shared, total
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
 GPU_DROPOUT_BYTES = 1
@@ -167,10 +167,10 @@ def _gpu_layer(setup: Setup, kind: LayerKind) -> tuple[Saved, ...]:
     per_width, normed = element_bytes(setup) * num_tokens(setup), model.query_size + model.key_value_size // 2
     mlp = (
         Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
-        Saved("input of the second MLP matrix", shared(per_width * model.ffn_hidden_size, setup.tensor)),
+        Saved("input of the second MLP matrix", kept_bytes(setup, num_tokens(setup) * model.ffn_hidden_size, setup.tensor)),
     )
     return (
-        Saved("inputs of norms and of the matrices behind them", hidden, 4),
+        *_around_norms(setup, hidden),
         *((Saved("inputs of the norms behind attention and MLP", hidden, 2),) * model.post_norms),
         *_dropout(setup, 2),
         Saved("Q, K, V", shared(per_width * (model.query_size + model.key_value_size), setup.tensor)),
@@ -178,6 +178,19 @@ def _gpu_layer(setup: Setup, kind: LayerKind) -> tuple[Saved, ...]:
         *latent_saved(setup),
         Saved("input of the output projection", shared(per_width * model.value_size, setup.tensor)),
         *(experts_saved(setup) if kind.experts else mlp),
+    )
+
+
+def _around_norms(setup: Setup, hidden: int) -> tuple[Saved, ...]:
+    """In FP8 a matrix keeps a copy of its own, and so does the output projection of what attention gave and keeps."""
+    if setup.fp8 is None:
+        return (Saved("inputs of norms and of the matrices behind them", hidden, 4),)
+    model, tokens = setup.model, num_tokens(setup)
+    behind = kept_bytes(setup, tokens * model.hidden_size, setup.sequence_shards)
+    return (
+        Saved("inputs of norms", hidden, 2),
+        Saved("inputs of the matrices behind them, in FP8", behind, 2),
+        Saved("input of the output projection, in FP8", kept_bytes(setup, tokens * model.value_size, setup.tensor)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
@@ -26,6 +27,13 @@ def shared(value: int, shards: int) -> int:
 
 def element_bytes(setup: Setup) -> int:
     return 4 if setup.precision == "fp32" else 2
+
+
+def kept_bytes(setup: Setup, num_values: int, shards: int) -> int:
+    """Of so many values that enter a layer's matrix what is kept for the gradient of its weights, on one of so many devices."""
+    if setup.fp8 is None:
+        return shared(element_bytes(setup) * num_values, shards)
+    return ceil(shared(num_values, shards) * setup.fp8.value_bytes)
 
 
 def num_tokens(setup: Setup) -> int:

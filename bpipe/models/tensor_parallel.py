@@ -11,6 +11,8 @@ Products are taken to be as fast beside a collective as alone, and in parts as w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
@@ -31,11 +33,14 @@ class Exposed(NamedTuple):
     input_half_s: float
 
 
-def gather_s(setup: Setup) -> float:
-    """To gather over the tensor-parallel ranks what each has a part of, or scatter the sum; a sum that all keep takes twice as long."""
+def gather_s(setup: Setup, low: bool = False) -> float:
+    """To gather over the tensor-parallel ranks what each has a part of, or scatter the sum; a sum that all keep takes twice as long.
+    `low`: what enters a layer's matrix, which may be in FP8."""
     if setup.tensor == 1:
         return 0.0
     gathered = gathered_bytes(setup)
+    if low and setup.fp8 is not None:
+        gathered = ceil(gathered * setup.fp8.value_bytes / element_bytes(setup))
     measured = None if setup.cluster.kernels is None else setup.cluster.kernels.gather_s(setup.tensor, gathered)
     return gathered * (setup.tensor - 1) / setup.tensor / Rates.of(setup).link + LINK_LATENCY_S if measured is None else measured
 
@@ -50,7 +55,7 @@ def exposed(setup: Setup, kind: LayerKind | None = None) -> Exposed:
     if setup.tensor == 1:
         return Exposed(0.0, 0.0, 0.0)
     kind = setup.model.kind(0) if kind is None else kind
-    one, layer = gather_s(setup), layer_products(setup, kind)
+    one, gather, layer = gather_s(setup), gather_s(setup, low=True), layer_products(setup, kind)
     behind_norms, returning = [layer.query_key_value, layer.first], [layer.projection, layer.second]
     if kind.experts and setup.model.experts and not setup.model.experts.shared_size:
         del behind_norms[1], returning[1]
@@ -59,18 +64,23 @@ def exposed(setup: Setup, kind: LayerKind | None = None) -> Exposed:
         backward, half = sum(max(0.0, 2 * one - product.weight_s) for product in behind_norms), 4 * one
         forward = 4 * one
     else:
-        cut = setup.switches.tp_comm_overlap
         # [2] of all products, and in a backward of those whose gradients are gathered first.
-        forward, gathered = (
-            sum(_beside_parts(one, product_s, setup.tensor) if cut else one for product_s in products_s)
-            for products_s in ([product.forward_s for product in (*behind_norms, *returning)], [product.input_s for product in returning])
-        )
+        entering = [(gather, product.forward_s) for product in behind_norms]
+        leaving = [(one, product.forward_s) for product in returning]
+        forward = _passing(setup, [*entering, *leaving])
+        gathered = _passing(setup, [(gather, product.input_s) for product in returning])
         # [1] beside the product for the weights, and beside the one for the input.
-        beside = [product_s for product in behind_norms for product_s in (product.weight_s, product.input_s)]
-        backward = gathered + sum(max(0.0, one - product_s) for product_s in beside)
+        beside = [pair for product in behind_norms for pair in ((one, product.weight_s), (gather, product.input_s))]
+        backward = gathered + sum(max(0.0, seconds - product_s) for seconds, product_s in beside)
         half = gathered + len(behind_norms) * one
     again = forward if setup.recompute == "full" else 0.0
     return Exposed(forward, backward + again, half + again)
+
+
+def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:
+    """Of collectives and the products that they are before or behind: [2] of all products, where it was asked for."""
+    cut = setup.switches.tp_comm_overlap
+    return sum(_beside_parts(seconds, product_s, setup.tensor) if cut else seconds for seconds, product_s in pairs)
 
 
 def _beside_parts(collective_s: float, product_s: float, parts: int) -> float:

@@ -63,7 +63,7 @@ def calibrate(setup: Setup, measured_s: float, source: str) -> Calibration:
         raise ValueError(f"{source}: an iteration took {measured_s:g} s, but none takes no time")
     device, count = setup.cluster.device, setup.cluster.num_devices
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.vocabulary)
-    reached = mfu(flops, measured_s, count, device.peak_flops_per_s)
+    reached = mfu(flops, measured_s, count, setup.peak_flops_per_s)
     if reached >= 1:
         raise ValueError(
             f"{source}: {measured_s:.4g} s would be {100 * reached:.0f} % of what {count} {device.name} can compute: is this the "

@@ -38,6 +38,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **({"bound": list(setup.how.bounds)} if setup.how.bounds is not None else {}),
         **({"hosts": setup.how.hosts} if setup.how.hosts != PAIR else {}),
         "precision": setup.precision,
+        **_fp8(setup),
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,
@@ -56,6 +57,10 @@ def _domain(setup: Setup) -> dict[str, Any]:
     return {"gpus_per_domain": cluster.devices_per_domain} if cluster.nodes_per_domain > 1 else {}
 
 
+def _fp8(setup: Setup) -> dict[str, Any]:
+    return {} if setup.fp8 is None else {f"fp8_{name}": value for name, value in asdict(setup.fp8).items()}
+
+
 def _context(setup: Setup) -> dict[str, Any]:
     return {"context": setup.context, "cp_comm_type": setup.cp_comm_type} if setup.context > 1 else {}
 
@@ -68,7 +73,7 @@ def document(prediction: SetupPrediction) -> dict[str, Any]:
         "simulated_microbatches": timing.simulated,
         "mfu_percent": 100 * prediction.mfu,
         "mfu_formula": prediction.formula,
-        "peak_flops_per_s": setup.cluster.device.peak_flops_per_s,
+        "peak_flops_per_s": setup.peak_flops_per_s,
         "bubble_percent": 100 * timing.bubble_of_makespan,
         "bubble_of_pipeline_percent": 100 * timing.bubble_of_pipeline,
         "bubble_of_span_percent": 100 * timing.bubble_of_span,

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.text import TextError, read_numbers
+from bpipe.models.fp8 import FORMATS, RECIPES
 from bpipe.models.layout import (
     CP_COMM_TYPES,
     KEPT_HALVES,
@@ -57,6 +58,8 @@ READ: dict[str, Any] = {
     "--recompute-granularity": (str, None, ("full", "selective")),
     "--recompute-method": (str, None, ("uniform", "block")),
     "--recompute-modules": ("+", None, None),
+    "--fp8-format": (str, None, FORMATS),
+    "--fp8-recipe": (str, RECIPES[0], (*RECIPES, "custom")),
     "--bpipe-schedule": (str, None, None),
     "--bpipe-group": (str, None, None),
     "--bpipe-delay": (int, None, None),
@@ -69,14 +72,14 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
     **dict.fromkeys(("--squared-relu", "--add-qkv-bias", "--qk-layernorm"), True),
     **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
-    **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn"), True),
+    **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn", "--fp8-param-gather"), True),
     **dict.fromkeys(map(flag_of, SWITCHES), True),
     "--bpipe-vocabulary-input": True,
     **READ_OF_EXPERTS,
     **dict.fromkeys(("--sft", "--dataloader-inter-document-masking"), True),
 }
 
-_OFFLOAD, _FSDP, _LOW = "offloading", "sharding by FSDP", "8-bit and 4-bit training"
+_OFFLOAD, _FSDP, _LOW = "offloading", "sharding by FSDP", "4-bit training, and 8-bit training of some layers or of more than matrices"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these.
 _NEUTRAL = ("0", "1", "None", "none")
@@ -86,7 +89,7 @@ REFUSED = {
     "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD),
     **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
-    **dict.fromkeys(("--fp8-format", "--fp4-format"), _LOW),
+    **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
     "--hybrid-context-parallel": "context parallelism of each sequence's own size",
     "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     "--distribute-saved-activations": "distributed saved activations",
@@ -115,6 +118,7 @@ WITHOUT_INFLUENCE = (
     *("--loss-scale*", "--initial-loss-scale", "--min-loss-scale", "--hysteresis", "--rotary-base", "--use-mcore-models", "--rerun-mode"),
     *("--no-check-for-nan-in-loss-and-grad", "--disable-gloo-process-groups", "--use-cpu-initialization", "--no-initialization"),
     *("--bpipe-report*", "--bpipe-timeout", "--bpipe-peak-tflops", "--bpipe-executor", "--local-rank", "--ddp-average-in-collective"),
+    *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven"),
 )
 
 # Of these, flags whose one value may even be unknown.
@@ -391,8 +395,17 @@ def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "precision": "fp16" if found.fp16 else "bf16" if found.bf16 else "fp32",
         "no_distributed_optimizer": not found.use_distributed_optimizer,
         **switches,
+        **_fp8(found),
         "bpipe_differing_sizes": bool(_differing(found)),
     }
+
+
+def _fp8(found: argparse.Namespace) -> dict[str, Any]:
+    if found.fp8_format is None:
+        return {}
+    if found.fp8_recipe == "custom":
+        raise ValueError(f"--fp8-recipe custom is not modelled: give one of {', '.join(RECIPES)} to predict that")
+    return {"fp8_format": found.fp8_format, "fp8_recipe": found.fp8_recipe, "fp8_param_gather": found.fp8_param_gather}
 
 
 def _differing(found: argparse.Namespace) -> list[str]:

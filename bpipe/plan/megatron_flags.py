@@ -12,6 +12,7 @@ from bpipe.models.switches import flag_of
 from bpipe.plan.expert_flags import flags_of_parts
 from bpipe.plan.fit import gib
 from bpipe.plan.layer_split import split_flags
+from bpipe.program import BALANCES
 
 
 def megatron_flags(setup: Setup) -> list[str]:
@@ -59,8 +60,11 @@ def _parallel(setup: Setup) -> list[str]:
 
 
 def schedule_flags(setup: Setup) -> list[str]:
-    """Of a schedule that Megatron's own loops do not run; nothing for what they run."""
+    """Of a schedule that Megatron's own loops do not run, and of what the trainer does only when it is told to; nothing for what they
+    run."""
     flags: list[object] = []
+    if is_unproven(setup):
+        flags += ["--bpipe-unproven", "fp8"]
     if setup.is_sharded:
         flags += ["--bpipe-vocabulary", setup.vocabulary_parallel]
         flags += ["--bpipe-vocabulary-input"] * setup.input_shards
@@ -76,6 +80,12 @@ def schedule_flags(setup: Setup) -> list[str]:
     return [str(flag) for flag in flags]
 
 
+def is_unproven(setup: Setup) -> bool:
+    """Whether the trainer wants to be told to try it: FP8 where it moves activations or runs its own loop."""
+    ours = setup.balance != BALANCES[0] or setup.is_sharded or setup.schedule != default(setup.chunks)
+    return setup.fp8 is not None and ours
+
+
 def _memory(setup: Setup) -> list[str]:
     flags = []
     if setup.recompute == "selective":
@@ -85,6 +95,9 @@ def _memory(setup: Setup) -> list[str]:
     flags += ["--attention-backend", "flash" if setup.attention == "flash" else "unfused"]
     if setup.precision != "fp32":
         flags.append(f"--{setup.precision}")
+    if setup.fp8 is not None:
+        flags += ["--fp8-format", setup.fp8.format, "--fp8-recipe", setup.fp8.recipe]
+        flags += ["--fp8-param-gather"] * setup.fp8.param_gather
     if setup.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
     # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.

@@ -15,6 +15,7 @@ from bpipe.generate.families import FAMILIES, default
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import Cluster, parse_cluster
+from bpipe.models.fp8 import RECIPES, Fp8
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import CP_COMM_TYPES, KEPT_HALVES, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
@@ -137,6 +138,16 @@ def routing_of(options: argparse.Namespace) -> Routing:
     return replace(getattr(options, "routing", None) or Routing(), **changes)
 
 
+def fp8_of(options: argparse.Namespace) -> Fp8 | None:
+    """None where no format is said. Raises ValueError for what is said of none."""
+    recipe, gathers = getattr(options, "fp8_recipe", None), getattr(options, "fp8_param_gather", False)
+    if getattr(options, "fp8_format", None) is None:
+        if gathers:
+            raise ValueError("--fp8-param-gather says how weights are kept in FP8: give --fp8-format, too, or leave it out")
+        return None
+    return Fp8(options.fp8_format, recipe or RECIPES[0], bool(gathers))
+
+
 def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
     """Of filled options. Without a global batch it is one micro-batch a replica, as Megatron has it."""
     model = model_of(options)
@@ -166,6 +177,7 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
         "vocabulary_parallel": getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
         "switches": switches_of(options),
         "routing": routing_of(options),
+        "fp8": fp8_of(options),
         "how": BalanceConfig(bounds, hosts=hosts),
     }
     return setup_from_values({**vars(options), **others})

@@ -151,12 +151,12 @@ def predict(
     if timing is None:
         timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.vocabulary)
-    device, count = setup.cluster.device, setup.cluster.num_devices
+    count = setup.cluster.num_devices
     moves, memory = _num_evictions(setup), predict_memory(setup)
     return SetupPrediction(
         setup=setup,
         formula=formula,
-        mfu=mfu(flops, timing.iteration_s, count, device.peak_flops_per_s),
+        mfu=mfu(flops, timing.iteration_s, count, setup.peak_flops_per_s),
         timing=timing,
         memory=memory,
         transfers=moves,

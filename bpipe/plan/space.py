@@ -16,6 +16,7 @@ from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
+from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, RECOMPUTE, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
@@ -52,6 +53,7 @@ class Space:
     expert: int | None = None
     contexts: tuple[int, ...] = (1,)
     cp_comm_type: str = CP_COMM_TYPES[0]
+    fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
         for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):

@@ -24,6 +24,7 @@ from bpipe.models.flops import training_flops
 from bpipe.models.model import PRESETS
 from bpipe.models.saved import stage_bytes
 from bpipe.plan.estimate import estimate
+from validation.eight_bit import of_fp8, parts_of_fp8, row_of_fp8
 from validation.experts import needed_gib, of_experts
 from validation.measurements import (
     STAGE_TIMES,
@@ -288,8 +289,27 @@ def experts_part() -> list[str]:
         "to be in Megatron Bridge. Of the first the throughput is of version 0.9, the mapping of the table beside it. TFLOP/s of a GPU:",
         *table("source|model|GPUs|t/ep/p/v|measured|predicted|error %|predicted GiB", body),
         f"Mean error {errors[0]} %, largest {errors[1]} %: three rows are few. Where more memory is predicted than a GPU has, the run must "
-        "have recomputed something that is not in the prediction, so it was slower than predicted. Runs in FP8, and so DeepSeek-V3's own, "
-        "are not compared: FP8 is not modelled. What latent attention and grouped products keep on a GPU was compared with nothing.",
+        "have recomputed something that is not in the prediction, so it was slower than predicted. DeepSeek-V3's own, on H800s "
+        "in FP8 by recipes of theirs, is not compared. What latent attention and grouped products keep on a GPU was compared with nothing.",
+        "",
+    ]
+
+
+def fp8_part() -> list[str]:
+    errors = {what: _mean_and_largest([abs(one.error_percent) for one in of_part]) for what, of_part in parts_of_fp8().items()}
+    return [
+        "## Runs in FP8, kept back",
+        "",
+        "Published by NVIDIA, Megatron Bridge 25.11 (`tests/data/fp8_throughput.csv` says where, and which rows are left out). No constant "
+        "was looked at with them: the peak is the data sheet's, and what products reach of it another source's best. Recomputation is not "
+        "published and taken to be none; weights are taken to be kept in FP8, and messages of tensor parallelism not to be overlapped: "
+        "beside it stands what they would reach with `--tp-comm-overlap`. TFLOP/s of a GPU:",
+        *table("model|GPUs|recipe|t/c/ep/p/v|measured|predicted|error %|overlapped|predicted GiB", map(row_of_fp8, of_fp8())),
+        *(f"{what}: mean error {mean} %, largest {largest} %." for what, (mean, largest) in errors.items()),
+        "The mean of 4 % and the largest of 10 % that are asked for in 16 bit are NOT met but for the largest on H100s. On Blackwell all "
+        "is predicted too fast, as its rows with experts in 16 bit are, and with experts in FP8 by so much that the order of "
+        "configurations may be another; which part of it is too fast nobody measured. The three rows with c = 2 are all that context "
+        "parallelism was compared with, and no published row says what it takes by itself.",
         "",
     ]
 
@@ -388,6 +408,7 @@ PARTS = (
     throughput_part,
     kept_back_part,
     experts_part,
+    fp8_part,
     roofline_part,
     estimate_part,
     run_part,

@@ -106,6 +106,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "models": (
         "held kernel_times parts places switches",
         "cluster model",
+        "fp8",
         "calibration cluster_file hugging_face layout parameters",
         "flops rates sizes",
         "latent routed",

@@ -159,7 +159,8 @@ def test_what_is_not_modelled_is_refused_from_a_log(capsys: pytest.CaptureFixtur
     path = tmp_path / "run.log"
     for changes, words in (
         ({"moe_latent_size": "8"}, "experts of a smaller hidden size"),
-        ({"fp8": "hybrid"}, "8-bit"),
+        ({"fp4": "e2m1"}, "4-bit"),
+        ({"fp8": "hybrid", "fp8_recipe": "custom"}, "--fp8-recipe custom is not modelled"),
         ({"num_layers": "None"}, "lack --num-layers"),
     ):
         path.write_text(log([1.0] * 20, {**ARGUMENTS, **changes}))
@@ -175,6 +176,17 @@ def test_the_arguments_of_a_log_are_the_launch() -> None:
     # What has its default is read all the same.
     assert set(words) - launched == {"--expert-model-parallel-size"}
     assert launched - set(words) == set()
+    in_parts = {"context_parallel_size": "2", "cp_comm_type": "['a2a']", "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    more, _ = read_log(log([1.0], {**ARGUMENTS, **in_parts}))
+    assert set(more) - set(words) == {
+        "--context-parallel-size",
+        "--cp-comm-type",
+        "a2a",
+        "--fp8-format",
+        "hybrid",
+        "--fp8-recipe",
+        "tensorwise",
+    }
     # A rank's prefix, and a name longer than the dots.
     long = "account_for_embedding_in_pipeline_split_and_what_else_there_may_be"
     prefixed = "\n".join(f"[0]: {line}" for line in log([1.0], {**ARGUMENTS, long: "True"}).splitlines())

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from bpipe.cli import main
 from bpipe.commands.flags import cluster_of
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS, Model
 from bpipe.plan.megatron_command import ANY_VALUE, READ, REFUSED, WITHOUT_INFLUENCE, Reading, parser, read_command
@@ -39,6 +40,8 @@ def setups(draw: st.DrawFn) -> Setup:
     gated, rotary, dropout = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     layers = draw(st.lists(st.integers(1, 3), min_size=pipeline * chunks, max_size=pipeline * chunks))
     attention = draw(st.sampled_from(["flash", "unfused"]))
+    precision, distributed = draw(st.sampled_from(["bf16", "fp16", "fp32"])), draw(st.booleans())
+    recipes = st.builds(Fp8, st.sampled_from(FORMATS), st.sampled_from(RECIPES[:3]), st.booleans() if distributed else st.just(False))
     # Of eight devices, and of no more than two query groups.
     context = draw(st.sampled_from([1, 2])) if attention == "flash" and pipeline * tensor < 8 else 1
     ways = ["p2p", "all_gather", *(["a2a"] if groups % (tensor * context) == 0 else [])]
@@ -46,7 +49,8 @@ def setups(draw: st.DrawFn) -> Setup:
     switches = (gated, draw(st.booleans()), draw(st.booleans()), not rotary, draw(st.booleans()), dropout)
     return Setup(
         model=Model("custom", *sizes, *switches),
-        cluster=parse_cluster("a100-80g:1x8"),
+        cluster=parse_cluster("h100-80g:1x8"),
+        fp8=draw(st.none() | recipes) if precision != "fp32" else None,
         tensor=tensor,
         pipeline=pipeline,
         micro_batch=draw(st.sampled_from([1, 2])),
@@ -60,15 +64,15 @@ def setups(draw: st.DrawFn) -> Setup:
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
         chunks=chunks,
         balance=draw(st.sampled_from(["none", "bpipe"])),
-        precision=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
-        distributed_optimizer=draw(st.booleans()),
+        precision=precision,
+        distributed_optimizer=distributed,
         sequence_parallel=tensor > 1 and draw(st.booleans()),
     )
 
 
 OPTIONS = argparse.Namespace(
     kernel_times=None,
-    cluster="a100-80g:1x8",
+    cluster="h100-80g:1x8",
     model=None,
     schedule=None,
     kernels="gpu",
@@ -80,7 +84,7 @@ NOT_GIVEN = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "sequence", "vocabulary"),
     *("swiglu", "rms_norm", "disable_bias_linear", "rotary", "untie_embeddings_and_output_weights", "no_dropout", "layers", "chunks"),
     *("tensor", "pipeline", "micro_batch", "global_batch", "recompute", "balance", "attention", "precision"),
-    *("no_distributed_optimizer", "no_sequence_parallel", "context", "cp_comm_type"),
+    *("no_distributed_optimizer", "no_sequence_parallel", "context", "cp_comm_type", "fp8_format", "fp8_recipe", "fp8_param_gather"),
 )
 
 
@@ -147,7 +151,10 @@ def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> N
         ("--num-experts 8 --moe-layer-freq [2]", "is no pattern of layers"),
         ("--num-experts 8 --moe-router-topk 9", "tokens go to 9 experts each"),
         ("--window-size 127", "--window-size 127 is no window"),
-        ("--fp8-format hybrid", "--fp8-format hybrid: 8-bit"),
+        ("--fp4-format e2m1", "--fp4-format e2m1: 4-bit training"),
+        ("--fp8-format hybrid --first-last-layers-bf16", "--first-last-layers-bf16: 4-bit training, and 8-bit training of some layers"),
+        ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom is not modelled"),
+        ("--fp8-format e5m2", "argument --fp8-format"),
         ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a.p2p: modelled is one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a p2p", "--cp-comm-type p2p a2a p2p: modelled is one of"),
         ("--hybrid-context-parallel", "--hybrid-context-parallel: context parallelism of each sequence's own size"),
@@ -181,6 +188,15 @@ def test_a_sequence_in_parts_is_read() -> None:
     assert read("--context-parallel-size", "4", "--cp-comm-type", "a2a", "a2a").options["cp_comm_type"] == "a2a"
     # Without parts nobody exchanges anything.
     assert "context" not in read("--cp-comm-type", "a2a+p2p").options
+
+
+def test_what_is_in_8_bit_is_read() -> None:
+    read_so = read("--fp8-format", "hybrid", "--fp8-param-gather", "--fp8-amax-history-len", "1024", "--bpipe-unproven", "fp8")
+    assert {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True}.items() <= read_so.options.items()
+    assert read_so.not_considered == ()
+    assert read("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8").options["fp8_recipe"] == "mxfp8"
+    # Without a format a recipe is of nothing.
+    assert not {"fp8_format", "fp8_recipe"} & read("--fp8-recipe", "mxfp8").options.keys()
 
 
 def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +306,9 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
     without = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)}
     assert not without & (set(READ) | set(REFUSED))
     words = ("recompute", "offload", "fp8", "fp4", "moe", "expert", "fsdp", "shard", "dtype", "fusion", "overlap", "cuda-graph", "mtp")
-    assert [flag for flag in without if any(word in flag for word in words) and "ckpt" not in flag] == []
+    # What only says how a scale comes from past values is done either way.
+    scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"}
+    assert [flag for flag in without - scales if any(word in flag for word in words) and "ckpt" not in flag] == []
     valued = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in ANY_VALUE)}
     assert valued <= without
     assert [flag for flag in valued if megatrons[flag]["nargs"] == 0] == []

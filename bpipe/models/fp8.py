@@ -1,0 +1,63 @@
+"""Describe training with matrices of 8-bit values. In: Megatron's words for it. Out: a frozen `Fp8`. Knows no model.
+
+As Transformer Engine does it: of the layers' matrices products are of 8 bit, forward and backward. Embedding, output layer, norms, the
+attention core, routers, gradients of weights and what optimizers hold stay as they are. The recipe says where scales come from:
+  delayed     of a tensor's past values
+  tensorwise  of its own values, which are read once more for it
+  blockwise   every 128 values have one, of 32 bit
+  mxfp8       every 32 values have one, of 8 bit
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from bpipe.models.cluster import DeviceKind
+
+FORMATS = ("hybrid", "e4m3")
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+# Scaled in blocks along the sum, a value is another one in either direction.
+_IN_BLOCKS = ("blockwise", "mxfp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """`format` is that of gradients: 5 bits of exponent with `hybrid`. `param_gather`: weights are kept and gathered in 8 bit alone."""
+
+    format: str = FORMATS[0]
+    recipe: str = RECIPES[0]
+    param_gather: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("fp8 format", self.format, FORMATS), ("fp8 recipe", self.recipe, RECIPES)):
+            if value not in choices:
+                raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
+
+    def check(self, device: DeviceKind) -> None:
+        """Raises ValueError for a device that does not multiply so."""
+        if device.fp8_flops_per_s is None:
+            raise ValueError(
+                f"{device.name} multiplies no FP8 as far as is known: choose another device, or give fp8_tflops in a cluster file"
+            )
+        if self.recipe == "mxfp8" and not device.fp8_blocks:
+            raise ValueError(f"{device.name} has no mxfp8, which came with Blackwell: give --fp8-recipe tensorwise, delayed or blockwise")
+
+    @property
+    def value_bytes(self) -> Fraction:
+        """With its part of a scale."""
+        return Fraction(33, 32) if self.recipe in _IN_BLOCKS else Fraction(1)
+
+    def copies(self, multiplies_any_layout: bool) -> int:
+        """As it is and transposed, where products need both: Hopper multiplies 8 bit in one layout alone."""
+        return 2 if self.recipe in _IN_BLOCKS or not multiplies_any_layout else 1
+
+    @property
+    def readings(self) -> int:
+        """How often a 16-bit tensor is read to be written in 8 bit."""
+        return 2 if self.recipe == "tensorwise" else 1
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of a weight, when weights are gathered after an update: those in small blocks pass in 16 bit, through the gradients' buffer."""
+        return 1 if self.param_gather and self.recipe != "mxfp8" else 2
