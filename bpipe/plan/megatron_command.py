@@ -80,6 +80,7 @@ READ: dict[str, Any] = {
 }
 
 _OFFLOAD, _FSDP, _LOW = "offloading", "sharding by FSDP", "4-bit training, and 8-bit training of some layers or of more than matrices"
+_HYBRID = "hybrid models, with what their Mamba and other layers keep and take"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these.
 _NEUTRAL = ("0", "1", "None", "none")
@@ -95,9 +96,10 @@ REFUSED = {
     "--distribute-saved-activations": "distributed saved activations",
     "--experimental-attention-variant": "another attention",
     "--mtp-num-layers": "multi-token prediction",
-    "--hybrid-layer-pattern": "hybrid models",
-    "--is-hybrid-model": "hybrid models",
-    "--heterogeneous-layers-config-path": "layers of different kinds",
+    **dict.fromkeys(("--hybrid-layer-pattern", "--hybrid-override-pattern", "--mtp-hybrid-override-pattern", "--is-hybrid-model"), _HYBRID),
+    **dict.fromkeys(("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"), "layers of different kinds"),
+    "--spec": "layers by a specification of one's own",
+    "--attention-output-gate": "a gate behind attention",
     "--quick-geglu": "this activation function",
     "--use-checkpoint-args": "sizes that stand in a checkpoint",
     "--yaml-cfg": "flags that stand in a file",
