@@ -25,8 +25,10 @@ from bpipe.models.profile import Profile, read_profile
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import HOSTS, by_kernel_times, calibrated, costly_halves, describe, replicas_apart, tight
+from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.options import filled, memory, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
+from bpipe.plan.standings import FP8
 from bpipe.plan.state_hosts import hosts_document, state_hosts, words
 from bpipe.program import BALANCES
 from bpipe.simulate.report import Simulation
@@ -188,6 +190,7 @@ def table(prediction: SetupPrediction) -> str:
             f"the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     lines += [remark for remark in (costly_halves(prediction), replicas_apart(setup), tight(prediction)) if remark]
+    lines += [FP8] if is_unproven(setup) else []
     titles = (
         "rank",
         "layers",

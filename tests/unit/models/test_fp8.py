@@ -158,6 +158,8 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert found["peak_flops_per_s"] == 1979e12
     wanted = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False}
     assert wanted.items() <= found["configuration"].items()
+    assert main(["simulate", *common, "--pipeline", "4", "--fp8-format", "hybrid", "--balance", "bpipe"]) == 0
+    assert "--bpipe-unproven fp8" in capsys.readouterr().out
     assert main(["simulate", *common, "--pipeline", "2", "--fp8-param-gather"]) == 2
     assert "give --fp8-format, too" in capsys.readouterr().err
     plan = ["plan", *common, "--fp8-format", "hybrid", "--max-micro-batch", "1", "--rows", "1"]
