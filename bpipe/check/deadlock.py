@@ -251,10 +251,17 @@ class _RankWalk:
                 yield from self._until(before)
             self.last[transfer.is_outbound] = number
         self.board.arrive(number)
-        if grows or self.waits >= Waits.AT_ISSUE:
+        # Behind what comes to be passed on stands its copy in the one queue, and behind what goes back the next that is brought for that.
+        queued = self.waits >= Waits.ONE_QUEUE and self._passes_on(transfer)
+        if grows or queued or self.waits >= Waits.AT_ISSUE:
             yield from self._until(number)
         else:
             self.outstanding.append(number)
+
+    def _passes_on(self, transfer: Transfer) -> bool:
+        """Whether this rank's device only passes on what the transfer brings or takes back."""
+        action = transfer.action
+        return action.kind in (Kind.HOST, Kind.RETURN) and self.board.schedule.passes_on(self.program.rank, action)
 
     def _sizes(self, evictor: int) -> Iterator[int]:
         """Wait for the sizes of what comes now; the last that an evictor tells come after all others."""

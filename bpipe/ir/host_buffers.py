@@ -161,6 +161,12 @@ def num_buffers_for(schedule: Schedule, host: int) -> dict[int, int]:
     return {guest: len(buffers) for guest, buffers in sorted(taken.items())}
 
 
+def returned_to(schedule: Schedule, host: int, guest: int) -> list[tuple[int, int]]:
+    """Stage and micro-batch of all that a rank gives back to another, in order."""
+    returned = ((one.stage, one.microbatch) for cell in schedule.ranks[host] for one in cell.transfers if one.kind is Kind.RETURN)
+    return [each for each in returned if schedule.layout.rank_of(*each) == guest]
+
+
 def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, int]:
     """By what leaves a rank for a host, in that order: how many of its stages that ever do have run a forward before it leaves.
 

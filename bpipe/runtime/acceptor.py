@@ -68,7 +68,7 @@ class Acceptor(Protocol):
         """Drop everything after an error; the run is over."""
 
 
-class _Hearing:
+class Hearing:
     """What an acceptor hears: by the partner's stage, how long the storages of one of its micro-batches are, in the order it tells."""
 
     def __init__(self, transport: Transport) -> None:
@@ -95,7 +95,7 @@ class LendingAcceptor:
     def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
         self._layout = BufferLayout(stages_in_buffers)
         self._transport = transport
-        self._hearing = _Hearing(transport)
+        self._hearing = Hearing(transport)
 
     @property
     def num_host_buffers(self) -> int:
@@ -155,7 +155,7 @@ class ReceivingAcceptor:
         self._streams = streams
         self._device = device
         self._wait = wait
-        self._hearing = _Hearing(transport)
+        self._hearing = Hearing(transport)
         self._host_buffers = HostBuffers(self._layout, self._count, device)
         self._pending: dict[int, Pending] = {}
 

@@ -35,13 +35,20 @@ class Streams:
     Copies are timed only where somebody will read it (`timed`): a mark of time may hold up a queue that streams share.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timed_as: Streams | None = None) -> None:
+        """`timed_as`: copies are timed when those on these are."""
         self.timed = False
+        self._timed_as = timed_as or self
+        self._device = device
         self._cuda = device.type == "cuda"
         if self._cuda:
             # High priority: a transfer's few blocks must not queue behind a whole layer's.
             self._outbound = torch.cuda.Stream(device, priority=-1)
             self._inbound = torch.cuda.Stream(device, priority=-1)
+
+    def others(self) -> Streams:
+        """Two more, for transfers that must not hold up those on these."""
+        return Streams(self._device, self._timed_as)
 
     @contextlib.contextmanager
     def outbound(self) -> Iterator[None]:
@@ -61,7 +68,7 @@ class Streams:
             yield
             return
         stream.wait_event(torch.cuda.current_stream().record_event())
-        before = _timed.set(self.timed)
+        before = _timed.set(self._timed_as.timed)
         try:
             with torch.cuda.stream(stream):
                 yield

@@ -225,9 +225,11 @@ class Reaching:
             self._access.grow(nbytes)
             self._num_pieces += 1
 
-    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor], after: Sequence[Pending] = ()) -> Pending:
+        """`after`: what else has to be over first, such as what fills the tensors; if that fails, so does this."""
         self.grow()
-        return self._move(self._outbound, host_buffer, tensors, lambda region: region.write_all, _BufferState.FREE, _BufferState.HOLDING)
+        states = _BufferState.FREE, _BufferState.HOLDING
+        return self._move(self._outbound, host_buffer, tensors, lambda region: region.write_all, *states, after)
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
         return self._move(self._inbound, host_buffer, tensors, lambda region: region.read_all, _BufferState.HOLDING, _BufferState.FREE)
@@ -259,6 +261,7 @@ class Reaching:
         copy_of: Callable[[Region], Copy],
         before: _BufferState,
         afterwards: _BufferState,
+        after: Sequence[Pending] = (),
     ) -> Pending:
         now = self._states.get(host_buffer, _BufferState.FREE)
         if now is not before:
@@ -273,5 +276,5 @@ class Reaching:
 
         self._states[host_buffer] = afterwards
         last = self._last.get(host_buffer)
-        self._last[host_buffer] = lane.run(copy, after=[last] if last is not None else [])  # [8]
+        self._last[host_buffer] = lane.run(copy, after=[*after, *([last] if last is not None else [])])  # [8]
         return self._last[host_buffer]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import torch
 
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
@@ -22,7 +21,6 @@ from bpipe.ir.text import read_csv, write_csv
 from bpipe.passes.balance import occupied
 from bpipe.passes.tiers import arranged_within
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
@@ -157,13 +155,6 @@ def test_ranks_wait_less_where_their_own_port_is_too_slow_and_not_where_it_is_no
     slow, helped = (sum(run(one, 1, 60).exposed_s) for one in (own, both))
     assert 0 < helped < slow
     assert sum(run(own, 1, 5).exposed_s) <= sum(run(both, 1, 5).exposed_s)
-
-
-def test_it_is_not_run_and_says_so() -> None:
-    schedule = by_ports()
-    config = EngineConfig("rank 0", torch.device("cpu"), 1, 1.0)
-    with pytest.raises(ValueError, match=r"rank 0: hosts via3\+own,none,none,none keep .* is simulated and not run: .*--bpipe-hosts host"):
-        Engine(schedule, 0, None, config)
 
 
 def test_the_grid_counts_what_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
