@@ -21,7 +21,7 @@ from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.commands import shortest
 from bpipe.commands.parser import Parser
 from bpipe.commands.times import times_of, unit_costs
-from bpipe.flag_types import AUTO, PORTS_SAID, costs, counted, group_size, hop, numbers, positive, share
+from bpipe.flag_types import AUTO, HOSTS_SAID, costs, counted, group_size, hop, numbers, positive, share
 from bpipe.generate.families import (
     FAMILIES,
     exchange_of,
@@ -35,7 +35,7 @@ from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
 from bpipe.ir.host_buffers import num_own_buffers, num_passed_on
-from bpipe.ir.hosts import SIMULATED, in_own_memory
+from bpipe.ir.hosts import ARRANGEMENTS, in_own_memory
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.listing import write_listing, write_listing_json
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
@@ -190,7 +190,7 @@ def _add_arguments(parser: Parser) -> None:
         help="where an order is chosen for --bound: host buffers count all the time, as in a training",
     )
     add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: fullest with emptiest)")
-    add("--hosts", choices=SIMULATED, help=f"where what leaves goes: {PORTS_SAID}")
+    add("--hosts", choices=ARRANGEMENTS, help=f"where what leaves goes: {HOSTS_SAID}")
     add(
         "--after-input",
         "--kept",

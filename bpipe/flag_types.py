@@ -22,10 +22,8 @@ AUTO = "auto"
 # What the arrangements of hosts mean (`ir.hosts`), in the help of every command that has them.
 HOSTS_SAID = (
     "pair: to the other of its pair; pool: to any rank with room; host: into its own node's memory; all: to any rank with room, and what "
-    "none has room for into its own node's memory (default pair)"
-)
-PORTS_SAID = (
-    f"{HOSTS_SAID}; ports: into a node's memory, every second one through a rank that sends nothing, which is simulated and not run"
+    "none has room for into its own node's memory; ports: into a node's memory, every second one through a rank that sends nothing "
+    "(default pair)"
 )
 
 

@@ -23,7 +23,7 @@ from bpipe.generate.families import (
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
 from bpipe.generate.place import Order, place
 from bpipe.ir.action import Action
-from bpipe.ir.hosts import PAIR, SIMULATED
+from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.memory import with_after_input
 from bpipe.ir.program import Exchange
@@ -73,8 +73,8 @@ class BalanceConfig:
             raise ValueError("windows say where transfers of a plan within rooms end in time: give rooms, too")
         if self.parts and self.rooms is None:
             raise ValueError("parts of micro-batches leave as rooms say: give rooms, too")
-        if self.hosts not in SIMULATED:
-            raise ValueError(unknown("hosts", self.hosts, SIMULATED))
+        if self.hosts not in ARRANGEMENTS:
+            raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
         if self.hosts != PAIR and self.partners is not None:
             raise ValueError(f"partners are pairs, and hosts {self.hosts} are others: give partners, or hosts {self.hosts}")
 

@@ -26,7 +26,7 @@ from bpipe.commands.launch import add_launch_arguments, launch_document, lines, 
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST
+from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, PORTS
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import RECOMPUTE, Setup
@@ -131,7 +131,7 @@ def run(asked: argparse.Namespace) -> int:
         raise ValueError("--plot draws a front: give --front, too, or leave it out")
     with _seldom_collected():
         asked_what = (space, max(options.rows, row or 0), bar.show)
-        if options.memory is not None or options.hosts in (HOST, ALL):
+        if options.memory is not None or options.hosts in (HOST, ALL, PORTS):
             outcome = search(*asked_what, _sending_what_must(space, cluster.device.memory_bytes))
         else:
             outcome = search(*asked_what)

@@ -15,9 +15,9 @@ from bpipe.commands.flags import (
     print_json,
 )
 from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
-from bpipe.flag_types import PORTS_SAID, numbers, positive
+from bpipe.flag_types import HOSTS_SAID, numbers, positive
 from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_take_groups
-from bpipe.ir.hosts import SIMULATED
+from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import gib
 from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
@@ -60,7 +60,7 @@ def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     add("--balance", choices=BALANCES, help="default none")
     add("--bound", type=numbers, metavar="N|N,N,...", help="with --balance bpipe: most micro-batches of a chunk, for all ranks or each")
     add("--memory", type=memory, metavar="GIB|GIB,GIB,...|auto", help=MEMORY)
-    add("--hosts", choices=SIMULATED, help=f"with --balance bpipe, where what leaves goes: {PORTS_SAID}")
+    add("--hosts", choices=ARRANGEMENTS, help=f"with --balance bpipe, where what leaves goes: {HOSTS_SAID}")
     add("--layers", type=_layers, metavar="N,N,...", help="layers of every stage (default: equal, else one more on those before the last)")
     add(
         "--vocabulary-parallel",

@@ -31,11 +31,9 @@ def other_ranks(of_rank: Sequence[int]) -> tuple[int, ...]:
 
 
 # Where what leaves a rank may go, as commands and files say it: to the other rank of a pair; to any rank with room; into its own node's
-# memory; or to any rank with room and, what none has room for, into its own node's memory.
-PAIR, POOL, HOST, ALL = ARRANGEMENTS = ("pair", "pool", "host", "all")
-# Into host memory, every second one through another rank's port: printed, checked and simulated, not yet run.
-PORTS = "ports"
-SIMULATED = (*ARRANGEMENTS, PORTS)
+# memory; to any rank with room and, what none has room for, into its own node's memory; or into a node's memory, every second one through
+# another rank's port.
+PAIR, POOL, HOST, ALL, PORTS = ARRANGEMENTS = ("pair", "pool", "host", "all", "ports")
 # Those with which a node's memory takes what leaves.
 IN_NODES = (HOST, ALL, PORTS)
 

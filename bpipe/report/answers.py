@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.ir.host_buffers import num_buffers_for, num_own_buffers, stays_by_host
+from bpipe.ir.host_buffers import STAGING, num_buffers_for, num_own_buffers, passed_on_for, stays_by_host
 from bpipe.ir.memory import num_transfers
 from bpipe.report.compare import Comparison, StageRow
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
@@ -78,25 +78,43 @@ def _hosting(comparison: Comparison) -> str:
 def _hosted(comparison: Comparison, rank: int, host: int) -> str:
     """Of one stage that sends, and one that hosts for it."""
     schedule, row = comparison.measured.schedule, comparison.stages[rank]
-    how = comparison.measured.program.balance
-    sizes, count = comparison.prediction.sizes[host], len(stays_by_host(schedule, rank)[host])
-    own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
-    where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
-    if host == rank:
-        in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
-        places = counted(num_own_buffers(schedule, rank), "host buffer")
-        where = f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's memory, in {places}{in_all}"
-    elif sizes is not None and sizes.host_bytes:
-        buffers = num_buffers_for(schedule, host)
-        others = "" if len(buffers) == 1 else ", others' included"
-        where += f" in {counted(buffers[rank], 'host buffer')} of {bytes_text(sizes.host_bytes)} in all{others}"
-    elif sizes is not None:
-        where = f"Stage {rank} keeps {count} of its {own} micro-batches in its host's memory"
+    how, where = comparison.measured.program.balance, _where(comparison, rank, host)
     alone = "" if row.unbalanced_bytes is None else f", which would hold {bytes_text(row.unbalanced_bytes)} alone"
     if how is not None and how.rooms is not None:
         return f"{where}{alone} and has room for {bytes_text(how.rooms.room_bytes[rank])}"
     bound = None if schedule.bounds is None else counted(schedule.bounds[rank], "micro-batch", "es")
     return f"{where}{alone}" + ("" if bound is None else f" and is to hold {bound} at most")
+
+
+def _where(comparison: Comparison, rank: int, host: int) -> str:
+    """How much of one stage is with another, or in a node's memory."""
+    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes[host]
+    count = len(stays_by_host(schedule, rank)[host])
+    own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
+    if host == rank:
+        in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
+        places = counted(num_own_buffers(schedule, rank), "host buffer")
+        return f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's memory, in {places}{in_all}"
+    if rank in passed_on_for(schedule, host):
+        return f"Stage {rank} sends {count} of its {own} micro-batches {_through(comparison, rank, host)}"
+    where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
+    if sizes is None:
+        return where
+    if not sizes.host_bytes:
+        return f"Stage {rank} keeps {count} of its {own} micro-batches in its host's memory"
+    buffers = num_buffers_for(schedule, host)
+    others = "" if len(buffers) == 1 else ", others' included"
+    return f"{where} in {counted(buffers[rank], 'host buffer')} of {bytes_text(sizes.host_bytes)} in all{others}"
+
+
+def _through(comparison: Comparison, rank: int, host: int) -> str:
+    """Where what one stage sends goes that another passes on."""
+    sizes = comparison.prediction.sizes[host]
+    where = f"through stage {host} into that one's node's memory"
+    if sizes is None:
+        return where
+    places = counted(num_buffers_for(comparison.measured.schedule, host)[rank], "host buffer")
+    return f"{where}, in {places} of {bytes_text(sizes.passed_on_bytes)} there and {STAGING} of {bytes_text(sizes.host_bytes)} on the way"
 
 
 def _too_large(comparison: Comparison) -> str:
