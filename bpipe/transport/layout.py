@@ -3,8 +3,9 @@
 Both ends of a pair make room at the same transfers, from the same schedule and sizes, so no layout is ever sent. Bytes, integers only.
 
 A stage's size is known from its first forward on, and what leaves may leave before another stage has run at all. So room is made when a
-micro-batch comes for which there is none, in a further piece of memory, and then for every buffer that lacks some by what is known by then.
-Mostly all is known by the first one, and one piece holds all.
+micro-batch comes for which there is none, in a further piece of memory, and then by what is known also for every buffer that has none yet.
+One that has some stays where it is, though it may be too small by now: it may hold something. Mostly all is known by the first one, and
+one piece holds all.
 """
 
 from __future__ import annotations
@@ -69,14 +70,16 @@ class BufferLayout:
         """A micro-batch of `stage` is about to come into the buffer. The bytes of the piece that it takes, or 0 where there is room."""
         if taken(sizes[stage]) <= self._room_bytes(host_buffer):
             return 0
+        # What comes into it finds it empty.
+        self._rooms.pop(host_buffer, None)
         return self._add_piece(sizes)
 
     def _add_piece(self, sizes: Mapping[int, Sequence[int]]) -> int:
-        """A piece for all that lack room."""
+        """A piece for all that have no room."""
         nbytes = 0
         for number, stages in enumerate(self._stages_in_buffers):
             most = max((taken(sizes[stage]) for stage in stages if stage in sizes), default=0)
-            if most > self._room_bytes(number):
+            if most and number not in self._rooms:
                 self._rooms[number] = _Room(len(self.pieces), nbytes, most)
                 nbytes += most
         if nbytes:

@@ -55,21 +55,34 @@ def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
     buffers, sizes = drawn
     here, there = BufferLayout(buffers), BufferLayout(buffers)
     known: dict[int, list[int]] = {}
+    filled: set[int] = set()
     order = data.draw(st.permutations(sorted(sizes)))
     for stage in order:
         known[stage] = sizes[stage]
         told = {each: tuple(lengths) for each, lengths in json.loads(json.dumps(list(known.items())))}
         used = [(number, each) for number, stages in enumerate(buffers) for each in sorted(stages & known.keys())]
         for number, each in data.draw(st.lists(st.sampled_from(used), max_size=3)) if used else ():
-            before = here.pieces[:]
+            before, rooms = here.pieces[:], {other: here.place(other, []) for other in filled if other != number}
             nbytes = here.make_room(number, each, known)
+            filled.add(number)
+            # What lies in another buffer stays there.
+            assert {other: here.place(other, []) for other in rooms} == rooms
             assert there.make_room(number, each, told) == nbytes
             assert here.pieces == there.pieces == [*before, *([nbytes] if nbytes else [])]
             piece, offsets = here.place(number, sizes[each])
             assert (piece, offsets) == there.place(number, told[each])
             assert offsets[-1] + sizes[each][-1] <= here.pieces[piece]
             assert here.make_room(number, each, known) == 0
-    assert len(here.pieces) <= len(sizes)
+
+
+def test_a_buffer_that_may_hold_something_stays_where_it_is() -> None:
+    """It was moved with the one that a larger micro-batch came for, and what it held was read from where it would have been."""
+    layout = BufferLayout([{0, 3}, {0, 3}])
+    assert layout.make_room(0, 0, {0: [600]}) == 2 * 1024
+    assert layout.make_room(1, 3, {0: [600], 3: [2000]}) == 2048
+    assert (layout.place(0, [600]), layout.place(1, [2000])) == ((0, [0]), (1, [0]))
+    assert layout.make_room(0, 3, {0: [600], 3: [2000]}) == 2048
+    assert layout.place(0, [2000]) == (2, [0])
 
 
 def test_one_piece_holds_all_where_all_is_known_before_the_first_use() -> None:
