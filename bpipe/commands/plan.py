@@ -29,19 +29,21 @@ from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, PORTS
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.fp8 import Fp8
-from bpipe.models.layout import RECOMPUTE, Setup
+from bpipe.models.layout import Setup
 from bpipe.models.profile import read_profile
+from bpipe.models.recompute import FORMS
 from bpipe.plan import standings
 from bpipe.plan.budget import MemoryBudget, within_budget
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibrated, costly_halves, describe, only_balanced, replicas_apart, verdict
+from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
-from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, setup_of, switches_of
+from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, scope, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Found, Outcome, search
-from bpipe.plan.space import CUTS, Space, num_grids, usual_contexts
+from bpipe.plan.space import CUTS, SEARCHED_SCOPES, Space, num_grids, usual_contexts
 from bpipe.plan.state_hosts import StateHosts, hosts_document, instead_of_balancing
 from bpipe.plan.state_hosts import words as words_on_state
 from bpipe.plan.vocabulary import Burden, burden, burden_document, words
@@ -49,6 +51,10 @@ from bpipe.program import BALANCES
 
 # The exit status where nothing was found; 2 is an error in what was asked.
 NO_ROWS = 3
+SCOPES = (
+    f"what to recompute, each one of {FORMS}, or {BLOCK}: of every stage the fewest layers with which it fits (default "
+    f"{' '.join(SEARCHED_SCOPES)})"
+)
 # As `gc.set_threshold` takes them.
 _SELDOM = (200_000, 20, 100)
 
@@ -60,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_calibration_argument(parser)
     add_launch_arguments(parser)
     add = parser.add_argument_group("search").add_argument
-    add("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help="scopes to consider (default all)")
+    add("--recompute", nargs="+", type=scope, default=SEARCHED_SCOPES, metavar="TEXT", help=SCOPES)
     add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
@@ -243,6 +249,12 @@ def _launch_document(yours: SetupPrediction | str, reading: Reading) -> dict[str
     return {"launch": {**launch_document(reading), "as_it_stands": said}}
 
 
+def _unasked(space: Space) -> tuple[str, ...]:
+    """What cuts nothing where it was not asked for."""
+    contexts, layers = ("context",) * (space.contexts == (1,)), ("layers",) * (BLOCK not in space.recompute)
+    return (*contexts, *layers)
+
+
 def plan_document(outcome: Outcome, beside: _Beside) -> dict[str, Any]:
     """What `--format json` promises (docs/planning.md)."""
     return {
@@ -253,7 +265,7 @@ def plan_document(outcome: Outcome, beside: _Beside) -> dict[str, Any]:
             "fitting": outcome.num_fitting,
             "only_balanced": outcome.num_only_balanced,
             "simulated": outcome.num_simulated,
-            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if name != "context" or outcome.space.contexts != (1,)},
+            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if name not in _unasked(outcome.space)},
         },
         "rows": [_row(found) for found in outcome.rows],
         "families": standings.documents(outcome),

@@ -17,7 +17,8 @@ from bpipe.commands.flags import add_model_arguments
 from bpipe.flag_types import positive
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.kernel_shapes import kernel_shapes
-from bpipe.models.layout import ATTENTION, PRECISIONS, RECOMPUTE, Setup
+from bpipe.models.layout import ATTENTION, PRECISIONS, Setup
+from bpipe.models.recompute import RECOMPUTE
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import model_of
 

@@ -20,13 +20,14 @@ from bpipe.generate.families import DEFAULTS, FAMILIES, that_take_delays, that_t
 from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import gib
-from bpipe.models.layout import KEPT_HALVES, RECOMPUTE, Setup
+from bpipe.models.layout import KEPT_HALVES, Setup
 from bpipe.models.profile import Profile, read_profile
+from bpipe.models.recompute import FORMS
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import HOSTS, by_kernel_times, calibrated, costly_halves, describe, replicas_apart, tight
 from bpipe.plan.megatron_flags import is_unproven
-from bpipe.plan.options import filled, memory, setup_of
+from bpipe.plan.options import filled, memory, recomputation, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.standings import FP8
 from bpipe.plan.state_hosts import hosts_document, state_hosts, words
@@ -37,6 +38,8 @@ from bpipe.simulate.report import Simulation
 MOST_COMPUTATIONS = 100_000
 
 SUFFIXES = (".svg", ".png")
+
+RECOMPUTED = f"{FORMS}: what is computed again in the backward. selective: the attention core; full: whole layers (default none)"
 
 MEMORY = "with --balance bpipe: all that a device may hold, for all ranks or each; only what must leaves. auto: what the device has"
 
@@ -51,7 +54,7 @@ def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=positive, metavar="C", help="context parallel: so many devices have a part of every sequence each (default 1)")
     add("--pipeline", type=positive, metavar="P", help="pipeline ranks; data parallel follows from the cluster")
     add("--micro-batch", type=positive, metavar="N", help="sequences a micro-batch (default 1)")
-    add("--recompute", choices=RECOMPUTE, help="selective: the attention core; full: whole layers (default none)")
+    add("--recompute", type=recomputation, metavar="TEXT", help=RECOMPUTED)
     add("--schedule", choices=tuple(FAMILIES), help=f"default {', with chunks '.join(DEFAULTS)}")
     add("--chunks", type=positive, metavar="V", help="model chunks a rank (default 1)")
     add("--group", type=positive, metavar="G", help=f"of {that_take_groups()}: micro-batches that go through a chunk before the next")

@@ -20,10 +20,11 @@ from bpipe.models.memory import parameter_bytes, shard_parameters, stage_experts
 from bpipe.models.model import Model
 from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import LayerKind
-from bpipe.models.products import layer_products, matrix_products
+from bpipe.models.products import latent_up_products, layer_products, matrix_products, shared_products
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY_EFFICIENCY, Rates
+from bpipe.models.recompute import LayerScope
 from bpipe.models.routed import routed_tokens
-from bpipe.models.saved import STATISTICS, STATISTICS_BYTES, after_input_bytes, shard_bytes, stage_bytes
+from bpipe.models.saved import STATISTICS, STATISTICS_BYTES, after_input_bytes, norms_alone, shard_bytes, stage_bytes
 from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes
 from bpipe.models.tensor_parallel import exposed, gather_s
 from bpipe.program import BALANCES, unchecked
@@ -32,6 +33,8 @@ from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, S
 FLASH_BACKWARD = 2.5
 KERNEL_S = 4e-6
 FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35
+# Of a forward's: two products and what is between; two products up, two norms before and both rotations behind them.
+MLP_KERNELS, LATENT_KERNELS = 3, 6
 # Of these the products for weights, in a layer of four matrices.
 WEIGHT_KERNELS = 4
 
@@ -99,10 +102,11 @@ def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, 
     )
 
 
-def layer_seconds(setup: Setup, kind: LayerKind | None = None) -> tuple[float, float]:
-    """One layer and micro-batch, forward and backward with its recomputation: the first, or another kind of them."""
+def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
+    """One layer and micro-batch, forward and backward with its recomputation: the first, or another kind and scope of them."""
     rates, model, tokens = Rates.of(setup), setup.model, num_tokens(setup)
     kind = model.kind(0) if kind is None else kind
+    scope = setup.recomputed.scope(0) if scope is None else scope
     h, element, products = model.hidden_size, element_bytes(setup), layer_products(setup, kind).total()
     between = element * tokens * h / setup.sequence_shards
     inside = _inside_bytes(setup, kind)
@@ -119,15 +123,56 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None) -> tuple[float, f
         # There and back, and the same for their gradients.
         there_and_back = 2 * exchange(setup).seconds + ROUTING_KERNELS * KERNEL_S
         forward, backward = forward + there_and_back, backward + there_and_back
-    waits = exposed(setup, kind)
+    waits = exposed(setup, kind, scope)
     core_forward, core_backward = core_seconds(setup, rates, kind.window)
     forward += core_forward
     backward += core_backward + waits.backward_s
-    if setup.recompute == "full":
+    if scope.whole:
         backward += forward
-    elif setup.recompute == "selective":
-        backward += core_forward
+    elif scope.modules:
+        backward += (core_forward if "core_attn" in scope.modules else 0.0) + _parts_again(setup, kind, scope.modules)
     return forward + waits.forward_s, backward
+
+
+def _parts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
+    """The forwards of a layer's parts beside the attention core that are computed again in its backward; what of them is waited for on
+    links is in `exposed`."""
+    model, memory = setup.model, Rates.of(setup).memory
+    between = element_bytes(setup) * num_tokens(setup) * model.hidden_size / setup.sequence_shards
+    norm, found = 2 * between / memory + KERNEL_S, 0.0
+    if "layernorm" in modules:
+        found += norm * (norms_alone(setup, kind) if setup.kernels == "gpu" else 2)
+    if kind.experts:
+        found += _experts_again(setup, kind, modules)
+    elif "mlp" in modules:
+        products = layer_products(setup, kind)
+        found += products.first.forward_s + products.second.forward_s + _inside_bytes(setup, kind) / memory + MLP_KERNELS * KERNEL_S
+        # Transformer Engine's has the norm in it.
+        found += norm if setup.kernels == "gpu" else 0.0
+    if model.latent is not None and "mla_up_proj" in modules:
+        ups = latent_up_products(setup, model.latent)
+        # Norms of what was projected down, and queries, keys and values, which are read and written where their ends are rotated.
+        moved = 2.0 * element_bytes(setup) * num_tokens(setup)
+        moved *= _latent_ranks(model) / setup.sequence_shards + (model.query_size + model.key_value_size) / setup.tensor
+        found += sum(product.forward_s for product in ups) + moved / memory + LATENT_KERNELS * KERNEL_S
+    return found
+
+
+def _experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
+    """The same of a layer's experts: all that is between the norm and the sum, or parts of it."""
+    memory, inside, found = Rates.of(setup).memory, _inside_bytes(setup, kind), 0.0
+    if "moe" in modules:
+        products = layer_products(setup, kind)
+        found += products.first.forward_s + products.second.forward_s + inside / memory
+        return found + 2 * exchange(setup).seconds + (MLP_KERNELS + ROUTING_KERNELS) * KERNEL_S
+    beside = _shared_inside_bytes(setup)
+    if "moe_act" in modules:
+        # Tokens stay in the order in which they are.
+        ordered = ORDERINGS * element_bytes(setup) * routed_tokens(setup) * setup.model.hidden_size
+        found += (inside - beside - ordered) / memory + KERNEL_S
+    if "shared_experts" in modules:
+        found += sum(product.forward_s for product in shared_products(setup)) + beside / memory + MLP_KERNELS * KERNEL_S
+    return found
 
 
 def _inside_bytes(setup: Setup, kind: LayerKind) -> float:
@@ -137,7 +182,14 @@ def _inside_bytes(setup: Setup, kind: LayerKind) -> float:
     if not kind.experts or experts is None:
         return element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
     routed = element * routed_tokens(setup) * ((1 + gates) * experts.ffn_hidden_size / setup.expert_tensor + ORDERINGS * model.hidden_size)
-    return routed + element * tokens * (1 + gates) * experts.shared_size / setup.tensor
+    return routed + _shared_inside_bytes(setup)
+
+
+def _shared_inside_bytes(setup: Setup) -> float:
+    """Of the experts that all tokens go to."""
+    gates, experts = 2 if setup.model.gated else 1, setup.model.experts
+    assert experts is not None
+    return element_bytes(setup) * num_tokens(setup) * (1 + gates) * experts.shared_size / setup.tensor
 
 
 def _cast_seconds(setup: Setup, kind: LayerKind, rates: Rates) -> tuple[float, float]:
@@ -169,7 +221,7 @@ def _accumulated(setup: Setup, kind: LayerKind) -> float:
     return 2 * parameter_bytes(setup)[1] * (found.matrices / setup.tensor + found.experts / (setup.routing.expert * setup.expert_tensor))
 
 
-def halves_seconds(setup: Setup, kind: LayerKind | None = None) -> tuple[float, float]:
+def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
     """One layer and micro-batch: the halves of its backward, for its input and for its weights. Attention's core has no weights.
 
     Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is scattered or summed,
@@ -177,12 +229,12 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None) -> tuple[float, 
     """
     rates = Rates.of(setup)
     kind = setup.model.kind(0) if kind is None else kind
-    _, backward = layer_seconds(setup, kind)
+    _, backward = layer_seconds(setup, kind, scope)
     if not setup.keeps_halves:
         return backward, 0.0
     weight = layer_products(setup, kind).total().weight_s + _accumulated(setup, kind) / rates.memory + WEIGHT_KERNELS * KERNEL_S
     gathers = 2 * gather_s(setup) if setup.sequence_shards > 1 else 0.0
-    waits = exposed(setup, kind)
+    waits = exposed(setup, kind, scope)
     return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
 
 
@@ -317,11 +369,17 @@ def _exchange(setup: Setup) -> Exchange:
     return Exchange.MEGATRON_TURNS if blocks else exchange.predicted
 
 
+def _each_seconds(setup: Setup) -> dict[tuple[LayerKind, LayerScope], tuple[float, float, float, float]]:
+    """Of every kind and scope of a layer: forward, backward, and the halves of this."""
+    each = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
+    return {one: (*layer_seconds(setup, *one), *halves_seconds(setup, *one)) for one in each}
+
+
 def predict_costs(setup: Setup) -> Costs:
     """Costs of all stages. Raises ValueError where kernels were measured in another precision."""
     if setup.cluster.kernels is not None:
         setup.cluster.kernels.check(setup.precision)
-    seconds = {kind: (*layer_seconds(setup, kind), *halves_seconds(setup, kind)) for kind, _ in setup.model.kinds()}
+    every, seconds = setup.stage_layers, _each_seconds(setup)
     output = output_seconds(setup)
     saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
     after_input = after_input_bytes(setup)
@@ -329,14 +387,16 @@ def predict_costs(setup: Setup) -> Costs:
     stages = []
     # Of hundreds of stages nearly all are alike.
     made: dict[tuple[object, ...], StageCost] = {}
-    for stage, kinds in enumerate(setup.stage_kinds):
+    for stage, layers in enumerate(every):
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
         moved = saved[stage] if setup.balance == "none" else setup.how.part_bytes.get(stage, saved[stage])
-        known = (kinds, first, last, reduction, update, saved[stage], moved, after_input[stage])
+        known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage])
         if known not in made:
-            forward, backward, input_half, weight_half = (sum(number * seconds[kind][one] for kind, number in kinds) for one in range(4))
+            forward, backward, input_half, weight_half = (
+                sum(number * seconds[kind, scope][one] for kind, scope, number in layers) for one in range(4)
+            )
             made[known] = StageCost(
                 forward_s=forward,
                 backward_s=backward,

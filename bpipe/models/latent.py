@@ -23,3 +23,14 @@ def latent_saved(setup: Setup) -> tuple[Saved, ...]:
         return (Saved("inputs of the norms of what is projected down, and of the matrices behind", each, 2),)
     behind = kept_bytes(setup, num_tokens(setup) * ranks, setup.sequence_shards)
     return (Saved("inputs of the norms of what is projected down", each), Saved("inputs of the matrices behind them, in FP8", behind))
+
+
+def projected_down(setup: Setup) -> tuple[Saved, ...]:
+    """What the projections up begin with, where they are computed again with the norms before them. The rotating part of the keys is read
+    from the same storage, and where that is divided gathered whole."""
+    latent = setup.model.latent
+    assert latent is not None
+    tokens = element_bytes(setup) * num_tokens(setup)
+    rows = (Saved("what is projected down", shared(tokens * latent.down_size, setup.sequence_shards)),)
+    gathered = Saved("rotating part of the keys", tokens * latent.qk_pos_emb_head_dim)
+    return (*rows, gathered) if setup.sequence_shards > 1 else rows

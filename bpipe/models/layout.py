@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 from bpipe.generate.families import FAMILIES, default
@@ -20,10 +19,10 @@ from bpipe.models.fp8 import Fp8
 from bpipe.models.model import Model
 from bpipe.models.parts import LayerKind, Routing
 from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, places
+from bpipe.models.recompute import Recompute, StageLayers, read_recompute, stage_layers
 from bpipe.models.switches import Switches
 from bpipe.program import BALANCES, BalanceConfig, ScheduleConfig
 
-RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
@@ -41,7 +40,6 @@ EVENLY = BalanceConfig()
 
 _CHOICES = {
     "balance": BALANCES,
-    "recompute": RECOMPUTE,
     "attention": ATTENTION,
     "precision": PRECISIONS,
     "kernels": KERNELS,
@@ -60,7 +58,7 @@ class Setup:
     schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
     `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
     it. Of several stages the first may have the embedding and no layer, the last the output layer and none.
-    `routing`: how tokens come to experts, where the model has them; loads of experts are taken to be even.
+    `recompute` is a text of `bpipe.models.recompute`. `routing`: how tokens come to experts, whose loads are taken to be even.
     `fp8`: products of the layers' matrices are of 8-bit values.
     `context` devices have a part of every sequence each; `cp_comm_type` says how attention reaches the others' parts.
     `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may hold, by default all that it has.
@@ -99,17 +97,16 @@ class Setup:
     fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_model()
-        self._check_division()
-        self._check_context()
-        self._check_fp8()
-        self._check_routing()
+        context, low = self._check_context, self._check_fp8
+        for check in (self._check_choices, self._check_model, self._check_division, context, low, self._check_routing):
+            check()
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
+        # Of one recomputation there is one text, so that setups that are alike are equal.
+        object.__setattr__(self, "recompute", self.recomputed.checked(self.model, self.kernels, self.fp8 is not None).text)
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks", "context"):
@@ -122,7 +119,6 @@ class Setup:
             raise ValueError("--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two out")
         if self.switches.grad_reduce_in_bf16 and self.precision != "bf16":
             raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {self.precision}: leave it out")
-
         if self.switches.tp_comm_overlap and self.tensor > 1 and not self.sequence_parallel:
             raise ValueError("--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the two out")
 
@@ -297,11 +293,17 @@ class Setup:
     @property
     def stage_kinds(self) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
         """For every stage how many layers of each kind it has."""
-        if self.model.is_uniform:
-            kind = self.model.kind(0)
-            return tuple(((kind, number),) for number in self.layers)
-        firsts = accumulate(self.layers, initial=0)
-        return tuple(self.model.kinds(first, number) for first, number in zip(firsts, self.layers, strict=False))
+        return self.model.stage_kinds(self.layers)
+
+    @property
+    def recomputed(self) -> Recompute:
+        """What `recompute` says."""
+        return read_recompute(self.recompute)
+
+    @property
+    def stage_layers(self) -> tuple[StageLayers, ...]:
+        """For every stage how many layers of each kind it has, by what of them is recomputed."""
+        return stage_layers(self.model, self.recomputed, self.layers)
 
     @property
     def differs(self) -> bool:

@@ -23,10 +23,9 @@ from bpipe.models.saved import (
     STATISTICS,
     STATISTICS_BYTES,
     after_input_bytes,
-    core_bytes,
-    layer_bytes,
-    layer_saved,
+    again_bytes,
     moved_bytes,
+    saved_within,
     shard_bytes,
     stage_bytes,
 )
@@ -200,9 +199,7 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
     layer += max(_inside_bytes(setup, kind) for kind, _ in model.kinds())
     if setup.attention == "unfused":
         layer += shared(2 * element * tokens * model.num_attention_heads * setup.sequence, setup.tensor)
-    # What recomputation makes anew for one layer at a time.
-    layer += layer_bytes(setup, "none") - layer_bytes(setup) if setup.recompute == "full" else 0
-    layer += core_bytes(setup) if setup.recompute == "selective" else 0
+    layer += again_bytes(setup)
     layer = max(layer, exchange_bytes(setup))
     loss = shared(LOSS_WORKING_BYTES * tokens * setup.vocabulary, setup.tensor)
     buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
@@ -387,14 +384,14 @@ def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
 def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
     """By stage, what of a micro-batch may leave in place of all that can: some of its layers, in as many steps as there are layers, or in
     `_MOST_PARTS`. Ascending; the last is all."""
-    of_kind = {
-        kind: total(tuple(row for row in layer_saved(setup, None, kind) if row.nbytes >= minimum_bytes)) for kind, _ in setup.model.kinds()
-    }
     found = []
     for stage, layers in enumerate(setup.layers):
-        layer = max((of_kind[kind] for kind, _ in setup.stage_kinds[stage]), default=0)
+        rows = (saved_within(setup, kind, scope) for kind, scope, _ in setup.stage_layers[stage])
+        layer = max((total(tuple(row for row in of_layer if row.nbytes >= minimum_bytes)) for of_layer in rows), default=0)
         whole, steps = moved_bytes(setup, stage, minimum_bytes), min(layers, _MOST_PARTS)
-        found.append((*(min(whole, layer * (layers * step // steps)) for step in range(1, steps) if layer), whole))
+        some = (min(whole, layer * (layers * step // steps)) for step in range(1, steps) if layer)
+        # Where layers differ so many of the largest may be more than all.
+        found.append(tuple(dict.fromkeys((*some, whole))))
     return tuple(found)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from bpipe.models.parts import EVERY, Experts, Latent, LayerKind, shortest
 
@@ -100,6 +102,14 @@ class Model:
         if cp_comm_type != "p2p" and self.latent is not None:
             return f"{self.name} has latent attention, which context-parallel ranks compute in a ring alone: give --cp-comm-type p2p"
         return None
+
+    def stage_kinds(self, layers: Sequence[int]) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
+        """The same of stages with so many layers each."""
+        if self.is_uniform:
+            kind = self.kind(0)
+            return tuple(((kind, number),) for number in layers)
+        firsts = accumulate(layers, initial=0)
+        return tuple(self.kinds(first, number) for first, number in zip(firsts, layers, strict=False))
 
     @property
     def query_size(self) -> int:

@@ -103,13 +103,18 @@ def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
 
 def _latent(setup: Setup, latent: Latent) -> Products:
     """Down, whole on every tensor-parallel rank for its part of the sequence, and up."""
+    down = _of_layer(setup, setup.model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards)
+    return _added(down, *latent_up_products(setup, latent))
+
+
+def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products]:
+    """To queries, and to keys and values."""
     model, t = setup.model, setup.tensor
     keys_and_values = model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
-    ups = (
+    return (
         _of_layer(setup, latent.q_lora_rank or model.hidden_size, model.query_size / t),
         _of_layer(setup, latent.kv_lora_rank, keys_and_values / t),
     )
-    return _added(_of_layer(setup, model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards), *ups)
 
 
 def _experts(setup: Setup) -> tuple[Products, Products]:
@@ -123,9 +128,16 @@ def _experts(setup: Setup) -> tuple[Products, Products]:
     second = _of_layer(setup, size, model.hidden_size, tokens, number)
     if not experts.shared_size:
         return first, second
-    shared_size = experts.shared_size / setup.tensor
-    beside = _of_layer(setup, model.hidden_size, gates * shared_size), _of_layer(setup, shared_size, model.hidden_size)
+    beside = shared_products(setup)
     return _added(first, beside[0]), _added(second, beside[1])
+
+
+def shared_products(setup: Setup) -> tuple[Products, Products]:
+    """Of the experts that all tokens go to, which there are."""
+    model, experts = setup.model, setup.model.experts
+    assert experts is not None
+    size = experts.shared_size / setup.tensor
+    return _of_layer(setup, model.hidden_size, (2 if model.gated else 1) * size), _of_layer(setup, size, model.hidden_size)
 
 
 def _of_layer(setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1) -> Products:

@@ -35,10 +35,14 @@ def routed_tokens(setup: Setup) -> int:
     return sent * setup.expert_tensor
 
 
-def experts_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Of one layer's router, experts and shared experts, behind the norm, whose output is not among it."""
+def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
+    """Of one layer's router, experts and shared experts, behind the norm, whose output is not among it; less where of Megatron's
+    `moe`, `moe_act` and `shared_experts` some are recomputed."""
     experts = setup.model.experts
     assert experts is not None
+    if "moe" in recomputed:
+        return ()
+    beside = () if "shared_experts" in recomputed else _shared_experts(setup, experts)
     tokens, gates = element_bytes(setup) * routed_tokens(setup), 2 if setup.model.gated else 1
     inner = shared(tokens * experts.ffn_hidden_size, setup.expert_tensor)
     rows = (
@@ -48,9 +52,10 @@ def experts_saved(setup: Setup) -> tuple[Saved, ...]:
     )
     if setup.kernels == "gpu":
         second = kept_bytes(setup, routed_tokens(setup) * experts.ffn_hidden_size, setup.expert_tensor)
-        return (*rows, Saved("inputs of experts' second matrices", second), *_shared_experts(setup, experts))
+        rows += () if "moe_act" in recomputed else (Saved("inputs of experts' second matrices", second),)
+        return (*rows, *beside)
     inside = "SiLU, other half, product, weighed product of experts" if setup.model.gated else "GELU of experts, weighed"
-    return (*rows, Saved(inside, inner, 4 if setup.model.gated else 2), *_shared_experts(setup, experts))
+    return (*rows, Saved(inside, inner, 4 if setup.model.gated else 2), *beside)
 
 
 def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:

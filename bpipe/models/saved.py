@@ -11,9 +11,10 @@ every storage beside Megatron's own layers). Knows no schedule and no weights.
 from __future__ import annotations
 
 from bpipe.ir.layout import Vocabulary
-from bpipe.models.latent import latent_saved
+from bpipe.models.latent import latent_saved, projected_down
 from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
+from bpipe.models.recompute import KEPT, LayerScope, read_recompute
 from bpipe.models.routed import experts_after_input, experts_saved
 from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shared, total
 
@@ -39,21 +40,30 @@ TOKEN_COUNT_BYTES, MICROBATCH_COUNT_BYTES = 4, 8
 
 def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | None = None) -> tuple[Saved, ...]:
     """What one layer saves for one micro-batch, under the setup's recomputation or another one; the first, or another kind of them."""
-    recompute = setup.recompute if recompute is None else recompute
-    kind = setup.model.kind(0) if kind is None else kind
-    if recompute == "full":
-        return (Saved("layer input", sent_bytes(setup)),)
-    core = _core(setup) if recompute == "none" else ()
+    recomputed = setup.recomputed if recompute is None else read_recompute(recompute)
+    return saved_within(setup, setup.model.kind(0) if kind is None else kind, recomputed.scope(0))
+
+
+def saved_within(setup: Setup, kind: LayerKind, scope: LayerScope) -> tuple[Saved, ...]:
+    """The same of a layer of which so much is recomputed."""
+    if scope.whole:
+        return (Saved("layer input", sent_bytes(setup)),) if scope.keeps_input else ()
+    core = () if "core_attn" in scope.modules else _core(setup)
     if setup.kernels == "gpu":
-        return (*_gpu_layer(setup, kind), *core)
-    mlp = experts_saved(setup) if kind.experts else _mlp(setup)
-    return (*_norm(setup, 2), *_attention(setup, recompute), *core, *_dropout(setup, 2), *mlp)
+        return (*_gpu_layer(setup, kind, scope.modules), *core)
+    if kind.experts:
+        mlp = experts_saved(setup, scope.modules)
+    else:
+        mlp = () if "mlp" in scope.modules else _mlp(setup)
+    # Of a norm that is recomputed the input remains: its output is let go once what reads it is computed.
+    norms = (Saved("norm input", sent_bytes(setup), 2),) if "layernorm" in scope.modules else _norm(setup, 2)
+    return (*norms, *_attention(setup, "core_attn" in scope.modules), *core, *_dropout(setup, 2), *mlp)
 
 
 def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
     """What a forward of one micro-batch saves on a stage."""
-    kinds = setup.stage_kinds[stage]
-    rows = [Saved(name, nbytes, num * number) for kind, number in kinds for name, nbytes, num in layer_saved(setup, None, kind)]
+    layers = setup.stage_layers[stage]
+    rows = [Saved(name, nbytes, num * number) for kind, scope, number in layers for name, nbytes, num in saved_within(setup, kind, scope)]
     if stage == 0:
         rows += _embedding(setup)
     if stage == setup.num_stages - 1:
@@ -121,8 +131,9 @@ def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
 
 def stage_bytes(setup: Setup) -> tuple[int, ...]:
     """For every stage."""
-    of_kind = {kind: total(layer_saved(setup, None, kind)) for kind, _ in setup.model.kinds()}
-    saved = [sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds]
+    stages = setup.stage_layers
+    each = {one: total(saved_within(setup, *one)) for one in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)}
+    saved = [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in stages]
     saved[0] += total(_embedding(setup))
     saved[-1] += total(_last(setup))
     return tuple(saved)
@@ -146,45 +157,98 @@ def after_input_bytes(setup: Setup) -> tuple[int, ...]:
 
 def kept_share(setup: Setup) -> float:
     """What layers hold between the halves of their backward, as a share of what their forwards saved."""
-    kinds = setup.model.kinds()
-    kept = sum(number * total(layer_after_input(setup, kind)) for kind, number in kinds)
-    return kept / sum(number * total(layer_saved(setup, None, kind)) for kind, number in kinds)
+    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    kept = sum(number * total(layer_after_input(setup, kind)) for kind, _, number in layers)
+    return kept / sum(number * total(saved_within(setup, kind, scope)) for kind, scope, number in layers)
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
-    """What a transfer of one micro-batch moves when storages below `minimum_bytes` stay."""
-    return total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
+    """What a transfer of one micro-batch moves when storages below `minimum_bytes` stay, and what the pipeline's loop holds, too."""
+    received = sent_bytes(setup) if stage and setup.layers[stage] and _shares_input(setup) else 0
+    moved = total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
+    return moved - (received if received >= minimum_bytes else 0)
+
+
+def _shares_input(setup: Setup) -> bool:
+    """Whether what a stage receives is saved as another tensor of the same storage, as Megatron does to recompute a norm: it stays."""
+    alone = setup.kernels == "cpu" or setup.model.latent is not None
+    return alone and "layernorm" in setup.recomputed.modules
 
 
 def saves_input(setup: Setup) -> bool:
-    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy instead."""
+    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy instead, a norm that is recomputed
+    another tensor of the same storage."""
     copied = setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32"
-    return setup.recompute == "full" or not copied
+    scope = setup.recomputed.scope(0)
+    return scope.whole or not (copied or _shares_input(setup))
 
 
-def _gpu_layer(setup: Setup, kind: LayerKind) -> tuple[Saved, ...]:
+def again_bytes(setup: Setup) -> int:
+    """What recomputation makes anew at once at its most: of layers that are recomputed together all but their input, or of a layer the
+    parts around attention, then those around the MLP."""
+    together = setup.recomputed.together
+    if together:
+        number = min(together, max(setup.layers))
+        return number * layer_bytes(setup, "none") - layer_bytes(setup, "full")
+    modules = setup.recomputed.scope(0).modules
+    core = core_bytes(setup) if "core_attn" in modules else 0
+    kinds = [kind for kind, _ in setup.model.kinds()]
+    return max(
+        core + max(_freed(setup, kind, modules & {"mla_up_proj"}) for kind in kinds),
+        *(_freed(setup, kind, modules & _BEHIND_ATTENTION) for kind in kinds),
+    )
+
+
+# Parts of a layer that are recomputed before the backward of its attention; of norms one is.
+_BEHIND_ATTENTION = frozenset(("mlp", "layernorm", "moe_act", "moe", "shared_experts"))
+
+
+def _freed(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> int:
+    """What a layer saves less where these parts are recomputed."""
+    return total(saved_within(setup, kind, KEPT)) - total(saved_within(setup, kind, LayerScope(modules))) if modules else 0
+
+
+def norms_alone(setup: Setup, kind: LayerKind) -> int:
+    """Of a layer's norms those that Transformer Engine's layers have as modules of their own, before experts and latent attention: others
+    are one with the matrix behind them, and then the norm alone is not recomputed."""
+    return int(kind.experts) + (setup.model.latent is not None)
+
+
+def _gpu_layer(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> tuple[Saved, ...]:
     model, hidden = setup.model, sent_bytes(setup)
-    per_width, normed = element_bytes(setup) * num_tokens(setup), model.query_size + model.key_value_size // 2
+    recomputes_mlp = "mlp" in modules and not kind.experts
+    norms = 4 - recomputes_mlp - norms_alone(setup, kind) * ("layernorm" in modules)
+    per_width = element_bytes(setup) * num_tokens(setup)
     mlp = (
         Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
         Saved("input of the second MLP matrix", kept_bytes(setup, num_tokens(setup) * model.ffn_hidden_size, setup.tensor)),
     )
     return (
-        *_around_norms(setup, hidden),
+        *_around_norms(setup, hidden, norms),
         *((Saved("inputs of the norms behind attention and MLP", hidden, 2),) * model.post_norms),
         *_dropout(setup, 2),
-        Saved("Q, K, V", shared(per_width * (model.query_size + model.key_value_size), setup.tensor)),
-        *((Saved("Q and K before their norms", shared(per_width * normed, setup.tensor)),) * model.qk_norm),
-        *latent_saved(setup),
+        *_query_key_value(setup, "mla_up_proj" in modules),
         Saved("input of the output projection", shared(per_width * model.value_size, setup.tensor)),
-        *(experts_saved(setup) if kind.experts else mlp),
+        *(experts_saved(setup, modules) if kind.experts else () if recomputes_mlp else mlp),
     )
 
 
-def _around_norms(setup: Setup, hidden: int) -> tuple[Saved, ...]:
+def _query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
+    model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
+    if recomputed:
+        return projected_down(setup)
+    normed = model.query_size + model.key_value_size // 2
+    return (
+        Saved("Q, K, V", shared(per_width * (model.query_size + model.key_value_size), setup.tensor)),
+        *((Saved("Q and K before their norms", shared(per_width * normed, setup.tensor)),) * model.qk_norm),
+        *latent_saved(setup),
+    )
+
+
+def _around_norms(setup: Setup, hidden: int, number: int) -> tuple[Saved, ...]:
     """In FP8 a matrix keeps a copy of its own, and so does the output projection of what attention gave and keeps."""
     if setup.fp8 is None:
-        return (Saved("inputs of norms and of the matrices behind them", hidden, 4),)
+        return (Saved("inputs of norms and of the matrices behind them", hidden, number),)
     model, tokens = setup.model, num_tokens(setup)
     behind = kept_bytes(setup, tokens * model.hidden_size, setup.sequence_shards)
     return (
@@ -230,7 +294,7 @@ def _norm(setup: Setup, num: int) -> tuple[Saved, ...]:
     return (Saved("norm input", sent_bytes(setup), num), statistics, behind)
 
 
-def _attention(setup: Setup, recompute: str) -> tuple[Saved, ...]:
+def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     """What is saved around the core: Q, K and V, as one storage where nothing changes them, and what the projection reads."""
     model, t = setup.model, setup.tensor
     per_width = element_bytes(setup) * num_tokens(setup)
@@ -243,7 +307,7 @@ def _attention(setup: Setup, recompute: str) -> tuple[Saved, ...]:
     if rotary:
         # Sine and cosine, anew for Q and for K of every layer, over the whole sequence on every rank.
         rows.append(Saved("rotary tables", element_bytes(setup) * setup.sequence * model.kv_channels, 4))
-    if grouped and recompute == "none":
+    if grouped and not recomputed:
         # K and V are repeated for every head of their group; the core lines up the queries of several sequences.
         return (*rows, query if own_query or setup.micro_batch > 1 else joint, Saved("repeated K and V", query.nbytes, 2))
     if own_query:
@@ -251,7 +315,7 @@ def _attention(setup: Setup, recompute: str) -> tuple[Saved, ...]:
     if rotary:
         rows.append(Saved("rotated keys", shared(per_width * model.key_value_size // 2, t)))
     rows.append(joint)
-    if recompute == "selective":
+    if recomputed:
         rows.append(Saved("kind of mask", MASK_KIND_BYTES))
     return tuple(rows)
 

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
-from bpipe.models.products import layer_products
+from bpipe.models.products import Layer, layer_products
 from bpipe.models.rates import LINK_LATENCY_S, Rates
+from bpipe.models.recompute import LayerScope
 from bpipe.models.sizes import element_bytes, num_tokens
 
 
@@ -50,11 +51,15 @@ def gathered_bytes(setup: Setup) -> int:
     return element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
 
 
-def exposed(setup: Setup, kind: LayerKind | None = None) -> Exposed:
-    """What is waited for. Experts without shared ones gather nothing over tensor-parallel ranks but what `expert_parallel` counts."""
+def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> Exposed:
+    """What is waited for, of the first layer or another kind and scope.
+
+    Experts without shared ones gather nothing over tensor-parallel ranks but what `expert_parallel` counts.
+    """
     if setup.tensor == 1:
         return Exposed(0.0, 0.0, 0.0)
     kind = setup.model.kind(0) if kind is None else kind
+    scope = setup.recomputed.scope(0) if scope is None else scope
     one, gather, layer = gather_s(setup), gather_s(setup, low=True), layer_products(setup, kind)
     behind_norms, returning = [layer.query_key_value, layer.first], [layer.projection, layer.second]
     if kind.experts and setup.model.experts and not setup.model.experts.shared_size:
@@ -73,8 +78,23 @@ def exposed(setup: Setup, kind: LayerKind | None = None) -> Exposed:
         beside = [pair for product in behind_norms for pair in ((one, product.weight_s), (gather, product.input_s))]
         backward = gathered + sum(max(0.0, seconds - product_s) for seconds, product_s in beside)
         half = gathered + len(behind_norms) * one
-    again = forward if setup.recompute == "full" else 0.0
+    again = _again_s(setup, kind, scope, one, gather, layer, forward)
     return Exposed(forward, backward + again, half + again)
+
+
+def _again_s(setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gather: float, layer: Layer, forward: float) -> float:
+    """Of the forwards of parts that are computed again in the backward: what is gathered before a product and scattered behind it."""
+    if scope.whole:
+        return forward
+    shares = kind.experts and setup.model.experts is not None and setup.model.experts.shared_size
+    mlp = scope.modules & {"moe", "shared_experts"} if kind.experts else scope.modules & {"mlp"}
+    products = [layer.first, layer.second] if mlp and (shares or not kind.experts) else []
+    if not setup.sequence_parallel:
+        # One sum behind the second product, which takes as long as a gather and a scatter.
+        return one * len(products)
+    pairs = list(zip((gather, one), (product.forward_s for product in products), strict=False))
+    pairs += [(gather, layer.query_key_value.forward_s)] if "mla_up_proj" in scope.modules else []
+    return _passing(setup, pairs)
 
 
 def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:

@@ -20,13 +20,14 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import GIB
-from bpipe.models.layout import RECOMPUTE, Setup, split_layers
+from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, parts_of, sizes_of
 from bpipe.models.profile import Profile
 from bpipe.passes.balance import choose_partners, occupied, pairs_of
 from bpipe.passes.pool import fewest_sent, smallest_level
 from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, smallest
 from bpipe.passes.tiers import arranged
+from bpipe.plan.fewest_layers import more_recomputed
 from bpipe.plan.fit import Fit, gib, lines
 from bpipe.plan.predict import costs_of
 from bpipe.plan.windows import in_time, waits_less
@@ -342,7 +343,7 @@ def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> 
         yield Remedy("its node's memory behind other devices, --bpipe-hosts all", smallest_bytes(tiers), _beside(tiers))
     tried: list[tuple[str, Callable[[], Setup]]] = [
         (f"recompute {scope}", lambda scope=scope: replace(setup, recompute=scope))  # type: ignore[misc]
-        for scope in RECOMPUTE[RECOMPUTE.index(setup.recompute) + 1 :]
+        for scope in more_recomputed(setup, partial(_keeps, devices, minimum_bytes))
     ]
     if setup.micro_batch > 1:
         half = setup.micro_batch // 2
@@ -381,6 +382,12 @@ def _way(what: str, change: Callable[[], Setup], minimum_bytes: int) -> Remedy |
         return Remedy(what, smallest_bytes(predicted(changed, [1], minimum_bytes)))
     except ValueError:
         return None
+
+
+def _keeps(devices: Devices, minimum_bytes: int, changed: Setup) -> bool:
+    """Whether what was changed keeps the smallest budget there is."""
+    found = _way("", lambda: changed, minimum_bytes)
+    return found is not None and found.need_bytes <= min(devices.budget_bytes)
 
 
 def _chunked(setup: Setup, name: str, chunks: int) -> tuple[str, Callable[[], Setup]]:

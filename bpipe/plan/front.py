@@ -17,6 +17,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibrated, describe
+from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
@@ -62,7 +63,9 @@ class Front:
 
 
 def find_front(space: Space, progress: Progress = lambda what, done, total: None) -> Front:
-    """Of all configurations up to `MOST_TIMES` the device's memory."""
+    """Of all configurations up to `MOST_TIMES` the device's memory. Raises ValueError where layers to recompute are to be chosen."""
+    if BLOCK in space.recompute:
+        raise ValueError(f"{BLOCK} chooses a number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4")
     limit = space.cluster.device.memory_bytes
     most = int(MOST_TIMES * limit)
     candidates = by_bound(space)

@@ -31,6 +31,7 @@ from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_asked
 from bpipe.plan.expert_flags import READ_OF_EXPERTS, parts_of_flags
 from bpipe.plan.layer_split import Split, read_split
+from bpipe.plan.recompute_flags import scope_of_flags
 from bpipe.values import LARGEST
 
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
@@ -85,7 +86,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these.
 _NEUTRAL = ("0", "1", "None", "none")
 REFUSED = {
-    "--moe-layer-recompute": "recomputation of experts alone",
+    "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
     "--moe-latent-size": "experts of a smaller hidden size",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD),
@@ -191,7 +192,7 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     vocabulary = next((VOCABULARIES.get(value) for flag, value in others if flag == "--tokenizer-type"), None)
     if vocabulary is not None:
         options.setdefault("vocabulary", vocabulary)
-    scope, unmodelled = _scope(found)
+    scope, unmodelled = scope_of_flags(found, notes)
     left = sorted({flag for flag, _ in others if flag not in REFUSED and not _is_without_influence(flag)})
     return Reading({**options, "recompute": scope}, unmodelled, tuple(left), tuple(notes), _devices(launcher))
 
@@ -429,21 +430,3 @@ def _attention(found: argparse.Namespace, notes: list[str]) -> str:
     if backend in ("auto", "fused"):
         notes.append(f"--attention-backend {backend} is predicted as flash")
     return "unfused" if backend == "local" else "flash"
-
-
-def _scope(found: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    """What is recomputed, and what of it is not modelled. Raises ValueError where flags contradict each other."""
-    granularity, modules = found.recompute_granularity, found.recompute_modules or ["core_attn"]
-    if found.recompute_activations:
-        if granularity == "full":
-            raise ValueError("--recompute-activations and --recompute-granularity full exclude each other: give one of them")
-        granularity = "selective"
-    if granularity == "selective" and set(modules) != {"core_attn"}:
-        return "selective", {"recompute": f"--recompute-modules {' '.join(modules)}"}
-    if granularity != "full":
-        return granularity or "none", {}
-    if found.recompute_method is None:
-        raise ValueError("--recompute-granularity full needs --recompute-method")
-    if found.recompute_method == "uniform" and found.recompute_num_layers in (None, 1):
-        return "full", {}
-    return "full", {"recompute": f"--recompute-method {found.recompute_method} --recompute-num-layers {found.recompute_num_layers}"}

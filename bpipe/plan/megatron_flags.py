@@ -12,6 +12,7 @@ from bpipe.models.switches import flag_of
 from bpipe.plan.expert_flags import flags_of_parts
 from bpipe.plan.fit import gib
 from bpipe.plan.layer_split import split_flags
+from bpipe.plan.recompute_flags import recompute_flags
 from bpipe.program import BALANCES
 
 
@@ -87,11 +88,7 @@ def is_unproven(setup: Setup) -> bool:
 
 
 def _memory(setup: Setup) -> list[str]:
-    flags = []
-    if setup.recompute == "selective":
-        flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
-    elif setup.recompute == "full":
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    flags = recompute_flags(setup.recomputed)
     flags += ["--attention-backend", "flash" if setup.attention == "flash" else "unfused"]
     if setup.precision != "fp32":
         flags.append(f"--{setup.precision}")

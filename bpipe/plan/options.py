@@ -20,8 +20,10 @@ from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import CP_COMM_TYPES, KEPT_HALVES, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
+from bpipe.models.recompute import read_recompute
 from bpipe.models.switches import SWITCHES, Switches, flag_of
 from bpipe.plan.budget import MemoryBudget, read_asked
+from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.program import BALANCES, BalanceConfig
 
@@ -71,6 +73,19 @@ def memory(text: str) -> MemoryBudget:
         return read_asked(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def recomputation(text: str) -> str:
+    """A text of `bpipe.models.recompute`, as short as it can be: a type for argparse."""
+    try:
+        return read_recompute(text).text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def scope(text: str) -> str:
+    """The same of a search, where the number of layers may be open: a type for argparse."""
+    return text if text == BLOCK else recomputation(text)
 
 
 def model_of(options: argparse.Namespace) -> Model:

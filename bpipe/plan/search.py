@@ -19,6 +19,7 @@ from typing import NamedTuple
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, moves_anything, peak_bytes, state_bytes
 from bpipe.models.profile import Profile
+from bpipe.plan.fewest_layers import BLOCK, OPEN, fewest_layers, with_block
 from bpipe.plan.predict import SetupPrediction, costs_of, predict, steady_timing
 from bpipe.plan.space import Space, enumerate_setups
 
@@ -155,17 +156,24 @@ def search(
     candidates: list[_Candidate] = []
     for number, setup in enumerate(setups):
         progress("memory", number, len(setups))
-        if _is_made_slowly(setup):
-            candidates.append(_Candidate(lower_bound_s(setup, space.profile), number, setup, judged=False))
-        elif judge.fits(setup):
-            candidates.append(_Candidate(lower_bound_s(setup, space.profile), number, setup, judged=True, needs_bytes=judge.needs_bytes))
+        # Of an open number of layers the least take no longer than any others.
+        chosen = setup if _is_made_slowly(setup) else judge.fitting(setup)
+        if chosen is not None:
+            judged = not _is_made_slowly(setup)
+            needs = judge.needs_bytes if judged else None
+            candidates.append(_Candidate(lower_bound_s(chosen, space.profile), number, chosen, judged, needs))
     progress("memory", len(setups), len(setups))
-    candidates.sort(key=lambda one: (one.bound_s, one.number))
-    fastest = _Fastest(space, num_rows, sending)
-    for done, candidate in enumerate(candidates):
-        progress("time", done, len(candidates))
-        fastest.take(candidate, judge)
-    progress("time", len(candidates), len(candidates))
+    # No two have one number.
+    heapq.heapify(candidates)
+    fastest, total = _Fastest(space, num_rows, sending), len(candidates)
+    while candidates:
+        progress("time", total - len(candidates), total)
+        candidate = heapq.heappop(candidates)
+        if candidate.judged:
+            fastest.take(candidate, judge.families[candidate.setup.schedule])
+        elif (asked := fastest.ask(candidate, judge)) is not None:
+            heapq.heappush(candidates, asked)
+    progress("time", total, total)
     return Outcome(
         space=space,
         num_configurations=len(setups),
@@ -187,6 +195,7 @@ class _Judge:
 
     def __init__(self, space: Space, cuts: Counter[str]) -> None:
         self._limit, self.cuts = space.cluster.device.memory_bytes, cuts
+        self._recompute = space.recompute
         self._plain_bytes = lru_cache(maxsize=None)(lambda setup: _peak_or_least_bytes(setup, self._limit))
         self.families = {name: Standing(name) for name in dict.fromkeys(space.schedules)}
         self.needs_bytes: int | None = None
@@ -206,6 +215,24 @@ class _Judge:
             if found is None or needs < found.needs_bytes:
                 found = one._replace(needs_bytes=needs)
         return found
+
+    def fitting(self, setup: Setup) -> Setup | None:
+        """The setup if it fits; where the number of layers that it recomputes is open, with as few as that takes. None: it does not."""
+        if BLOCK not in self._recompute or setup.recompute != OPEN:
+            return setup if self.fits(setup) else None
+        most, self.needs_bytes = max(setup.layers), None
+        if "none" in self._recompute and self._is_enough(replace(setup, recompute="none")):
+            self.cuts["layers"] += 1
+            return None
+        number = fewest_layers(most, lambda count: self._is_enough(with_block(setup, count)))
+        if number == most and "full" in self._recompute:
+            self.cuts["layers"] += 1
+            return None
+        chosen = with_block(setup, number or most)
+        return chosen if self.fits(chosen) else None
+
+    def _is_enough(self, setup: Setup) -> bool:
+        return self._plain_bytes(setup) <= self._limit
 
     def fits(self, setup: Setup) -> bool:
         family = self.families[setup.schedule]
@@ -255,18 +282,23 @@ class _Fastest:
     def rows(self, kind: str) -> tuple[Found, ...]:
         return tuple(found for *_, found in sorted(self._kept[kind], key=lambda one: (-one[0], -one[1])))
 
-    def take(self, candidate: _Candidate, judge: _Judge) -> None:
-        bound, number, setup, judged, needs = candidate
+    def ask(self, candidate: _Candidate, judge: _Judge) -> _Candidate | None:
+        """Of one that nobody asked for its memory, what is to be taken when its turn comes: what fits may be slower than its bound."""
+        bound, number, setup, *_ = candidate
         family = judge.families[setup.schedule]
-        if not judged:
-            if self._too_late(("all",), bound):
-                judge.cuts["slower"] += 1
-                family.num_slower += 1
-                family.left(bound)
-                return
-            if not judge.fits(setup):
-                return
-            needs = judge.needs_bytes
+        if self._too_late(("all",), bound):
+            judge.cuts["slower"] += 1
+            family.num_slower += 1
+            family.left(bound)
+            return None
+        chosen = judge.fitting(setup)
+        if chosen is None:
+            return None
+        bound = bound if chosen == setup else lower_bound_s(chosen, self._space.profile)
+        return _Candidate(bound, number, chosen, judged=True, needs_bytes=judge.needs_bytes)
+
+    def take(self, candidate: _Candidate, family: Standing) -> None:
+        bound, number, setup, _, needs = candidate
         mine = ("all", "plain" if needs is None else "balanced")
         if self._too_late(mine, bound):
             family.left(bound)

@@ -17,26 +17,35 @@ from bpipe.ir.hosts import PAIR
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
-from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, RECOMPUTE, Setup, setup_from_values, split_layers
+from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
+from bpipe.models.recompute import RECOMPUTE, read_recompute
 from bpipe.models.switches import Switches
+from bpipe.plan.fewest_layers import BLOCK, OPEN
 from bpipe.program import BALANCES, BalanceConfig
+
+SEARCHED_SCOPES = RECOMPUTE
+
+
+def read_scope(text: str) -> str:
+    """`BLOCK`, or a text of `bpipe.models.recompute` as short as it can be. Raises ValueError for anything else."""
+    return text if text == BLOCK else read_recompute(text).text
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
     """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `uneven` admits stages of unequal layers where
-    the layers do not divide. `routing` says how tokens come to experts; without `expert` every number of devices is tried
-    that can share them. `contexts`: over how many devices a sequence may be spread."""
+    the layers do not divide. `recompute`: texts of `bpipe.models.recompute`, and `BLOCK`. `routing` says how tokens come to experts;
+    without `expert` every number of devices is tried that can share them. `contexts`: over how many devices a sequence may be spread."""
 
     model: Model
     cluster: Cluster
     global_batch: int
     sequence: int
     attention: str = "flash"
-    recompute: tuple[str, ...] = RECOMPUTE
+    recompute: tuple[str, ...] = SEARCHED_SCOPES
     schedules: tuple[str, ...] = DEFAULTS
     balances: tuple[str, ...] = BALANCES
     max_micro_batch: int = 64
@@ -56,10 +65,10 @@ class Space:
     fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
-        for name, values, choices in (("recompute", self.recompute, RECOMPUTE), ("balance", self.balances, BALANCES)):
-            for value in values:
-                if value not in choices:
-                    raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
+        for value in self.balances:
+            if value not in BALANCES:
+                raise ValueError(f"unknown balance {value!r}: choose from {', '.join(BALANCES)}")
+        object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(read_scope, self.recompute))))
         if self.attention not in ATTENTION:
             raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
         sizes = {"--global-batch": self.global_batch, "--max-micro-batch": self.max_micro_batch, "--max-chunks": self.max_chunks}
@@ -85,6 +94,7 @@ CUTS = {
     "experts": "micro-batch sizes: experts in two pipes are not modelled",
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
+    "layers": "choices of how many layers to recompute: it fits with none, or takes all of a stage",
     "memory": "configurations: more memory than a device has",
     "unneeded": "balanced configurations: they fit without balancing too",
     "slower": "configurations with split backwards or two pipes: slower than every row, by a bound, so nobody asked whether they fit",
@@ -98,7 +108,10 @@ def divisors(number: int) -> list[int]:
 
 
 def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
-    """Every configuration under the papers' constraints, each unbalanced first and then balanced. `cuts` counts what was not possible."""
+    """Every configuration under the papers' constraints, each unbalanced first and then balanced. `cuts` counts what was not possible.
+
+    Where a space has `BLOCK`, a setup with `OPEN` stands for all numbers of layers: the least of them.
+    """
     cuts = Counter() if cuts is None else cuts
     common = {one.name: getattr(space, one.name) for one in fields(space)}
     for tensor, context, pipeline, data in _grids(space, cuts):
@@ -245,5 +258,5 @@ def _groups(schedule: str, pipeline: int, num_microbatches: int) -> tuple[int | 
 
 def _scopes(space: Space) -> tuple[str, ...]:
     """Flash attention saves nothing that selective recomputation could leave out, so it is tried only where nothing else was asked for."""
-    scopes = tuple(scope for scope in space.recompute if not (scope == "selective" and space.attention == "flash"))
-    return scopes or space.recompute
+    asked = tuple(dict.fromkeys(OPEN if scope == BLOCK else scope for scope in space.recompute))
+    return tuple(scope for scope in asked if not (scope == "selective" and space.attention == "flash")) or asked

@@ -27,7 +27,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import Model, gpt
 from bpipe.models.parts import Experts, Routing
-from bpipe.models.saved import stage_saved
+from bpipe.models.saved import moved_bytes, stage_saved
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.runtime import capture
 from megatron.scheduling import one_stage, startup
@@ -87,6 +87,7 @@ def cases() -> list[tuple[Setup, tuple[int, ...]]]:
     for model, recompute, micro_batch in product((GROUPED, ONE_GROUP, ROTARY), ("none", "selective"), (1, 2)):
         found.append((setup(model, "fp32", recompute, 1, True, micro_batch), (INNER,)))
     found += experts()
+    found += recomputed()
     found.append((setup(replace(LLAMA, dropout=True), "bf16", "full", 1, True, 2), (FIRST, LAST)))
     found.append((setup(replace(GPT, gated=True, rms_norm=True), "bf16", "none", 1, True, 3, pipeline=1), (0,)))
     return found
@@ -107,6 +108,28 @@ def experts() -> list[tuple[Setup, tuple[int, ...]]]:
     return found
 
 
+def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
+    """Of three layers a stage some, or some at once; of layers parts, one or several."""
+    found = []
+    for model, recompute in product((GPT, LLAMA), ("full:block:1", "full:block:2", "full:block:5", "full:uniform:2", "full:uniform:3")):
+        deep = replace(model, name=f"{model.name} of 12", num_layers=12)
+        found.append((setup(deep, "bf16", recompute, 1, True, 2), (FIRST, INNER, LAST)))
+    found.append((setup(replace(GPT, num_layers=12), "fp32", "full:block:1", 2, True, 1), (FIRST, LAST)))
+    plain, parts = replace(GPT, name="gpt without biases", linear_bias=False), ("mlp", "layernorm", "core_attn+mlp+layernorm")
+    for precision, part, (t, sp) in product(("fp32", "bf16"), parts, ((1, True), (2, True), (2, False))):
+        found.append((setup(plain, precision, f"selective:{part}", t, sp, 2), (INNER,)))
+    for precision, part in product(("fp32", "bf16"), parts):
+        found.append((setup(LLAMA, precision, f"selective:{part}", 1, True, 2), (FIRST, LAST)))
+    found += [(setup(GPT, "bf16", "selective:layernorm", 2, True, 1), (FIRST, LAST))]
+    made = Experts(8, 3, 96, shared_size=128, shared_gate=True)
+    of_experts = ("moe", "shared_experts", "layernorm", "moe+layernorm", "core_attn+mlp+layernorm+shared_experts")
+    for part, pattern in product(of_experts, ((1,), (0, 1))):
+        model = replace(LLAMA, name=f"experts {pattern}", num_layers=8, experts=replace(made, pattern=pattern))
+        found.append((setup(model, "bf16", f"selective:{part}", 1, True, 2), (INNER,)))
+    some = replace(LLAMA, name="some with experts", num_layers=12, experts=Experts(8, 3, 96, pattern=(0, 1)))
+    return [*found, *((setup(some, "bf16", recompute, 1, True, 1), (FIRST, INNER)) for recompute in ("full:block:1", "full:uniform:2"))]
+
+
 def agree(setup: Setup, found: Counter[int], said: Counter[int]) -> bool:
     """Storage by storage; of experts one after the other in the sum, for how many tokens each gets is the router's choice."""
     if setup.model.experts is None:
@@ -114,12 +137,15 @@ def agree(setup: Setup, found: Counter[int], said: Counter[int]) -> bool:
     return sum(size * num for size, num in found.items()) == sum(size * num for size, num in said.items())
 
 
-def saved_by_megatron(args: Any, stage: int) -> Counter[int]:
-    """How many storages of each size."""
+def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int]:
+    """How many storages of each size, and how many bytes of them may leave. What is received may be held by the loop, too."""
     with one_stage.stage(args, stage) as model:
         runner = one_stage.Runner(args, model, args.micro_batch_size)
         output = runner.forward()
-        return Counter(found.nbytes for found in capture.find([output.grad_fn], runner.inputs, torch.device("cpu")) if found.alone)
+        found = capture.find([output.grad_fn], runner.inputs, torch.device("cpu"))
+        received = {one.untyped_storage().data_ptr() for one in runner.inputs if one is not None}
+        saved = Counter(one.nbytes for one in found if one.alone or one.storage.data_ptr() in received)
+        return saved, sum(one.nbytes for one in found if one.alone)
 
 
 def main() -> int:
@@ -129,15 +155,15 @@ def main() -> int:
             args = one_stage.parse([*megatron_flags(one), "--vocab-size", str(one.model.vocabulary)], add_arguments)
         for stage in stages:
             with contextlib.redirect_stdout(io.StringIO()):
-                found = saved_by_megatron(args, stage)
+                found, movable = saved_by_megatron(args, stage)
             said: Counter[int] = Counter()
             for row in stage_saved(one, stage):
                 said[row.nbytes] += row.num
             num_cases += 1
-            if not agree(one, found, said):
+            if not agree(one, found, said) or movable != moved_bytes(one, stage, 1):
                 num_wrong += 1
                 described = f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}"
-                print(f"{described}: besides {dict(found - said)}, missing {dict(said - found)}")
+                print(f"{described}: besides {dict(found - said)}, missing {dict(said - found)}, {movable} move")
     print(f"{num_cases} cases, {num_wrong} differ")
     return 1 if num_wrong or not num_cases else 0
 

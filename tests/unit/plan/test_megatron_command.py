@@ -47,17 +47,19 @@ def setups(draw: st.DrawFn) -> Setup:
     ways = ["p2p", "all_gather", *(["a2a"] if groups % (tensor * context) == 0 else [])]
     sizes = (sum(layers), 512, heads, groups, draw(st.sampled_from([32, 64])), draw(st.sampled_from([1024, 2048])), 1000, 256)
     switches = (gated, draw(st.booleans()), draw(st.booleans()), not rotary, draw(st.booleans()), dropout)
+    fp8 = draw(st.none() | recipes) if precision != "fp32" else None
+    scopes = ["none", "selective", "full", "full:uniform:2", "full:block:3", *(["selective:core_attn+layernorm"] if fp8 is None else [])]
     return Setup(
         model=Model("custom", *sizes, *switches),
         cluster=parse_cluster("h100-80g:1x8"),
-        fp8=draw(st.none() | recipes) if precision != "fp32" else None,
+        fp8=fp8,
         tensor=tensor,
         pipeline=pipeline,
         micro_batch=draw(st.sampled_from([1, 2])),
         global_batch=64,
         sequence=256,
         layers=tuple(layers),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        recompute=draw(st.sampled_from(scopes)),
         attention=attention,
         context=context,
         cp_comm_type=draw(st.sampled_from(ways)) if context > 1 else "p2p",
@@ -131,6 +133,12 @@ def test_megatrons_defaults() -> None:
     assert read("--transformer-impl", "local").options["attention"] == "unfused"
     assert read("--use-rotary-position-embeddings").options["rotary"] is True
     assert read("--recompute-activations").options["recompute"] == "selective"
+    # A layer of Megatron's, as where the number is left out.
+    assert read("--recompute-granularity", "full", "--recompute-method", "uniform").options["recompute"] == "full"
+    # Of a model without experts Megatron takes the name, and nothing is recomputed.
+    dense = read("--recompute-granularity", "selective", "--recompute-modules", "moe", "mlp", "core_attn")
+    assert dense.options["recompute"] == "selective:core_attn+mlp"
+    assert "--recompute-modules moe recomputes nothing in a model without experts" in dense.notes
     assert read_command([*SMALL[:-2], "--tokenizer-type", "GPT2BPETokenizer"]).options["vocabulary"] == 50257
 
 
@@ -211,9 +219,11 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
     launch = ["--", "torchrun", "--nproc-per-node=8", "train.py", *SMALL, "--pipeline-model-parallel-size", "4"]
     launch += ["--micro-batch-size", "2", "--global-batch-size", "32", "--recompute-granularity", "full"]
     uniform = ["--recompute-method", "uniform", "--recompute-num-layers", "2"]
-    assert main(["simulate", "--cluster", "a100-80g", *launch, *uniform]) == 2
+    assert main(["simulate", "--cluster", "a100-80g", "--format", "json", *launch, *uniform]) == 0
+    assert json.loads(capsys.readouterr().out)["configuration"]["recompute"] == "full:uniform:2"
+    assert main(["simulate", "--cluster", "a100-80g", *launch, "--recompute-method", "block"]) == 2
     error = capsys.readouterr().err
-    assert "--recompute-method uniform --recompute-num-layers 2 is not modelled: say what to predict in its place with --recompute" in error
+    assert "--recompute-method block without --recompute-num-layers is not modelled: say what to predict in its place" in error
     said = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
     assert main([*said, *launch, *uniform, "--my-own-flag"]) == 0
     found = json.loads(capsys.readouterr().out)

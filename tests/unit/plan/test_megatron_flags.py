@@ -57,6 +57,9 @@ SETUPS = [
     setup("llama3-8b", 2, 4, chunks=2, recompute="none"),
     setup("llama3-8b", 2, 4, recompute="none", vocabulary_parallel="1", balance="bpipe"),
     setup("llama3-405b", 8, 16, recompute="full", distributed_optimizer=False),
+    setup("llama3-8b", 2, 4, recompute="full:block:3"),
+    setup("llama3-8b", 2, 4, chunks=2, recompute="full:uniform:2"),
+    setup("llama3-8b", 2, 4, recompute="selective:mlp+layernorm"),
 ]
 
 
@@ -107,7 +110,7 @@ for world_size, flags in json.load(sys.stdin):
     names = "num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size micro_batch_size global_batch_size"
     names += " seq_length ffn_hidden_size kv_channels num_query_groups recompute_granularity virtual_pipeline_model_parallel_size fp16 bf16"
     names += " sequence_parallel use_distributed_optimizer swiglu normalization add_bias_linear untie_embeddings_and_output_weights"
-    names += " position_embedding_type attention_dropout"
+    names += " position_embedding_type attention_dropout recompute_modules recompute_method recompute_num_layers"
     read = {name: getattr(args, name) for name in names.split()}
     config = arguments.core_transformer_config_from_args(args)
     chunks, ranks = config.virtual_pipeline_model_parallel_size or 1, range(args.pipeline_model_parallel_size)
@@ -173,7 +176,11 @@ def expected(setup: Setup) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_hidden_size,
         "kv_channels": model.kv_channels,
         "num_query_groups": model.num_query_groups if model.num_query_groups != model.num_attention_heads else 1,
-        "recompute_granularity": None if setup.recompute == "none" else setup.recompute,
+        "recompute_granularity": None if setup.recompute == "none" else setup.recompute.split(":")[0],
+        "recompute_method": setup.recomputed.method,
+        "recompute_num_layers": setup.recomputed.num_layers if setup.recomputed.method else None,
+        # Nobody asks where the granularity is another.
+        "recompute_modules": list(setup.recomputed.modules or ("core_attn",)),
         "virtual_pipeline_model_parallel_size": setup.chunks if setup.chunks > 1 else None,
         "fp16": setup.precision == "fp16",
         "bf16": setup.precision == "bf16",

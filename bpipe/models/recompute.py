@@ -1,0 +1,152 @@
+"""Say what of a forward is computed again in the backward, as Megatron's flags can. In: text. Out: a `Recompute`, and a scope a layer.
+
+  none                                 everything that a backward needs is saved
+  selective                            the attention core, as `selective:core_attn`
+  selective:core_attn+mlp+layernorm    of every layer these parts, by Megatron's own names (`MODULES`)
+  full                                 every layer, as `full:uniform:1`: of each its input is saved
+  full:uniform:N                       N layers at once: of each N the first one's input is saved
+  full:block:N                         the first N layers of every stage, the others save everything
+Knows no bytes and no seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from bpipe.models.model import Model
+from bpipe.models.parts import LayerKind
+
+# The short names: without a number and without parts.
+RECOMPUTE = ("none", "selective", "full")
+# Megatron's --recompute-modules, in the order in which they are written here.
+MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
+METHODS = ("uniform", "block")
+FORMS = "none, selective, full, full:uniform:N, full:block:N, selective:PART+PART"
+# Beyond any model.
+_MOST_LAYERS = 10_000
+
+
+class LayerScope(NamedTuple):
+    """What of one layer is recomputed: these parts, or `whole`; of layers that are recomputed together one `keeps_input`."""
+
+    modules: frozenset[str] = frozenset()
+    whole: bool = False
+    keeps_input: bool = True
+
+
+KEPT = LayerScope()
+WHOLE = LayerScope(whole=True)
+_BEHIND = LayerScope(whole=True, keeps_input=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """`modules` of every layer, or whole layers by `method`, `num_layers` at once or of every stage; neither: nothing."""
+
+    modules: tuple[str, ...] = ()
+    method: str | None = None
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.modules:
+            if name not in MODULES:
+                raise ValueError(f"no part of a layer that is recomputed is called {name[:40]!r}: choose from {', '.join(MODULES)}")
+        if self.method not in (None, *METHODS):
+            raise ValueError(f"layers are not recomputed by {self.method[:40]!r}: choose from {', '.join(METHODS)}")
+        if self.modules and self.method:
+            raise ValueError("parts of layers and whole layers are not recomputed together: leave one of the two out")
+        if not 1 <= self.num_layers <= _MOST_LAYERS:
+            raise ValueError(f"{self.num_layers} layers are recomputed, but must be 1 to {_MOST_LAYERS}: for none of them say none")
+        object.__setattr__(self, "modules", tuple(name for name in MODULES if name in self.modules))
+
+    @property
+    def text(self) -> str:
+        """The shortest that is read as this."""
+        if self.method is not None:
+            return "full" if (self.method, self.num_layers) == ("uniform", 1) else f"full:{self.method}:{self.num_layers}"
+        if not self.modules:
+            return "none"
+        return "selective" if self.modules == MODULES[:1] else f"selective:{'+'.join(self.modules)}"
+
+    @property
+    def together(self) -> int:
+        """So many layers are recomputed at once; 0 where none is as a whole."""
+        return 0 if self.method is None else self.num_layers if self.method == "uniform" else 1
+
+    def scope(self, place: int) -> LayerScope:
+        """Of the layer that comes so far behind its stage's first."""
+        if self.method is None:
+            return LayerScope(frozenset(self.modules))
+        if self.method == "block":
+            return WHOLE if place < self.num_layers else KEPT
+        return _BEHIND if place % self.num_layers else WHOLE
+
+    def checked(self, model: Model, kernels: str, in_fp8: bool) -> Recompute:
+        """Itself. Raises ValueError for parts that a model does not have, or Megatron does not recompute."""
+        if not self.modules:
+            return self
+        shares, grouped = model.experts is not None and model.experts.shared_size > 0, kernels != "cpu"
+        needs = {
+            "mla_up_proj": (model.latent is not None, f"{model.name} has no latent attention"),
+            "moe": (model.experts is not None, f"{model.name} has no experts"),
+            "shared_experts": (shares, f"{model.name} has no shared experts"),
+            "moe_act": (model.experts is not None and grouped, "activations of experts are recomputed in grouped products alone"),
+            "mlp": (not model.linear_bias, "Megatron hangs where an MLP with biases is recomputed"),
+        }
+        if in_fp8 and self.modules != MODULES[:1]:
+            raise ValueError(f"recompute {self.text}: parts but {MODULES[0]} are not modelled in FP8: leave them out, or FP8")
+        for name in self.modules:
+            met, why = needs.get(name, (True, ""))
+            if not met:
+                raise ValueError(f"recompute {self.text}: {why}: leave {name} out{' or the biases' * (name == 'mlp')}")
+        return self
+
+
+NOTHING = Recompute()
+
+
+@lru_cache(maxsize=4096)
+def read_recompute(text: str) -> Recompute:
+    """Of the text in the head of this module; `full:block:0` is `none`. Raises ValueError for anything else."""
+    if text in RECOMPUTE:
+        return {"none": NOTHING, "selective": Recompute(MODULES[:1]), "full": Recompute(method="uniform")}[text]
+    layers = re.fullmatch(r"full:([a-z]+):([0-9]{1,9})", text)
+    if layers is not None:
+        if layers[1] == "block" and int(layers[2]) == 0:
+            return NOTHING
+        return Recompute(method=layers[1], num_layers=int(layers[2]))
+    parts = re.fullmatch(r"selective:([a-z_]+(?:\+[a-z_]+)*)", text)
+    if parts is None:
+        raise ValueError(f"unknown recompute {text[:60]!r}: choose from {FORMS}")
+    return Recompute(tuple(parts[1].split("+")))
+
+
+# Of each stage how many layers there are of each kind, and of each scope.
+StageLayers = tuple[tuple[LayerKind, LayerScope, int], ...]
+
+
+def stage_layers(model: Model, recompute: Recompute, layers: Sequence[int]) -> tuple[StageLayers, ...]:
+    """Of stages with so many layers each, in the order of the model's."""
+    if model.is_uniform:
+        kind = model.kind(0)
+        return tuple(tuple((kind, scope, count) for scope, count in _scopes(recompute, number)) for number in layers)
+    firsts = accumulate(layers, initial=0)
+    return tuple(_counted(model, recompute, first, number) for first, number in zip(firsts, layers, strict=False))
+
+
+@lru_cache(maxsize=4096)
+def _scopes(recompute: Recompute, number: int) -> tuple[tuple[LayerScope, int], ...]:
+    """Of so many layers of a stage how many have each; without a layer there is still its first scope."""
+    return tuple(Counter(map(recompute.scope, range(number))).items()) or ((recompute.scope(0), 0),)
+
+
+@lru_cache(maxsize=4096)
+def _counted(model: Model, recompute: Recompute, first: int, number: int) -> StageLayers:
+    counts = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
+    return tuple((kind, scope, count) for (kind, scope), count in counts.items())

@@ -1,0 +1,44 @@
+"""Find how few layers of every stage have to be recomputed. In: what a number of them needs. Out: the number.
+
+Each layer more that is recomputed saves less and takes longer, so the fewest that are enough are the fastest: found by halving. Knows no
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from bpipe.models.layout import Setup
+from bpipe.models.recompute import RECOMPUTE, Recompute
+
+# Among what a search may recompute: of every stage the first layers, as many as it takes to fit.
+BLOCK = "full:block"
+# A setup of which nobody has asked yet how many.
+OPEN = f"{BLOCK}:1"
+
+
+def with_block(setup: Setup, num_layers: int) -> Setup:
+    """The same with the first layers of every stage recomputed."""
+    return replace(setup, recompute=Recompute(method="block", num_layers=num_layers).text)
+
+
+def fewest_layers(most: int, is_enough: Callable[[int], bool]) -> int | None:
+    """The smallest number from 1 to `most` that is enough, where more are, too; None where not even `most` is."""
+    if most < 1 or not is_enough(most):
+        return None
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
+
+
+def more_recomputed(setup: Setup, is_enough: Callable[[Setup], bool]) -> Iterator[str]:
+    """What recomputes more: the short names behind the setup's, and of every stage's first layers as few as are enough, if some are."""
+    names, recomputed = RECOMPUTE, setup.recomputed
+    yield from names[names.index(setup.recompute) + 1 :] if setup.recompute in names else names[-1:]
+    if recomputed.method != "uniform":
+        number = fewest_layers(max(setup.layers) - 1, lambda count: is_enough(with_block(setup, count)))
+        if number is not None and (recomputed.method is None or number > recomputed.num_layers):
+            yield with_block(setup, number).recompute

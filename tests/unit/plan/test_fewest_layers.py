@@ -1,0 +1,126 @@
+"""How few layers have to be recomputed: found by halving, in a search as by trying all, and named where a budget is too small."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpipe.cli import main
+from bpipe.generate.families import SEARCHED
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import Setup
+from bpipe.models.memory import predict_memory
+from bpipe.models.model import PRESETS, gpt
+from bpipe.plan.fewest_layers import BLOCK, fewest_layers, more_recomputed, with_block
+from bpipe.plan.front import find_front
+from bpipe.plan.search import search
+from bpipe.plan.space import Space, enumerate_setups
+
+LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
+SMALL = Space(
+    gpt("small", 16, 8192, 64, sequence=4096), parse_cluster("a100-80g:8"), 32, 4096, recompute=("none", "full", BLOCK), max_chunks=4,
+    max_micro_batch=2, schedules=("1f1b",),
+)  # fmt: skip
+
+
+@given(st.integers(0, 40), st.integers(1, 60))
+def test_the_fewest_that_are_enough(most: int, enough: int) -> None:
+    asked: list[int] = []
+
+    def is_enough(count: int) -> bool:
+        asked.append(count)
+        return count >= enough
+
+    assert fewest_layers(most, is_enough) == (enough if enough <= most else None)
+    assert len(asked) <= 1 + most.bit_length()
+
+
+@pytest.mark.parametrize("schedules", [("1f1b",), ("interleaved-1f1b", "grouped-interleaved"), ("zb-h1", "chimera")])
+@pytest.mark.parametrize("balances", [("none",), ("none", "bpipe")])
+def test_a_search_finds_what_trying_every_number_finds(schedules: tuple[str, ...], balances: tuple[str, ...]) -> None:
+    assert set(schedules) < set(SEARCHED)
+    space = replace(SMALL, schedules=schedules, balances=balances)
+    every = replace(space, recompute=("none", "full", *(f"full:block:{number}" for number in range(1, 17))))
+    chosen, tried = search(space, num_rows=3), search(every, num_rows=3)
+    assert chosen.rows[0].prediction.timing.iteration_s == tried.rows[0].prediction.timing.iteration_s
+    assert all(found.prediction.fits for found in chosen.rows)
+    assert chosen.num_fitting <= tried.num_fitting, "of each configuration one"
+    # Of those that are made slowly only those that could be among the rows are asked.
+    assert ("layers" in chosen.cuts) == ("zb-h1" not in schedules)
+
+
+def test_one_layer_fewer_would_not_fit() -> None:
+    """Where something is recomputed, and not all: and with nothing recomputed it is too much."""
+    found = search(SMALL, num_rows=30).rows
+    blocks = [row.prediction.setup for row in found if row.prediction.setup.recomputed.method == "block"]
+    assert blocks
+    for setup in blocks:
+        number = setup.recomputed.num_layers
+        assert number < max(setup.layers)
+        fewer = with_block(setup, number - 1) if number > 1 else replace(setup, recompute="none")
+        assert not all(rank.fits for rank in predict_memory(fewer))
+
+
+def test_where_nothing_else_is_asked_for_one_layer_is_the_least() -> None:
+    only = replace(SMALL, recompute=(BLOCK,))
+    assert {setup.recompute for setup in enumerate_setups(only)} == {"full:block:1"}
+    largest = replace(only, cluster=parse_cluster("h200-141g:8"))
+    assert {row.prediction.setup.recomputed.method for row in search(largest, num_rows=5).rows} == {"block"}
+
+
+def test_a_front_has_no_one_amount_of_memory_to_choose_for() -> None:
+    with pytest.raises(ValueError, match="full:block chooses a number of layers for one amount of memory: give numbers"):
+        find_front(SMALL)
+
+
+def test_what_recomputes_more() -> None:
+    def more(recompute: str, enough: int) -> list[str]:
+        return list(more_recomputed(replace(LLAMA, recompute=recompute), lambda one: one.recomputed.num_layers >= enough))
+
+    assert more("none", 3) == ["selective", "full", "full:block:3"]
+    assert more("selective", 9) == ["full", "full:block:9"]
+    assert more("selective:mlp", 10) == ["full"], "all of a stage's are as full"
+    assert more("full:block:4", 6) == ["full", "full:block:6"]
+    assert more("full:block:4", 2) == ["full"]
+    assert more("full", 2) == []
+    assert more("full:uniform:4", 2) == ["full"]
+
+
+def test_a_budget_that_is_too_small_names_the_fewest_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --sequence 4096 --vocabulary 32000 --global-batch 8"
+    asked = ["simulate", *sizes.split(), "--cluster", "a100-80g:4", "--pipeline", "4", "--balance", "bpipe", "--memory", "24"]
+    assert main(asked) == 2
+    assert "recompute full:block:2 (" in capsys.readouterr().err
+    assert main([*asked, "--recompute", "full:block:2"]) == 0
+    assert main([*asked, "--recompute", "full:block:1"]) == 2
+    assert "recompute full:block:2 (" in capsys.readouterr().err
+
+
+def test_the_command_reads_what_it_may_recompute(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        "plan",
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "a100-80g:4",
+        "--global-batch",
+        "16",
+        "--max-micro-batch",
+        "1",
+        "--max-chunks",
+        "1",
+    ]
+    assert main([*small, "--schedule", "1f1b", "--recompute", "full:block", "selective:mlp", "--rows", "20"]) == 0
+    text = capsys.readouterr().out
+    assert "recompute selective:mlp 1f1b" in text
+    assert "recompute full:block:" in text
+    for recompute, counted in (("full:block", True), ("full", False)):
+        assert main([*small, "--schedule", "1f1b", "--recompute", recompute, "--format", "json"]) == 0
+        assert ("layers" in json.loads(capsys.readouterr().out)["searched"]["cut"]) == counted
+    with pytest.raises(SystemExit):
+        main([*small, "--recompute", "some"])
+    assert "unknown recompute 'some'" in capsys.readouterr().err
