@@ -20,7 +20,7 @@ from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
-from bpipe.models.saved import moved_bytes, saves_input, stage_bytes
+from bpipe.models.saved import moved_bytes, saves_input
 from bpipe.models.sizes import sent_bytes
 from bpipe.plan.predict import predict, simulation_of
 from bpipe.program import BalanceConfig, ScheduleConfig, build
@@ -280,7 +280,8 @@ def cpu_runs() -> list[CpuRun]:
 
 def predicted_peaks(setup: Setup) -> tuple[int, ...]:
     """What every rank holds at most as a run counts it: its own micro-batches, host buffers, and the input that Megatron's loop keeps."""
-    schedule, saved = build(setup.program()), stage_bytes(setup)
+    # What the loop holds besides, which is received, a run counts as its own.
+    schedule, saved = build(setup.program()), [moved_bytes(setup, stage, 1) for stage in range(setup.num_stages)]
     moved = [moved_bytes(setup, stage, MINIMUM_BYTES) for stage in range(setup.num_stages)]
     peaks = []
     for rank in range(setup.pipeline):
