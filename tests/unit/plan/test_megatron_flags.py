@@ -179,8 +179,7 @@ def expected(setup: Setup) -> dict[str, Any]:
         "recompute_granularity": None if setup.recompute == "none" else setup.recompute.split(":")[0],
         "recompute_method": setup.recomputed.method,
         "recompute_num_layers": setup.recomputed.num_layers if setup.recomputed.method else None,
-        # Nobody asks where the granularity is another.
-        "recompute_modules": list(setup.recomputed.modules or ("core_attn",)),
+        "recompute_modules": list(setup.recomputed.modules) or None,
         "virtual_pipeline_model_parallel_size": setup.chunks if setup.chunks > 1 else None,
         "fp16": setup.precision == "fp16",
         "bf16": setup.precision == "bf16",
