@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from bpipe.generate.place import Order, place
+from bpipe.generate.turns import WarmUp
 from bpipe.ir.layout import Layout, Vocabulary, one_pipe
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
@@ -93,7 +94,7 @@ class Family:
     receives between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them however many
     follow; None where every rank holds all, and has nothing to share.
     `ahead`: so many micro-batches of a chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks,
-    micro-batches and chunks and the group. None where nobody has said.
+    micro-batches and chunks and the group. None where nobody has said. `warm_up`, by the same: what all ranks hold at their first backward.
     `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers split; whether pairs then keep
     the bound, balancing says. None where nobody has said how.
     `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
@@ -114,6 +115,7 @@ class Family:
     splits: bool = False
     fill: int | None = None
     ahead: Callable[[int, int, int, int], int] | None = None
+    warm_up: Callable[[int, int, int, int], WarmUp] | None = None
     sharded: ShardedOrders | None = None
     interlaces: bool = False
     within: OrdersWithin | None = None

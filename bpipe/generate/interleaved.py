@@ -15,8 +15,8 @@ from __future__ import annotations
 from bpipe.generate.ahead import BESIDE_WHOLE, further_forwards
 from bpipe.generate.family import Asked, Family
 from bpipe.generate.place import alternate
-from bpipe.generate.turns import chunk_turns, groups_of
-from bpipe.ir.action import Action, Kind
+from bpipe.generate.turns import WarmUp, chunk_turns, groups_of, warm_up
+from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.layout import Layout, one_pipe
 from bpipe.ir.program import Exchange
 
@@ -45,11 +45,20 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
 
 
 def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int) -> list[Action]:
-    forwards = [Action(chunk * num_ranks + rank, Kind.FORWARD, microbatch) for chunk, microbatch in turns]
-    backwards = [Action((num_chunks - 1 - chunk) * num_ranks + rank, Kind.BACKWARD, microbatch) for chunk, microbatch in turns]
+    num_microbatches = max(microbatch for _, microbatch in turns) + 1
+    stages = range(rank, num_chunks * num_ranks, num_ranks)
+    there, back = ([by_microbatch(stage, kind, num_microbatches) for stage in stages] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    forwards = [there[chunk][microbatch] for chunk, microbatch in turns]
+    backwards = [back[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
     ahead = min(warm_up_forwards, len(turns))
     warm_up, cool_down = forwards[:ahead], backwards[len(turns) - ahead :]
     return warm_up + alternate(forwards[ahead:], backwards) + cool_down
+
+
+def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> WarmUp:
+    """With the forward that stands before the first backward."""
+    lengths = [(num_chunks - 1) * group + 2 * (num_ranks - rank) - 1 for rank in range(num_ranks)]
+    return warm_up(lengths, num_microbatches, num_chunks, group)
 
 
 FAMILY = Family(
@@ -63,5 +72,6 @@ FAMILY = Family(
     usual_group=lambda num_ranks: num_ranks,
     fill=3,
     ahead=lambda p, m, v, g: min(2 * p - 1 + (v - 1) * g, v * (m - m % g)),
+    warm_up=_warm_up,
     sharded=further_forwards(orders, BESIDE_WHOLE),
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bpipe.generate.shift import Patience, Shifts
 from bpipe.generate.timing import Work
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, by_microbatch
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import counting
 
@@ -34,17 +34,20 @@ def to_and_fro(work: Work, placed: Layout, most: Sequence[int], goal: int) -> tu
 
 
 def _mirrored(one: Action) -> Action:
-    return Action(one.stage, one.kind, one.microbatch ^ 1)
+    return by_microbatch(one.stage, one.kind, (one.microbatch | 1) + 1)[one.microbatch ^ 1]
 
 
 def _halved(work: Work) -> Work:
     """The first half of the ranks alone. A message from a rank of the other half comes from its mirror image, and takes as long."""
     rows = work.rows[: len(work.rows) // 2]
     number = sum(map(len, rows))
-    job_of = {one: job for job, (one,) in enumerate(work.actions[:number])}
+    job_of = {(one.stage, one.kind, one.microbatch): job for job, (one,) in enumerate(work.actions[:number])}
 
     def here(job: int) -> int:
-        return job if job < number else job_of[_mirrored(work.actions[job][0])]
+        if job < number:
+            return job
+        one = work.actions[job][0]
+        return job_of[one.stage, one.kind, one.microbatch ^ 1]
 
     needed = [[(here(maker), lag) for maker, lag in needed] for needed in work.needed[:number]]
     return Work(work.actions[:number], work.rank[:number], work.lasts[:number], needed, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.layout import Layout
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.schedule import Schedule, Slot, alone
@@ -23,11 +23,11 @@ _UNPLACED = -1
 
 
 def forwards(stage: int, microbatches: range) -> list[Action]:
-    return [Action(stage, Kind.FORWARD, microbatch) for microbatch in microbatches]
+    return list(by_microbatch(stage, Kind.FORWARD, microbatches.stop)[microbatches.start : microbatches.stop])
 
 
 def backwards(stage: int, microbatches: range) -> list[Action]:
-    return [Action(stage, Kind.BACKWARD, microbatch) for microbatch in microbatches]
+    return list(by_microbatch(stage, Kind.BACKWARD, microbatches.stop)[microbatches.start : microbatches.stop])
 
 
 def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]:

@@ -14,6 +14,42 @@ from functools import lru_cache
 NONE = -1
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """`lengths[rank]`: so many forwards, at least, a rank computes before its first backward, in turns of whole groups of `group_size`.
+
+    Backwards then take turns with further forwards, one by one.
+    """
+
+    lengths: tuple[int, ...]
+    group_size: int
+    num_chunks: int
+
+    def at_first_backward(self, rank: int) -> list[int]:
+        """By chunk, how many micro-batches the rank holds then."""
+        return self._by_chunk(self.lengths[rank])
+
+    def meanwhile(self, rank: int, later: int) -> list[list[int]]:
+        """What a later rank may hold at that time: it has begun its backwards, and no forward is further than on the rank before."""
+        mine = self.lengths[later]
+        found = []
+        for further in range(self.lengths[rank] - mine + 1):
+            back = self._by_chunk(further + 1)[::-1]
+            found.append([max(0, one - gone) for one, gone in zip(self._by_chunk(mine + further), back, strict=True)])
+        return found
+
+    def _by_chunk(self, number: int) -> list[int]:
+        """Of so many computations in turn."""
+        rounds, left = divmod(number, self.num_chunks * self.group_size)
+        return [rounds * self.group_size + min(self.group_size, max(0, left - chunk * self.group_size)) for chunk in range(self.num_chunks)]
+
+
+def warm_up(lengths: Sequence[int], num_microbatches: int, num_chunks: int, group_size: int) -> WarmUp:
+    """No longer than whole groups are."""
+    whole = num_chunks * (num_microbatches - num_microbatches % group_size)
+    return WarmUp(tuple(min(whole, length) for length in lengths), group_size, num_chunks)
+
+
 def chunk_turns(group_sizes: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) in the order of the forwards of every rank."""
     turns: list[tuple[int, int]] = []

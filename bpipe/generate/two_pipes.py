@@ -24,7 +24,7 @@ from typing import NamedTuple
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.mirrored import to_and_fro
 from bpipe.generate.timing import Tempo, length, tempo, work_of
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.layout import Layout
 
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
@@ -117,17 +117,25 @@ def _shorter(found: Chosen, other: Chosen | None) -> Chosen:
 def units(placed: Layout, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     """The orders of one unit behind the other."""
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    there, back = _known(placed.num_stages, num_microbatches)
     for first in range(0, num_microbatches, num_ranks):
         slots: list[list[tuple[int, int, Action]]] = [[] for _ in orders]
         for microbatch in range(first, min(first + num_ranks, num_microbatches)):
             behind = (microbatch - first) // 2 * 2
             for stage in range(placed.num_stages):
                 row = slots[placed.rank_of(stage, microbatch)]
-                row.append((stage + behind, microbatch, Action(stage, _FORWARD, microbatch)))
-                row.append((2 * placed.num_stages - 1 - stage + behind, microbatch, Action(stage, _BACKWARD, microbatch)))
+                row.append((stage + behind, microbatch, there[stage][microbatch]))
+                row.append((2 * placed.num_stages - 1 - stage + behind, microbatch, back[stage][microbatch]))
         for order, row in zip(orders, slots, strict=True):
             order += [action for _, _, action in sorted(row)]
     return orders
+
+
+def _known(num_stages: int, num_microbatches: int) -> tuple[list[Sequence[Action]], list[Sequence[Action]]]:
+    """By stage and micro-batch, forwards and backwards."""
+    stages = range(num_stages)
+    there, back = ([by_microbatch(stage, kind, num_microbatches) for stage in stages] for kind in (_FORWARD, _BACKWARD))
+    return there, back
 
 
 class Chosen(NamedTuple):
@@ -161,8 +169,9 @@ class _Choosing:
         # (when, how manieth, what may start then, or the rank that is free again)
         self.events: list[tuple[int, int, Action | int]] = []
         self.numbers = count()
+        self.there, self.back = _known(placed.num_stages, num_microbatches)
         for microbatch in range(num_microbatches):
-            self._tell(0, Action(0, _FORWARD, microbatch))
+            self._tell(0, self.there[0][microbatch])
 
     def go(self) -> None:
         while self.events:
@@ -205,12 +214,12 @@ class _Choosing:
         if action.kind is _FORWARD:
             self.held[rank] += 1
             last = stage == self.last_stage
-            following = Action(stage, _BACKWARD, microbatch) if last else Action(stage + 1, _FORWARD, microbatch)
+            following = self.back[stage][microbatch] if last else self.there[stage + 1][microbatch]
         else:
             # Nothing else happens here before the end.
             self.held[rank] -= 1
             if stage == 0:
                 return
-            following = Action(stage - 1, _BACKWARD, microbatch)
+            following = self.back[stage - 1][microbatch]
         hop = self.at.hop if self.placed.rank_of_action(following) != rank else 0
         self._tell(end + hop, following)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from bpipe.generate.ahead import later_microbatch
 from bpipe.generate.family import Asked, Family, UnitCosts
 from bpipe.generate.shift import shortened
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.layout import Layout, one_pipe
 from bpipe.ir.program import Exchange
 
-_FORWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_KINDS = _FORWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _INTERVAL = 6
 # With so many micro-batches a rank the pipeline is full.
 _FILL = 2
@@ -79,6 +79,7 @@ def _repeated(num_ranks: int, rank: int, num_microbatches: int, begins: tuple[in
     """One rank's order: its block once every interval, and W wherever there is room."""
     first, second = rank, 2 * num_ranks - 1 - rank
     block = zip(begins, ((first, _FORWARD), (second, _FORWARD), (second, _INPUT), (first, _INPUT)), strict=True)
+    known = {key: by_microbatch(*key, num_microbatches) for key in ((stage, kind) for stage in (first, second) for kind in _KINDS)}
     begun = sorted((slot + _INTERVAL * k, k, stage, kind) for slot, (stage, kind) in block for k in range(num_microbatches))
     order: list[Action] = []
     waiting: list[Action] = []
@@ -87,8 +88,8 @@ def _repeated(num_ranks: int, rank: int, num_microbatches: int, begins: tuple[in
         free = slot - now
         order += waiting[:free]
         del waiting[:free]
-        order.append(Action(stage, kind, microbatch))
+        order.append(known[stage, kind][microbatch])
         if kind is _INPUT:
-            waiting.append(Action(stage, _WEIGHT, microbatch))
+            waiting.append(known[stage, _WEIGHT][microbatch])
         now = slot + 1
     return order + waiting

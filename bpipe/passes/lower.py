@@ -264,6 +264,13 @@ class _Lowering:
 
     def posted(self, inbound: dict[int, list[int]]) -> Program:
         """Our executor: on every channel receives are posted one ahead, in the order in which their sender sends them."""
+        row = self.schedule.ranks[self.rank]
+        if any(cell.transfers or cell.overlapped for cell in row):
+            return self._posted_beside(inbound)
+        return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
+
+    def _posted_beside(self, inbound: dict[int, list[int]]) -> Program:
+        """With what moves, and what overlaps."""
         taken = dict.fromkeys(inbound, 0)
         early: set[int] = set()
         sent: list[int] = []
@@ -287,6 +294,32 @@ class _Lowering:
             sent += outputs
         self.dos += bytes([_WAIT] * len(sent))
         self.whats += sent
+        return self._program()
+
+    def _posted_alone(self, computations: Sequence[Action], inbound: dict[int, list[int]]) -> Program:
+        """The same where nothing moves and nothing overlaps, as in most schedules of a search: without looking for either."""
+        taken = dict.fromkeys(inbound, 0)
+        early: set[int] = set()
+        sent: list[int] = []
+        dos, whats, add_start = self.dos, self.whats, self.starts.append
+        add_do, add_what = dos.append, whats.append
+        add_start(0)
+        for messages in inbound.values():
+            self._add(_POST, messages[0])
+        ends = self.needed, self.needed_from, self.made, self.made_for
+        for action, value, source, made, made_for in zip(computations, *ends, strict=True):
+            add_start(len(whats))
+            if source != _NOBODY:
+                self._take(value, source, inbound, taken, early)
+            add_do(_RUN)
+            add_what(action)
+            if made_for != _NOBODY:
+                add_do(_SEND)
+                add_what(made)
+                sent.append(made)
+        add_start(len(whats))
+        dos += bytes([_WAIT] * len(sent))
+        whats += sent
         return self._program()
 
     def _take(self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]) -> None:

@@ -256,6 +256,8 @@ class _Run:
         """One rank's iteration."""
         rank = program.rank
         done, durations = self.compute[rank].append, self.durations
+        # What a NamedTuple's own constructor does, without asking for names: there are millions.
+        made = tuple.__new__
         clock: Number = 0
         # By half, told apart as values: what leaves a second time is the same to read.
         started: dict[int, _Transfer] = {}
@@ -273,7 +275,7 @@ class _Run:
                 issued.clear()
             if do == _RUN:
                 end = clock + durations[what.kind][what.stage]
-                done(Timed(what, clock, end))
+                done(made(Timed, (what, clock, end)))
                 clock = end
             elif do == _WAIT:
                 if rendezvous or what not in sent or what >= first_shared:  # [1], [5]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import random
+from collections import Counter
+from operator import add, mul
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ from bpipe.generate.turns import chunk_turns, groups_of
 from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.grid import write_grid
 from bpipe.ir.layout import one_pipe
-from bpipe.ir.memory import peak_counts
+from bpipe.ir.memory import live_bytes, memory_of, peak_counts
 from bpipe.ir.schedule import Schedule, Slot, alone
 from bpipe.passes.align import align
 from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
@@ -203,3 +206,25 @@ def test_what_is_made_once_is_what_would_be_made_anew_and_grows_with_who_asks() 
         assert list(slots[:count]) == [Slot(action) for action in wanted]
     assert by_microbatch(10_001, Kind.FORWARD, 7)[6] != by_microbatch(10_001, Kind.BACKWARD_INPUT, 7)[6]
     assert by_microbatch(10_001, Kind.FORWARD, 7)[6] is by_microbatch(10_001, Kind.FORWARD, 2)[6]
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.warm_up is not None])
+def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> None:
+    """Searches count with it before any schedule is made. Sizes of stages are anything, and what halves hold between them, too."""
+    family, sizes = FAMILIES[name], random.Random(5)
+    assert family.warm_up is not None
+    for p, v, m in ((4, 2, 4), (4, 3, 8), (4, 2, 13), (5, 3, 15), (5, 2, 20), (6, 4, 12), (8, 3, 24), (8, 5, 32), (8, 2, 25)):
+        for group in (family.usual_group(p), p) if family.splits else (p,):
+            schedule, said = family.generate(p, m, v, Asked(group)), family.warm_up(p, m, v, group)
+            for rank in range(p):
+                order = [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
+                first = next(place for place, action in enumerate(order) if action.kind is not Kind.FORWARD)
+                begun = Counter(action.stage // p for action in order[: said.lengths[rank]])
+                assert first >= said.lengths[rank], (p, v, m, group, rank)
+                assert [begun[chunk] for chunk in range(v)] == said.at_first_backward(rank)
+            for rank in range(p // 2) if m % group == 0 else ():
+                saved, after = ([sizes.choice((0, 1, 2, 5)) for _ in range(p * v)] for _ in range(2))
+                memory, partner = memory_of(saved, None, after), p - 1 - rank
+                held = [sum(map(mul, counts, saved[partner::p])) for counts in said.meanwhile(rank, partner)]
+                together = sum(map(mul, said.at_first_backward(rank), saved[rank::p])) + min(held)
+                assert together <= max(map(add, live_bytes(schedule, rank, memory), live_bytes(schedule, partner, memory)))

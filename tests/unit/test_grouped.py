@@ -16,7 +16,7 @@ from bpipe import cli
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import Asked, RankRoom, UnitCosts
+from bpipe.generate.family import ALIKE, Asked, RankRoom, UnitCosts
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
 from bpipe.generate.timing import pace, tempo
 from bpipe.generate.turns import groups_of, turns
@@ -337,3 +337,16 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_group_that_cannot_be_chosen_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schedule", "--stages", "4", "--microbatches", "8", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_whole_groups_that_fill_the_pipeline_are_shortest_in_strict_turns() -> None:
+    """So no other discipline is tried for them at equal costs."""
+    for p, v in ((2, 2), (3, 4), (4, 3), (5, 2), (6, 5), (8, 3), (9, 2)):
+        for group in range(-(-p // 2), p + 2):
+            for m in (group, 2 * group, 3 * group, 5 * group):
+                taken, at = turns(groups_of(m, group), v), tempo(ALIKE, v)
+                caps = tuple((v - 1) * group + p - rank for rank in range(p))
+                found = [schedule_list(taken, p, at, ChoiceRule(caps, (0,) * p, one)) for one in Discipline]
+                strict = found[0]
+                assert strict is not None, (p, v, group, m)
+                assert all(other is None or other.makespan >= strict.makespan for other in found), (p, v, group, m)
