@@ -30,6 +30,7 @@ from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, PORTS
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
+from bpipe.models.model import Model
 from bpipe.models.profile import read_profile
 from bpipe.models.recompute import FORMS
 from bpipe.plan import standings
@@ -37,13 +38,14 @@ from bpipe.plan.budget import MemoryBudget, within_budget
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibrated, costly_halves, describe, only_balanced, replicas_apart, verdict
 from bpipe.plan.fewest_layers import BLOCK
+from bpipe.plan.judge import Found
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
 from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, scope, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.plan.search import Found, Outcome, search
-from bpipe.plan.space import CUTS, SEARCHED_SCOPES, Space, num_grids, usual_contexts
+from bpipe.plan.search import Outcome, search
+from bpipe.plan.space import CUTS, SEARCHED_SCOPES, VOCABULARIES, Space, num_grids, usual_contexts
 from bpipe.plan.state_hosts import StateHosts, hosts_document, instead_of_balancing
 from bpipe.plan.state_hosts import words as words_on_state
 from bpipe.plan.vocabulary import Burden, burden, burden_document, words
@@ -73,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hosts", choices=ARRANGEMENTS, help=f"of balanced rows, where what leaves goes: {HOSTS_SAID}")
     help_text = "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
     add("--context", type=positive, nargs="+", metavar="C", help=help_text)
+    add(
+        "--vocabulary-parallel",
+        nargs="+",
+        choices=VOCABULARIES,
+        help="whether the output layer is in shards on all pipeline ranks, and by which algorithm, with the embedding and without where "
+        "that is trained (default: none, and each that lowers the bound of the time where the last rank computes longer than others)",
+    )
     add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
     add(
@@ -103,31 +112,7 @@ def run(asked: argparse.Namespace) -> int:
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --global-batch")
     row = options.emit_args
-    space = Space(
-        model=model,
-        cluster=cluster,
-        global_batch=options.global_batch,
-        sequence=model.sequence,
-        attention=options.attention,
-        recompute=tuple(options.recompute),
-        schedules=_schedules(asked, fp8_of(options)),
-        balances=tuple(options.balance),
-        max_micro_batch=options.max_micro_batch,
-        max_chunks=options.max_chunks,
-        uneven=not options.even_layers,
-        precision=options.precision,
-        distributed_optimizer=not options.no_distributed_optimizer,
-        kernels=options.kernels,
-        profile=None if options.profile is None else read_profile(options.profile),
-        formula=options.flops_formula,
-        switches=switches_of(options),
-        hosts=options.hosts,
-        routing=routing_of(options),
-        expert=options.expert,
-        contexts=_contexts(asked, every, cluster),
-        cp_comm_type=options.cp_comm_type,
-        fp8=fp8_of(options),
-    )
+    space = _space(asked, options, model, cluster, _contexts(asked, every, cluster))
     bar = _Bar()
     if options.front:
         with _seldom_collected():
@@ -154,6 +139,36 @@ def run(asked: argparse.Namespace) -> int:
             print(line)
         print(table(outcome, beside), end="")
     return 0 if outcome.rows else NO_ROWS
+
+
+def _space(asked: argparse.Namespace, options: argparse.Namespace, model: Model, cluster: Cluster, contexts: tuple[int, ...]) -> Space:
+    """What to search."""
+    return Space(
+        model=model,
+        cluster=cluster,
+        global_batch=options.global_batch,
+        sequence=model.sequence,
+        attention=options.attention,
+        recompute=tuple(options.recompute),
+        schedules=_schedules(asked, fp8_of(options)),
+        balances=tuple(options.balance),
+        max_micro_batch=options.max_micro_batch,
+        max_chunks=options.max_chunks,
+        uneven=not options.even_layers,
+        precision=options.precision,
+        distributed_optimizer=not options.no_distributed_optimizer,
+        kernels=options.kernels,
+        profile=None if options.profile is None else read_profile(options.profile),
+        formula=options.flops_formula,
+        switches=switches_of(options),
+        hosts=options.hosts,
+        routing=routing_of(options),
+        expert=options.expert,
+        contexts=contexts,
+        cp_comm_type=options.cp_comm_type,
+        fp8=fp8_of(options),
+        vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
+    )
 
 
 @contextmanager
@@ -212,7 +227,9 @@ class _Beside(NamedTuple):
 
 def _beside(outcome: Outcome) -> _Beside:
     profile, formula = outcome.space.profile, outcome.space.formula
-    every = ((burden(found.prediction, profile), number) for number, found in enumerate(outcome.rows, 1))
+    # Of shards that were searched the rows say what they gain.
+    others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
+    every = ((burden(found.prediction, profile, others), number) for number, found in enumerate(outcome.rows, 1))
     hurts = next(((one, number) for one, number in every if one is not None), None)
     for number, found in enumerate(outcome.rows, 1):
         if found.needs_bytes is not None:
@@ -223,7 +240,8 @@ def _beside(outcome: Outcome) -> _Beside:
 
 def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
     """The launch as it stands, or why it cannot be on this cluster."""
-    options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(("recompute", "schedule", "balance", "tensor", "pipeline"))})
+    chosen = ("recompute", "schedule", "balance", "tensor", "pipeline", "vocabulary_parallel")
+    options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(chosen)})
     others = ("context", "micro_batch", "chunks", "layers", "group", "delay", "keep_weights_halves")
     options = argparse.Namespace(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
     try:
@@ -262,6 +280,7 @@ def plan_document(outcome: Outcome, beside: _Beside) -> dict[str, Any]:
         "searched": {
             "grids": num_grids(outcome.space),
             "configurations": outcome.num_configurations,
+            "sharded": outcome.num_sharded,
             "fitting": outcome.num_fitting,
             "only_balanced": outcome.num_only_balanced,
             "simulated": outcome.num_simulated,

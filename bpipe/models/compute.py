@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import mul
+from typing import NamedTuple
 
 from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, is_through, mirrored, other_ranks, through
@@ -22,7 +23,7 @@ from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import LayerKind
 from bpipe.models.products import latent_up_products, layer_products, matrix_products, shared_products
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY_EFFICIENCY, Rates
-from bpipe.models.recompute import LayerScope
+from bpipe.models.recompute import LayerScope, StageLayers
 from bpipe.models.routed import routed_tokens
 from bpipe.models.saved import STATISTICS, STATISTICS_BYTES, after_input_bytes, norms_alone, shard_bytes, stage_bytes
 from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes
@@ -369,21 +370,48 @@ def _exchange(setup: Setup) -> Exchange:
     return Exchange.MEGATRON_TURNS if blocks else exchange.predicted
 
 
-def _each_seconds(setup: Setup) -> dict[tuple[LayerKind, LayerScope], tuple[float, float, float, float]]:
-    """Of every kind and scope of a layer: forward, backward, and the halves of this."""
+class PartSeconds(NamedTuple):
+    """One micro-batch: of every kind and scope of a layer its forward, its backward and the halves of that; output layer; embedding.
+
+    How layers are cut into stages, and in which order these are computed, changes none of it.
+    """
+
+    layers: dict[tuple[LayerKind, LayerScope], tuple[float, float, float, float]]
+    output: tuple[float, float]
+    embedding: tuple[float, float]
+
+
+def part_seconds(setup: Setup) -> PartSeconds:
+    """Raises ValueError where kernels were measured in another precision."""
+    if setup.cluster.kernels is not None:
+        setup.cluster.kernels.check(setup.precision)
     each = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
-    return {one: (*layer_seconds(setup, *one), *halves_seconds(setup, *one)) for one in each}
+    layers = {one: (*layer_seconds(setup, *one), *halves_seconds(setup, *one)) for one in each}
+    return PartSeconds(layers, output_seconds(setup), embedding_seconds(setup))
+
+
+def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool) -> StageCost:
+    """Seconds of a stage of these layers, with the embedding if it is the first, and the output layer if it is the last."""
+    forward, backward, input_half, weight_half = (
+        sum(number * parts.layers[kind, scope][one] for kind, scope, number in layers) for one in range(4)
+    )
+    return StageCost(
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=weight_half,
+        input_s=input_half,
+        output_forward_s=parts.output[0] if last else 0.0,
+        output_backward_s=parts.output[1] if last else 0.0,
+        embedding_forward_s=parts.embedding[0] if first else 0.0,
+        embedding_backward_s=parts.embedding[1] if first else 0.0,
+    )
 
 
 def predict_costs(setup: Setup) -> Costs:
     """Costs of all stages. Raises ValueError where kernels were measured in another precision."""
-    if setup.cluster.kernels is not None:
-        setup.cluster.kernels.check(setup.precision)
-    every, seconds = setup.stage_layers, _each_seconds(setup)
-    output = output_seconds(setup)
+    every, parts = setup.stage_layers, part_seconds(setup)
     saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
     after_input = after_input_bytes(setup)
-    embedding = embedding_seconds(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
     made: dict[tuple[object, ...], StageCost] = {}
@@ -394,18 +422,8 @@ def predict_costs(setup: Setup) -> Costs:
         moved = saved[stage] if setup.balance == "none" else setup.how.part_bytes.get(stage, saved[stage])
         known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage])
         if known not in made:
-            forward, backward, input_half, weight_half = (
-                sum(number * seconds[kind, scope][one] for kind, scope, number in layers) for one in range(4)
-            )
-            made[known] = StageCost(
-                forward_s=forward,
-                backward_s=backward,
-                weight_s=weight_half,
-                input_s=input_half,
-                output_forward_s=output[0] if last else 0.0,
-                output_backward_s=output[1] if last else 0.0,
-                embedding_forward_s=embedding[0] if first else 0.0,
-                embedding_backward_s=embedding[1] if first else 0.0,
+            made[known] = replace(
+                stage_cost(parts, layers, first, last),
                 reduction_s=reduction,
                 optimizer_s=update,
                 sent_bytes=sent,

@@ -328,10 +328,10 @@ def peak_bytes(setup: Setup) -> int:
 
 def state_bytes(setup: Setup) -> int:
     """Weights, gradients, optimizer state and overhead of the rank with most parameters: it holds no less than this."""
-    return max(_rank_states(setup))
+    return max(rank_states(setup))
 
 
-def _rank_states(setup: Setup) -> tuple[int, ...]:
+def rank_states(setup: Setup) -> tuple[int, ...]:
     """The same of every rank."""
     _, gradient, state, _ = parameter_bytes(setup)
     overhead, parameters = overhead_bytes(setup), zip(weight_bytes(setup), rank_parameters(setup), rank_experts(setup), strict=True)
@@ -340,28 +340,30 @@ def _rank_states(setup: Setup) -> tuple[int, ...]:
     )
 
 
-def least_bytes(setup: Setup) -> int:
+def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     """No fullest rank needs less, and no schedule has to be made to say so: the state alone, or the first rank's, or its pair's mean, with
-    what it holds at its most."""
-    least, family = state_bytes(setup), FAMILIES[setup.schedule]
+    what it holds at its most. `states`: those of all ranks, where they are known."""
+    states, family = states or rank_states(setup), FAMILIES[setup.schedule]
+    least = max(states)
     if family.ahead is None:
         return least
-    states, saved, working = _rank_states(setup), stage_bytes(setup), working_bytes(setup)
+    saved, working = stage_bytes(setup), working_bytes(setup)
     held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance == "none":
-        return max(least, _with_state(setup, states[0], held + working[0]))
-    return max(least, _with_state(setup, min(states), _part(setup, held) + min(working)))
+        return max(least, with_state(setup, states[0], held + working[0]))
+    return max(least, with_state(setup, min(states), _part(setup, held) + min(working)))
 
 
-def least_shared_bytes(setup: Setup) -> int:
+def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     """No fullest rank of a balanced setup needs less, and nothing has to be balanced to say so: wherever a rank's micro-batches are when it
     has most of them, it or its partner has half, or of a pool one has as large a part."""
-    saved, after_input, states, working = stage_bytes(setup), after_input_bytes(setup), _rank_states(setup), working_bytes(setup)
+    states = states or rank_states(setup)
     if FAMILIES[setup.schedule].fill is None:
-        return least_bytes(setup)
+        return least_bytes(setup, states)
+    saved, after_input, working = stage_bytes(setup), after_input_bytes(setup), working_bytes(setup)
     held = max(one.num_bytes(saved, after_input)[0] for one in _held_of(replace(setup, balance="none", how=EVENLY)))
-    return max(least_bytes(setup), _with_state(setup, min(states), _part(setup, held) + min(working)))
+    return max(least_bytes(setup, states), with_state(setup, min(states), _part(setup, held) + min(working)))
 
 
 def _part(setup: Setup, held: int) -> int:
@@ -369,7 +371,7 @@ def _part(setup: Setup, held: int) -> int:
     return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.how.hosts, 0)
 
 
-def _with_state(setup: Setup, state: int, going: int) -> int:
+def with_state(setup: Setup, state: int, going: int) -> int:
     """State, what comes and goes, and what the allocator loses of that."""
     return state + going + int(_fragmentation(setup) * going)
 

@@ -14,8 +14,9 @@ from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import TIGHT
 from bpipe.models.saved import kept_share
+from bpipe.plan.judge import Closest, Found
 from bpipe.plan.predict import SetupPrediction
-from bpipe.plan.search import Closest, Found, Outcome
+from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 
 # Half of the published runs of one model are further from their prediction than this, in either direction (docs/validation.md).
@@ -52,7 +53,7 @@ def describe(setup: Setup) -> str:
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
     balance = f" balanced{HOSTS[setup.how.hosts]}" if setup.balance != "none" else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
-    shards = f" vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
+    shards = f" vocabulary {setup.vocabulary_parallel}{' and input' * setup.input_shards}" if setup.is_sharded else ""
     divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
     experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
     grid = f"{grid_of(setup)}{experts} b={setup.micro_batch}"

@@ -21,6 +21,7 @@ from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
+from bpipe.plan.shards import stands_still
 from bpipe.plan.space import Space
 from bpipe.plan.standings import needs_of
 
@@ -73,7 +74,7 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
     for done, (bound_s, setup) in enumerate(candidates):
         progress("front", done, len(candidates))
         needs = _needs_unless_beaten(known, setup, bound_s, most)
-        if needs is not None:
+        if needs is not None and not stands_still(setup):
             known.add(needs, steady_timing(setup, costs_of(setup, space.profile)), setup)
     progress("front", len(candidates), len(candidates))
     points = (

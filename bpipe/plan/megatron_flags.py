@@ -5,6 +5,8 @@ Says nothing of data, learning rate or iterations: those are the user's. Imports
 
 from __future__ import annotations
 
+import math
+
 from bpipe.generate.families import default
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
@@ -14,6 +16,9 @@ from bpipe.plan.fit import gib
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.recompute_flags import recompute_flags
 from bpipe.program import BALANCES
+
+# Megatron's --make-vocab-size-divisible-by where nobody says another.
+_PADDED = 128
 
 
 def megatron_flags(setup: Setup) -> list[str]:
@@ -69,6 +74,9 @@ def schedule_flags(setup: Setup) -> list[str]:
     if setup.is_sharded:
         flags += ["--bpipe-vocabulary", setup.vocabulary_parallel]
         flags += ["--bpipe-vocabulary-input"] * setup.input_shards
+        # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal parts.
+        if _PADDED % setup.pipeline:
+            flags += ["--make-vocab-size-divisible-by", math.lcm(_PADDED, setup.pipeline)]
     if setup.schedule == default(setup.chunks):
         return [str(flag) for flag in flags]
     flags += ["--bpipe-schedule", setup.schedule]

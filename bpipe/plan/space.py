@@ -13,7 +13,9 @@ from itertools import product
 from typing import NamedTuple
 
 from bpipe.generate.families import DEFAULTS, FAMILIES
+from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
@@ -27,6 +29,7 @@ from bpipe.plan.fewest_layers import BLOCK, OPEN
 from bpipe.program import BALANCES, BalanceConfig
 
 SEARCHED_SCOPES = RECOMPUTE
+VOCABULARIES = tuple(one.value for one in Vocabulary)
 
 
 def read_scope(text: str) -> str:
@@ -38,7 +41,9 @@ def read_scope(text: str) -> str:
 class Space:
     """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `uneven` admits stages of unequal layers where
     the layers do not divide. `recompute`: texts of `bpipe.models.recompute`, and `BLOCK`. `routing` says how tokens come to experts;
-    without `expert` every number of devices is tried that can share them. `contexts`: over how many devices a sequence may be spread."""
+    without `expert` every number of devices is tried that can share them. `contexts`: over how many devices a sequence may be spread.
+    `vocabulary_parallel`: whether the output layer is whole and by which algorithms it is in shards; None: whole, and by each of them that
+    lowers the bound of its time where the last rank computes longer than others."""
 
     model: Model
     cluster: Cluster
@@ -63,11 +68,13 @@ class Space:
     contexts: tuple[int, ...] = (1,)
     cp_comm_type: str = CP_COMM_TYPES[0]
     fp8: Fp8 | None = None
+    vocabulary_parallel: tuple[str, ...] | None = (Vocabulary.WHOLE.value,)
 
     def __post_init__(self) -> None:
-        for value in self.balances:
-            if value not in BALANCES:
-                raise ValueError(f"unknown balance {value!r}: choose from {', '.join(BALANCES)}")
+        for name, values, choices in (("balance", self.balances, BALANCES), ("vocabulary_parallel", self.vocabularies, VOCABULARIES)):
+            for value in values:
+                if value not in choices:
+                    raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
         object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(read_scope, self.recompute))))
         if self.attention not in ATTENTION:
             raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
@@ -75,6 +82,11 @@ class Space:
         for flag, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{flag} is {size}, but must be at least 1")
+
+    @property
+    def vocabularies(self) -> tuple[str, ...]:
+        """Whole or in shards: all that may be tried."""
+        return VOCABULARIES if self.vocabulary_parallel is None else self.vocabulary_parallel
 
 
 # From so many tokens on a sequence is long enough that its activations may be what does not fit, and attention what hides an exchange of
@@ -96,8 +108,9 @@ CUTS = {
     "profile": "configurations: the profile does not cover them",
     "layers": "choices of how many layers to recompute: it fits with none, or takes all of a stage",
     "memory": "configurations: more memory than a device has",
+    "queues": "configurations with shards: ranks would wait for each other in the one queue of a device",
     "unneeded": "balanced configurations: they fit without balancing too",
-    "slower": "configurations with split backwards or two pipes: slower than every row, by a bound, so nobody asked whether they fit",
+    "slower": "configurations with split backwards, two pipes or shards: slower than every row, by a bound, so nobody asked if they fit",
 }
 
 
@@ -108,7 +121,8 @@ def divisors(number: int) -> list[int]:
 
 
 def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
-    """Every configuration under the papers' constraints, each unbalanced first and then balanced. `cuts` counts what was not possible.
+    """Every configuration under the papers' constraints with the vocabulary whole, each unbalanced first and then balanced. `cuts` counts
+    what was not possible.
 
     Where a space has `BLOCK`, a setup with `OPEN` stands for all numbers of layers: the least of them.
     """
@@ -127,6 +141,7 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                     chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
                     how = EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=space.hosts or PAIR)
                     others = {"context": context, "routing": routing, "balance": balance, "how": how}
+                    others["vocabulary_parallel"] = Vocabulary.WHOLE.value
                     yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
 
 
@@ -202,42 +217,51 @@ class _Choice(NamedTuple):
 
 
 def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[_Choice]:
-    num_layers = space.model.num_layers
     for schedule in space.schedules:
         family = FAMILIES[schedule]
         if family.splits and pipeline == 1:
             # Nobody to wait for: it would be 1F1B.
             continue
-        if family.num_pipes > 1 and space.model.experts is not None:
-            cuts["experts"] += 1
-            continue
-        if family.num_pipes > 1 and (pipeline < 4 or pipeline % 2):
-            # To Megatron it is half as many ranks, which have to be a pipeline still.
-            cuts["pipes"] += 1
-            continue
-        if family.num_pipes > 1 and num_microbatches % pipeline:
-            cuts["micro_batches"] += 1
-            continue
-        if family.max_chunks == 1:
-            layers = split_layers(num_layers, pipeline, space.uneven)
+        cut = _cut_of(family, space, pipeline, num_microbatches)
+        if cut is not None:
+            cuts[cut] += 1
+        elif family.max_chunks == 1:
+            layers = split_layers(space.model.num_layers, pipeline, space.uneven)
             if layers is not None:
                 yield _Choice(schedule, 1, layers)
+        else:
+            yield from _in_chunks(schedule, space, pipeline, num_microbatches, cuts)
+
+
+def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) -> str | None:
+    """What keeps a family from such a pipeline."""
+    if family.num_pipes > 1:
+        if space.model.experts is not None:
+            return "experts"
+        if pipeline < 4 or pipeline % 2:
+            # To Megatron it is half as many ranks, which have to be a pipeline still.
+            return "pipes"
+        return "micro_batches" if num_microbatches % pipeline else None
+    if family.max_chunks == 1:
+        return None
+    alone = pipeline == 1
+    return "micro_batches" if alone or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline) else None
+
+
+def _in_chunks(schedule: str, space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[_Choice]:
+    family, num_layers = FAMILIES[schedule], space.model.num_layers
+    # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
+    uneven = space.uneven and num_layers % pipeline != 0
+    for chunks in family.chunks(space.max_chunks):
+        layers = _layers_of(schedule, num_layers, pipeline, chunks, uneven)
+        if layers is None:
+            cuts["chunks"] += 1
             continue
-        if pipeline == 1 or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline):
-            cuts["micro_batches"] += 1
+        if chunks == 1 and family.takes_groups:
+            # Of one chunk there are no groups: it would be 1F1B in halves.
             continue
-        # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
-        uneven = space.uneven and num_layers % pipeline != 0
-        for chunks in family.chunks(space.max_chunks):
-            layers = _layers_of(schedule, num_layers, pipeline, chunks, uneven)
-            if layers is None:
-                cuts["chunks"] += 1
-                continue
-            if chunks == 1 and family.takes_groups:
-                # Of one chunk there are no groups: it would be 1F1B in halves.
-                continue
-            for group in _groups(schedule, pipeline, num_microbatches):
-                yield _Choice(schedule, chunks, layers, group)
+        for group in _groups(schedule, pipeline, num_microbatches):
+            yield _Choice(schedule, chunks, layers, group)
 
 
 def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneven: bool) -> tuple[int, ...] | None:

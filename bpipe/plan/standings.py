@@ -10,8 +10,9 @@ from typing import Any
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.plan.explain import compared, describe
+from bpipe.plan.judge import Found, Standing
 from bpipe.plan.megatron_flags import is_unproven
-from bpipe.plan.search import Found, Outcome, Standing
+from bpipe.plan.search import Outcome
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/megatron.md).
 HALVES = "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: scripts/gpu_check.py --only halves"

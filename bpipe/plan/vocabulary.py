@@ -6,16 +6,17 @@ may make it the fullest. Remedies are fewer layers for that rank, and shards of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.layout import Vocabulary
-from bpipe.models.layout import REDISTRIBUTE, Setup, redistribute_layers
+from bpipe.models.layout import REDISTRIBUTE, TRAINED_SHARDS, Setup, redistribute_layers
 from bpipe.models.profile import Profile
+from bpipe.plan.bounds import last_load
 from bpipe.plan.budget import within_budget
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
+from bpipe.plan.shards import stands_still, with_shards
 from bpipe.program import BalanceConfig
 
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
@@ -42,44 +43,27 @@ class Burden:
         return self.prediction.timing.iteration_s / self.remedies[name].timing.iteration_s
 
 
-def burden(prediction: SetupPrediction, profile: Profile | None = None) -> Burden | None:
-    """None where the vocabulary does not hurt, or nothing would clearly help."""
+def burden(prediction: SetupPrediction, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS) -> Burden | None:
+    """None where the vocabulary does not hurt, or nothing would clearly help. `algorithms`: by which shards are a remedy."""
     setup = prediction.setup
     if setup.is_sharded or setup.pipeline < 2:
         return None
     load = last_load(setup, profile)
     if load < HURTS:
         return None
-    every = ((name, _within(other, profile)) for name, other in alternatives(setup, profile).items())
+    every = ((name, _within(other, profile)) for name, other in alternatives(setup, profile, algorithms).items())
     remedies = {name: predict(other, profile, formula=prediction.formula) for name, other in every if other is not None}
     found = Burden(prediction, load, remedies)
     return found if remedies and found.gain(found.best) >= HURTS else None
 
 
-def last_load(setup: Setup, profile: Profile | None = None) -> float:
-    """The last stage's rank beside the mean of the others."""
-    costs = costs_of(setup, profile)
-    work = [
-        sum(float(costs.stages[stage].whole_forward_s + costs.stages[stage].whole_backward_s) for stage in setup.stages_of(rank))
-        for rank in range(setup.pipeline)
-    ]
-    last = {placement[-1] for placement in setup.placements}
-    others = [seconds for rank, seconds in enumerate(work) if rank not in last]
-    return max(work[rank] for rank in last) * len(others) / sum(others) if others else 1.0
-
-
-def alternatives(setup: Setup, profile: Profile | None = None) -> dict[str, Setup]:
-    """The same setup with every remedy that it can take."""
+def alternatives(setup: Setup, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS) -> dict[str, Setup]:
+    """The same setup with every remedy that it can take; shards of both layers where the trainer has them."""
     found: dict[str, Setup] = {}
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:
         found[REDISTRIBUTE] = replace(setup, layers=layers)
-    family = FAMILIES[setup.schedule]
-    if family.sharded is not None:
-        for one in Vocabulary:
-            if one is not Vocabulary.WHOLE and (family.interlaces or one is not Vocabulary.INTERLACED):
-                found[one.value] = replace(setup, vocabulary_parallel=one.value, input_shards=True)
-    return found
+    return found | {one.vocabulary_parallel: one for one in with_shards(setup, algorithms) if not stands_still(one)}
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:

@@ -201,10 +201,10 @@ class Costs:
         """All that takes time takes so many times as long; a link carries as much less."""
         return replace(
             self,
-            stages=tuple(_scaled(cost, factor) for cost in self.stages),
+            stages=tuple(scaled(cost, factor) for cost in self.stages),
             links=replace(self.links, inside=self.links.inside.scaled(factor), between=self.links.between.scaled(factor)),
-            shards=tuple(_scaled(shard, factor) for shard in self.shards),
-            collectives=_scaled(self.collectives, factor),
+            shards=tuple(scaled(shard, factor) for shard in self.shards),
+            collectives=scaled(self.collectives, factor),
         )
 
     def holding(self, memory: Memory) -> Costs:
@@ -224,7 +224,10 @@ class Costs:
         return memory_of([cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after, held)
 
 
-def _scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Number) -> Cost:
+def scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Number) -> Cost:
+    """With seconds so many times as long."""
+    if factor == 1:
+        return cost
     seconds = {one.name: getattr(cost, one.name) for one in fields(cost) if one.name.endswith("_s")}
     return replace(cost, **{name: value * factor for name, value in seconds.items() if value is not None})
 

@@ -16,8 +16,8 @@ from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import predict_memory, rank_parameters, stage_parameters, working_bytes
 from bpipe.models.model import PRESETS
 from bpipe.models.switches import Switches
+from bpipe.plan.bounds import lower_bound_s
 from bpipe.plan.predict import costs_of, simulation_of, steady_timing, whole_timing
-from bpipe.plan.search import lower_bound_s
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 MODEL = replace(PRESETS["gpt3-13b"], num_layers=32)

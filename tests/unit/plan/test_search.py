@@ -17,11 +17,13 @@ from bpipe.models.memory import activations, least_bytes, least_shared_bytes, mo
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.parts import Routing
 from bpipe.models.saved import after_input_bytes, stage_bytes
+from bpipe.models.warm_up import least_warm_bytes
+from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.explain import describe, only_balanced, verdict
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
-from bpipe.plan.search import Outcome, lower_bound_s, search
+from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
 from bpipe.program import ScheduleConfig, balancing, build
 from tests.unit.models.published import MIXTRAL_8X7B
@@ -76,6 +78,28 @@ def test_the_bound_is_below_the_time_and_the_state_below_the_peak() -> None:
     for setup in list(enumerate_setups(UNFUSED))[::97]:
         assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
         assert state_bytes(setup) <= max(rank.peak_bytes for rank in predict_memory(setup))
+
+
+def test_bounds_of_many_are_those_of_each_alone_to_the_bit() -> None:
+    """Once for all that have a part in common: of other times, experts, and all that a space lets differ."""
+    slow = replace(A100, factor=1.25)
+    mixtral = Space(MIXTRAL_8X7B, slow, 64, 4096, max_micro_batch=2, max_chunks=2, schedules=("1f1b", "zb-v"))
+    for space in (UNFUSED, SMALL, mixtral):
+        bounds, setups = Bounds(), list(enumerate_setups(space))
+        for setup in setups[:: max(1, len(setups) // 400)]:
+            assert bounds.seconds(setup) == lower_bound_s(setup), describe(setup)
+
+
+@pytest.mark.parametrize("schedule", [name for name, family in FAMILIES.items() if family.warm_up is not None])
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+def test_nothing_needs_less_than_what_its_warm_up_says(schedule: str, balance: str) -> None:
+    """Layers that do not divide, so that stages differ; ends without layers among them."""
+    model = gpt("odd", 22, 1024, 16)
+    space = Space(model, parse_cluster("h100-80g:1x8"), 48, 1024, schedules=(schedule,), balances=(balance,), recompute=("none",))
+    setups = list(enumerate_setups(space))
+    assert any(least_warm_bytes(setup) for setup in setups)
+    for setup in setups[::3]:
+        assert least_warm_bytes(setup) <= max(rank.peak_bytes for rank in predict_memory(setup)), describe(setup)
 
 
 def test_the_papers_constraints() -> None:

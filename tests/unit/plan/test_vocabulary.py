@@ -63,6 +63,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 8, "device": device}))
     sizes = ["--num-layers", "32", "--hidden-size", "3072", "--num-attention-heads", "24", "--sequence", "2048", "--vocabulary", "128000"]
     asked = ["plan", *sizes, "--cluster", str(cluster), "--global-batch", "32", "--rows", "3", "--schedule", "1f1b", "--recompute", "none"]
+    asked += ["--vocabulary-parallel", "none"]
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1"]) == 0
     text = capsys.readouterr().out
     said = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
@@ -72,7 +73,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     found = json.loads(capsys.readouterr().out)["vocabulary"]
     assert found["row"] == int(said[1])
     assert found["last_load"] > 1.05
-    assert {one["remedy"] for one in found["remedies"]} >= {"1", "2", "interlaced"}
+    assert {one["remedy"] for one in found["remedies"]} >= {"1", "interlaced"}
     best = next(one for one in found["remedies"] if one["remedy"] == found["best"])
     assert best["configuration"]["vocabulary_parallel"] == found["best"]
     assert best["gain"] > 1

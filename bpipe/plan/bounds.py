@@ -1,0 +1,153 @@
+"""Bound the seconds of configurations from below, many of one space. In: Setups, a Profile. Out: seconds no iteration is shorter than.
+
+No pipeline is faster than a rank's own work, what comes before its first computation and after its last, and the update. Setups of one
+`Space` share most of it: layers take as long whatever the schedule, updates whatever the micro-batch, so each is asked for once. Makes no
+schedule, and knows no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from bpipe.ir.layout import Vocabulary
+from bpipe.models.compute import PartSeconds, part_seconds, shard_seconds, stage_cost, update_seconds
+from bpipe.models.layout import Setup
+from bpipe.models.profile import Profile
+from bpipe.models.recompute import StageLayers
+from bpipe.plan.predict import costs_of
+from bpipe.simulate.cost import ShardCost, StageCost, scaled
+
+_NO_SHARDS = ShardCost()
+
+
+class _Work(NamedTuple):
+    """By stage a micro-batch's forward and backward, whatever rank its shards, and the longest update of a rank."""
+
+    forwards: Sequence[float]
+    backwards: Sequence[float]
+    shard: ShardCost
+    update_s: float
+
+
+def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
+    """Of one setup alone."""
+    return _bound(setup, _work_of(setup, profile))
+
+
+def last_load(setup: Setup, profile: Profile | None = None) -> float:
+    """How many times as long as the mean of the others the last stage's rank computes, on one micro-batch."""
+    return _load(setup, _work_of(setup, profile))
+
+
+def _work_of(setup: Setup, profile: Profile | None) -> _Work:
+    costs = costs_of(setup, profile)
+    both = [_both(cost, setup.splits) for cost in costs.stages]
+    shard = costs.shards[0] if costs.shards else _NO_SHARDS
+    update_s = _longest(setup, [float(cost.optimizer_s) for cost in costs.stages])
+    return _Work([one for one, _ in both], [one for _, one in both], shard, update_s)
+
+
+class Bounds:
+    """The same of setups that differ in nothing but what a `Space` lets differ; to the bit."""
+
+    def __init__(self, profile: Profile | None = None) -> None:
+        self._profile = profile
+        self._parts: dict[object, tuple[PartSeconds, ShardCost]] = {}
+        self._stages: dict[object, tuple[float, float]] = {}
+        self._updates: dict[object, float] = {}
+        self._known: dict[object, tuple[float, float]] = {}
+
+    def seconds(self, setup: Setup) -> float:
+        return self._both(setup)[0]
+
+    def load(self, setup: Setup) -> float:
+        """As `last_load` says it."""
+        return self._both(setup)[1]
+
+    def _both(self, setup: Setup) -> tuple[float, float]:
+        # Groups change the order of what is computed, and nothing of the bound.
+        cut = setup.schedule, setup.chunks, setup.layers
+        grid = setup.tensor, setup.context, setup.pipeline, setup.routing
+        place = grid, setup.balance, setup.how, setup.vocabulary_parallel, setup.input_shards
+        size = setup.micro_batch, setup.recompute, setup.keep_weights_halves
+        key = (place, size, cut)
+        if key not in self._known:
+            # What a profile says of a stage is not made of parts.
+            work = self._work(setup, (place, size), (place, cut)) if self._profile is None else _work_of(setup, self._profile)
+            self._known[key] = _bound(setup, work), _load(setup, work)
+        return self._known[key]
+
+    def _work(self, setup: Setup, size: object, cut: object) -> _Work:
+        factor = setup.cluster.factor
+        layers, last = setup.stage_layers, setup.num_stages - 1
+        self._know(setup, size, layers)
+        if cut not in self._updates:
+            self._updates[cut] = _longest(setup, [factor * update for _, update in update_seconds(setup)])
+        shard = self._parts[size][1]
+        between = {one: self._stage(setup, size, one, False, False) for one in dict.fromkeys(layers)}
+        both = [between[one] for one in layers]
+        both[last] = self._stage(setup, size, layers[last], False, not setup.is_sharded)
+        both[0] = self._stage(setup, size, layers[0], not setup.input_shards, last == 0 and not setup.is_sharded)
+        return _Work([one for one, _ in both], [one for _, one in both], shard, self._updates[cut])
+
+    def _know(self, setup: Setup, size: object, stages: Sequence[StageLayers]) -> None:
+        """Seconds of all that its stages are made of."""
+        if size not in self._parts:
+            self._parts[size] = part_seconds(setup), scaled(shard_seconds(setup), setup.cluster.factor) if setup.is_sharded else _NO_SHARDS
+        elif not {(kind, scope) for one in set(stages) for kind, scope, _ in one} <= self._parts[size][0].layers.keys():
+            # Where some layers of a stage are recomputed, not every cut has all sorts.
+            self._parts[size][0].layers.update(part_seconds(setup).layers)
+
+    def _stage(self, setup: Setup, size: object, layers: StageLayers, first: bool, last: bool) -> tuple[float, float]:
+        key = size, setup.splits, layers, first, last
+        if key not in self._stages:
+            cost = scaled(stage_cost(self._parts[size][0], layers, first, last), setup.cluster.factor)
+            self._stages[key] = _both(cost, setup.splits)
+        return self._stages[key]
+
+
+def _both(cost: StageCost, splits: bool) -> tuple[float, float]:
+    """A stage's forward and backward."""
+    backward = cost.whole_input_s + (cost.weight_s or 0) if splits else cost.whole_backward_s
+    return float(cost.whole_forward_s), float(backward)
+
+
+def _longest(setup: Setup, updates: Sequence[float]) -> float:
+    return max(sum(updates[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
+
+
+def _load(setup: Setup, work: _Work) -> float:
+    own = [sum(work.forwards[stage] + work.backwards[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline)]
+    last = {placement[-1] for placement in setup.placements}
+    others = [seconds for rank, seconds in enumerate(own) if rank not in last]
+    return max(own[rank] for rank in last) * len(others) / sum(others) if others else 1.0
+
+
+def _bound(setup: Setup, work: _Work) -> float:
+    """A rank's own work, what comes before its first computation and after its last, then the update."""
+    forwards, backwards, shard, update_s = work
+    p, m, pipes = setup.pipeline, setup.num_microbatches, setup.placements
+    within = float(shard.forward_s + shard.backward_s)
+    # Of algorithm 2 T may wait until everything has gone back. Input shards come before a rank's first forward, and behind its backward.
+    until_back = float(shard.forward_s) if setup.vocabulary_parallel == Vocabulary.TWO.value else within
+    since_begun = within + float(shard.input_backward_s)
+    throughout = since_begun + float(shard.input_forward_s)
+    bound = 0.0
+    for mine in _stages_by_pipe(pipes, p):
+        own = sum(forwards[stage] + backwards[stage] for of_pipe in mine for stage in of_pipe)
+        # Whichever pipe comes first, and goes last.
+        before = min(sum(forwards[: of_pipe[0]]) for of_pipe in mine)
+        # Of a split backward the last weights' halves may run beside what follows elsewhere.
+        after = 0.0 if setup.splits else min(sum(backwards[: of_pipe[0]]) for of_pipe in mine)
+        bound = max(bound, before + m / len(pipes) * (own + until_back) + after)
+        if setup.is_sharded:
+            bound = max(bound, before + m * (own + since_begun), m * (own + throughout))
+    return bound + update_s
+
+
+@lru_cache(maxsize=1024)
+def _stages_by_pipe(pipes: tuple[tuple[int, ...], ...], num_ranks: int) -> list[list[list[int]]]:
+    """Of every rank, by pipe, the stages it computes."""
+    return [[[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes] for rank in range(num_ranks)]

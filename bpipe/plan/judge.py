@@ -1,0 +1,201 @@
+"""Say which configurations of a space fit, and count them. In: Setups, one by one. Out: a yes or no each, and how every family stands.
+
+What cheap bounds decide is asked no further: weights alone, what the first rank holds, what ranks hold when their backwards begin. Of what
+is too much by a bound it is said only at the end what it needs, where somebody wants to know. Knows no time but what it is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bpipe.models.layout import Setup
+from bpipe.models.memory import least_bytes, least_shared_bytes, moves_anything, peak_bytes, rank_states
+from bpipe.models.warm_up import least_warm_bytes
+from bpipe.plan.fewest_layers import BLOCK, OPEN, fewest_layers, with_block
+from bpipe.plan.predict import SetupPrediction
+from bpipe.plan.shards import stands_still
+from bpipe.plan.space import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`needs_bytes` is what a balanced setup's fullest rank would need without balancing, None where the setup is not balanced."""
+
+    prediction: SetupPrediction
+    needs_bytes: int | None
+
+
+class Closest(NamedTuple):
+    """The setup that needs fewest bytes on its fullest rank. `is_state`: they are its weights, gradients and optimizer state alone.
+
+    A setup of which only activations are too much is closer than any whose state is.
+    """
+
+    is_state: bool
+    needs_bytes: int
+    setup: Setup
+
+
+@dataclass(slots=True)
+class Standing:
+    """How one family did. `fastest` is what was simulated of it, `bound_s` a time below which nothing of it is that was not simulated.
+
+    `num_large` of those that were asked need too much memory, the least of them `least_bytes` on its fullest rank; `num_slower` were not
+    asked, because none could be among the rows.
+    """
+
+    schedule: str
+    num_fitting: int = 0
+    num_large: int = 0
+    num_slower: int = 0
+    least_bytes: int | None = None
+    bound_s: float | None = None
+    fastest: Found | None = None
+
+    def left(self, bound_s: float) -> None:
+        """One of it is not simulated, and takes at least this long."""
+        self.bound_s = bound_s if self.bound_s is None else min(self.bound_s, bound_s)
+
+    def needs(self, num_bytes: int) -> None:
+        """One of it does not fit, and needs at least so much."""
+        self.least_bytes = num_bytes if self.least_bytes is None else min(self.least_bytes, num_bytes)
+
+
+class Judge:
+    """Says which setups fit, and counts. `needs_bytes`: what the last one that does would need without balancing at least, where it is
+    balanced. `closest` is there where none did."""
+
+    def __init__(self, space: Space, cuts: Counter[str]) -> None:
+        self._recompute = space.recompute
+        self._limit, self.cuts = space.cluster.device.memory_bytes, cuts
+        self.families = {name: Standing(name) for name in dict.fromkeys(space.schedules)}
+        self.needs_bytes: int | None = None
+        self.num_only_balanced = 0
+        self._states: dict[object, tuple[int, ...]] = {}
+        self._asked: dict[Setup, tuple[int, bool]] = {}
+        self._large: list[Closest] = []
+        # By family, what is too much by the bound of its warm-up: it needs more than that.
+        self._by_bound: dict[str, list[tuple[int, Setup]]] = {}
+
+    @property
+    def closest(self) -> Closest | None:
+        """Asked once there is nothing that fits: what was too much may have been a part of what it needs, so the lowest are asked anew."""
+        if not self._large or any(one.num_fitting for one in self.families.values()):
+            return None
+        found: Closest | None = None
+        for _, one in sorted(enumerate(self._large), key=lambda pair: (*pair[1][:2], pair[0])):
+            if one.is_state or (found is not None and one.needs_bytes >= found.needs_bytes):
+                return found or one
+            needs = peak_bytes(one.setup)
+            if found is None or needs < found.needs_bytes:
+                found = one._replace(needs_bytes=needs)
+        return found
+
+    def standings(self) -> tuple[Standing, ...]:
+        """Every family's, in the space's order. Of one without a row it is said what the least of it needs."""
+        for name, family in self.families.items():
+            for bound, setup in sorted(self._by_bound.get(name, ()), key=lambda one: one[0]) if family.fastest is None else ():
+                if family.least_bytes is not None and bound >= family.least_bytes:
+                    break
+                shared = least_shared_bytes(setup) if setup.balance != "none" else 0
+                family.needs(shared if shared > self._limit else peak_bytes(setup))
+        return tuple(self.families.values())
+
+    def is_slower(self, setup: Setup, bound_s: float) -> None:
+        """It cannot be among the rows, so nobody asks."""
+        family = self.families[setup.schedule]
+        self.cuts["slower"] += 1
+        family.num_slower += 1
+        family.left(bound_s)
+
+    def fitting(self, setup: Setup) -> Setup | None:
+        """The setup if it fits; where the number of layers that it recomputes is open, with as few as that takes. None: it does not."""
+        if BLOCK not in self._recompute or setup.recompute != OPEN:
+            return setup if self.fits(setup) else None
+        most, self.needs_bytes = max(setup.layers), None
+        if "none" in self._recompute and self._is_enough(replace(setup, recompute="none")):
+            self.cuts["layers"] += 1
+            return None
+        number = fewest_layers(most, lambda count: self._is_enough(with_block(setup, count)))
+        if number == most and "full" in self._recompute:
+            self.cuts["layers"] += 1
+            return None
+        chosen = with_block(setup, number or most)
+        return chosen if self.fits(chosen) else None
+
+    def _is_enough(self, setup: Setup) -> bool:
+        return self._known(setup)[0] <= self._limit
+
+    def fits(self, setup: Setup) -> bool:
+        self.needs_bytes = None
+        peak, is_bound = self._known(setup if setup.balance == "none" else replace(setup, balance="none"))
+        if setup.balance != "none":
+            # What fits without balancing gains nothing from it.
+            if peak <= self._limit:
+                self.cuts["unneeded"] += 1
+                return False
+            needs, known = peak, self._balanced(setup)
+            if known is None:
+                self.cuts["pairs"] += 1
+                return False
+            peak, is_bound = known
+            self.needs_bytes = needs
+        if peak <= self._limit and stands_still(setup):
+            self.cuts["queues"] += 1
+            return False
+        if peak <= self._limit:
+            self.families[setup.schedule].num_fitting += 1
+            self.num_only_balanced += self.needs_bytes is not None
+            return True
+        self._is_large(setup, peak, is_bound)
+        return False
+
+    def _known(self, setup: Setup) -> tuple[int, bool]:
+        """What it needs; where less than that is too much, that, and whether it is a bound to be asked for more."""
+        if setup not in self._asked:
+            self._asked[setup] = self._needs(setup)
+        return self._asked[setup]
+
+    def _states_of(self, setup: Setup) -> tuple[int, ...]:
+        """Of every rank, what is there all the time: the same whatever the micro-batch, recomputation and groups."""
+        grid = setup.tensor, setup.context, setup.pipeline, setup.routing
+        key = (grid, setup.balance, setup.vocabulary_parallel, setup.input_shards, setup.schedule, setup.chunks, setup.layers)
+        if key not in self._states:
+            self._states[key] = rank_states(setup)
+        return self._states[key]
+
+    def _needs(self, setup: Setup) -> tuple[int, bool]:
+        states = self._states_of(setup)
+        least = least_bytes(setup, states)
+        if least > self._limit:
+            return least, False
+        warm = least_warm_bytes(setup, states)
+        return (warm, True) if warm > self._limit else (peak_bytes(setup), False)
+
+    def _balanced(self, setup: Setup) -> tuple[int, bool] | None:
+        """The same of a balanced one. None where nothing of it would move: then it gains nothing either."""
+        states = self._states_of(setup)
+        least = least_bytes(setup, states)
+        if least > self._limit:
+            return least, False
+        # Nothing has to be balanced to say that half of it is too much.
+        warm = least_warm_bytes(setup, states)
+        if warm > self._limit:
+            return warm, True
+        shared = least_shared_bytes(setup, states)
+        if shared > self._limit:
+            return shared, False
+        return (peak_bytes(setup), False) if moves_anything(setup) else None
+
+    def _is_large(self, setup: Setup, peak: int, is_bound: bool) -> None:
+        family = self.families[setup.schedule]
+        self.cuts["memory"] += 1
+        family.num_large += 1
+        if is_bound:
+            self._by_bound.setdefault(setup.schedule, []).append((peak, setup))
+        else:
+            family.needs(peak)
+        state = max(self._states_of(setup))
+        self._large.append(Closest(state > self._limit, state if state > self._limit else peak, setup))
