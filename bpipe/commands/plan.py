@@ -26,7 +26,7 @@ from bpipe.commands.launch import add_launch_arguments, launch_document, lines, 
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, PORTS
+from bpipe.ir.hosts import ARRANGEMENTS, IN_NODES
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
@@ -41,7 +41,7 @@ from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.judge import Found
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import megatron_flags, schedule_flags
+from bpipe.plan.megatron_flags import hosts_flags, megatron_flags, schedule_flags
 from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, scope, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.search import Outcome, search
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
-    add("--hosts", choices=ARRANGEMENTS, help=f"of balanced rows, where what leaves goes: {HOSTS_SAID}")
+    add("--hosts", nargs="+", choices=ARRANGEMENTS, help=f"of balanced rows, where what leaves may go: {HOSTS_SAID}")
     help_text = "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
     add("--context", type=positive, nargs="+", metavar="C", help=help_text)
     add(
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace) -> int:
     reading = reading_of(asked)
     # What the search chooses is no one's to say; `yours` below is the launch as it stands.
-    every = filled(asked, reading, ("global_batch",))
+    every = filled(argparse.Namespace(**{**vars(asked), "hosts": None}), reading, ("global_batch",))
     options = argparse.Namespace(**{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}})
     model, cluster = model_of(options), _budgeted(cluster_of(options, reading.devices if reading else None), options.memory)
     yours = None if reading is None else _yours(asked, reading)
@@ -122,7 +122,7 @@ def run(asked: argparse.Namespace) -> int:
         raise ValueError("--plot draws a front: give --front, too, or leave it out")
     with _seldom_collected():
         asked_what = (space, max(options.rows, row or 0), bar.show)
-        if options.memory is not None or options.hosts in (HOST, ALL, PORTS):
+        if options.memory is not None or set(space.hosts) & set(IN_NODES):
             outcome = search(*asked_what, _sending_what_must(space, cluster.device.memory_bytes))
         else:
             outcome = search(*asked_what)
@@ -161,7 +161,7 @@ def _space(asked: argparse.Namespace, options: argparse.Namespace, model: Model,
         profile=None if options.profile is None else read_profile(options.profile),
         formula=options.flops_formula,
         switches=switches_of(options),
-        hosts=options.hosts,
+        hosts=tuple(asked.hosts or (options.hosts,)),
         routing=routing_of(options),
         expert=options.expert,
         contexts=contexts,
@@ -332,7 +332,8 @@ def _lines(number: int, found: Found) -> list[str]:
             f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     lines += [f"     {text}" for text in (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup)) if text]
-    flags = [*split_flags(prediction.setup.layers, prediction.setup.pipeline), *schedule_flags(prediction.setup)]
+    setup = prediction.setup
+    flags = [*split_flags(setup.layers, setup.pipeline), *hosts_flags(setup), *schedule_flags(setup)]
     return [*lines, f"     {shlex.join(flags)}"] if flags else lines
 
 

@@ -59,10 +59,16 @@ def _parallel(setup: Setup) -> list[str]:
     flags += split_flags(setup.layers, setup.pipeline)
     if setup.balance != "none":
         flags.append("--bpipe")
-        flags += [] if setup.how.hosts == PAIR else ["--bpipe-hosts", setup.how.hosts]
-        flags += [] if setup.how.bounds is None else ["--bpipe-bound", ",".join(map(str, setup.how.bounds))]
-        flags += [] if setup.how.rooms is None else ["--bpipe-memory", gib(setup.limit_bytes)]
-    return [str(flag) for flag in (*flags, *schedule_flags(setup))]
+    return [str(flag) for flag in (*flags, *hosts_flags(setup), *schedule_flags(setup))]
+
+
+def hosts_flags(setup: Setup) -> list[str]:
+    """Where what leaves goes, and how much leaves; nothing for pairs that hold as little as they can."""
+    if setup.balance == "none":
+        return []
+    flags = [] if setup.how.hosts == PAIR else ["--bpipe-hosts", setup.how.hosts]
+    flags += [] if setup.how.bounds is None else ["--bpipe-bound", ",".join(map(str, setup.how.bounds))]
+    return flags + ([] if setup.how.rooms is None else ["--bpipe-memory", gib(setup.limit_bytes)])
 
 
 def schedule_flags(setup: Setup) -> list[str]:

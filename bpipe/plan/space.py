@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.generate.family import Family
@@ -40,8 +40,9 @@ def read_scope(text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Space:
     """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `uneven` admits stages of unequal layers where
-    the layers do not divide. `recompute`: texts of `bpipe.models.recompute`, and `BLOCK`. `routing` says how tokens come to experts;
-    without `expert` every number of devices is tried that can share them. `contexts`: over how many devices a sequence may be spread.
+    the layers do not divide. `recompute`: texts of `bpipe.models.recompute`, and `BLOCK`. `hosts`: of what is balanced, where what leaves
+    goes (`ir.hosts`). `routing` says how tokens come to experts; without `expert` every number of devices is tried that can share them.
+    `contexts`: over how many devices a sequence may be spread.
     `vocabulary_parallel`: whether the output layer is whole and by which algorithms it is in shards; None: whole, and by each of them that
     lowers the bound of its time where the last rank computes longer than others."""
 
@@ -62,7 +63,7 @@ class Space:
     profile: Profile | None = None
     formula: str = "megatron"
     switches: Switches = field(default_factory=Switches)
-    hosts: str | None = None
+    hosts: tuple[str, ...] = (PAIR,)
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     expert: int | None = None
     contexts: tuple[int, ...] = (1,)
@@ -128,21 +129,28 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
     """
     cuts = Counter() if cuts is None else cuts
     common = {one.name: getattr(space, one.name) for one in fields(space)}
+    balances = _balanced(space)
     for tensor, context, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
             if per_replica % micro_batch:
                 continue
             for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
-                for recompute, routing, balance in product(_scopes(space), _routings(space, tensor * context * data), space.balances):
-                    if balance != "none" and pipeline == 1:
+                for recompute, routing, balanced in product(_scopes(space), _routings(space, tensor * context * data), balances):
+                    if balanced["balance"] != BALANCES[0] and pipeline == 1:
                         cuts["pairs"] += 1
                         continue
                     chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
-                    how = EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=space.hosts or PAIR)
-                    others = {"context": context, "routing": routing, "balance": balance, "how": how}
+                    others = {"context": context, "routing": routing, **balanced}
                     others["vocabulary_parallel"] = Vocabulary.WHOLE.value
                     yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
+
+
+def _balanced(space: Space) -> list[dict[str, Any]]:
+    """Balanced or not, and with whom as hosts."""
+    ways = product(space.balances, dict.fromkeys(space.hosts))
+    found = [(balance, EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=hosts)) for balance, hosts in ways]
+    return [{"balance": balance, "how": how} for balance, how in dict.fromkeys(found)]
 
 
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:

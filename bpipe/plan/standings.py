@@ -23,6 +23,9 @@ BEHIND_ATTENTION = "norms behind attention and MLP, and capped logits, for which
 FP8 = "FP8 with transfers or our own loop was never run on a GPU: --bpipe-unproven fp8 tries it, and the first losses are to be compared"
 TWO_PIPES = "two pipes were trained on CPUs alone so far"
 
+# A bound that is hardly lower says nothing.
+_CLEARLY = 0.99
+
 
 def lines(outcome: Outcome) -> list[str]:
     """Nothing where there are no rows, or one family was searched."""
@@ -81,7 +84,12 @@ def _ordered(outcome: Outcome) -> list[Standing]:
 def _words(one: Standing, outcome: Outcome) -> str:
     best = outcome.rows[0]
     if one.fastest is not None:
-        return _beside(one.fastest, best)
+        seconds, bound = one.fastest.prediction.timing.iteration_s, one.bound_s
+        # Only rows are certainly the fastest there are.
+        others = (
+            "" if bound is None or bound > _CLEARLY * seconds else f"; others, not simulated, take {bound:.3f} s or more, by a lower bound"
+        )
+        return _beside(one.fastest, best) + others
     parts = []
     if one.num_large:
         least, limit = one.least_bytes, best.prediction.memory[0].limit_bytes

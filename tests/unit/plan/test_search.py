@@ -9,6 +9,7 @@ import pytest
 
 from bpipe.generate.families import FAMILIES, SEARCHED, default
 from bpipe.generate.family import Family
+from bpipe.ir.hosts import HOST, PAIR
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.held import held_by
@@ -18,6 +19,7 @@ from bpipe.models.model import PRESETS, gpt
 from bpipe.models.parts import Routing
 from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.models.warm_up import least_warm_bytes
+from bpipe.plan import standings
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.explain import describe, only_balanced, verdict
 from bpipe.plan.megatron_command import read_command
@@ -68,6 +70,28 @@ def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> 
     times = sorted(predict(setup).timing.iteration_s for setup in quick)
     assert [found.prediction.timing.iteration_s for found in outcome.rows] == pytest.approx(times[:10])
     assert outcome.num_simulated < 30
+
+
+def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
+    """Its rows are the fastest of what searches of each kind find, each with its flag."""
+    space = replace(UNFUSED, schedules=("1f1b",), uneven=False, max_micro_batch=2)
+    kinds = [(PAIR,), (HOST,)]
+    each = [found for hosts in kinds for found in search(replace(space, hosts=hosts), num_rows=6).rows]
+    merged = {found.prediction.setup: found.prediction.timing.iteration_s for found in each}
+    both = search(replace(space, hosts=(PAIR, HOST)), num_rows=6)
+    assert [found.prediction.timing.iteration_s for found in both.rows] == sorted(merged.values())[:6]
+    setups = [found.prediction.setup for found in both.rows]
+    assert {setup.how.hosts for setup in setups if setup.balance == "bpipe"} == {PAIR, HOST}
+    assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [setup.how.hosts == HOST for setup in setups]
+    assert len(list(enumerate_setups(replace(space, hosts=(PAIR, HOST))))) < 2 * len(list(enumerate_setups(space)))
+
+
+def test_of_a_family_that_was_not_simulated_to_its_end_it_is_said(outcome: Outcome) -> None:
+    """Compared with hosts in nodes' memory, 1F1B was said to take 95.5 s: its pairs, too slow for a row, were not simulated."""
+    (one, *_) = outcome.families
+    slow = replace(one, bound_s=0.5 * one.fastest.prediction.timing.iteration_s if one.fastest else 0.0)
+    text = standings.documents(replace(outcome, families=(slow,)))[0]["why"]
+    assert text.endswith(f"; others, not simulated, take {slow.bound_s:.3f} s or more, by a lower bound")
 
 
 def key(setup: Setup) -> tuple[object, ...]:
