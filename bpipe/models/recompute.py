@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -131,7 +130,8 @@ def read_recompute(text: str) -> Recompute:
 StageLayers = tuple[tuple[LayerKind, LayerScope, int], ...]
 
 
-def stage_layers(model: Model, recompute: Recompute, layers: Sequence[int]) -> tuple[StageLayers, ...]:
+@lru_cache(maxsize=1024)
+def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """Of stages with so many layers each, in the order of the model's."""
     if model.is_uniform:
         kind = model.kind(0)

@@ -23,17 +23,16 @@ _NO_SHARDS = ShardCost()
 
 
 class _Work(NamedTuple):
-    """By stage a micro-batch's forward and backward, whatever rank its shards, and the longest update of a rank."""
+    """By stage a micro-batch's forward and backward, and whatever rank its shards."""
 
     forwards: Sequence[float]
     backwards: Sequence[float]
     shard: ShardCost
-    update_s: float
 
 
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
     """Of one setup alone."""
-    return _bound(setup, _work_of(setup, profile))
+    return _bound(setup, _work_of(setup, profile)) + _update_s(setup, profile)
 
 
 def last_load(setup: Setup, profile: Profile | None = None) -> float:
@@ -45,8 +44,11 @@ def _work_of(setup: Setup, profile: Profile | None) -> _Work:
     costs = costs_of(setup, profile)
     both = [_both(cost, setup.splits) for cost in costs.stages]
     shard = costs.shards[0] if costs.shards else _NO_SHARDS
-    update_s = _longest(setup, [float(cost.optimizer_s) for cost in costs.stages])
-    return _Work([one for one, _ in both], [one for _, one in both], shard, update_s)
+    return _Work([one for one, _ in both], [one for _, one in both], shard)
+
+
+def _update_s(setup: Setup, profile: Profile | None) -> float:
+    return _longest(setup, [float(cost.optimizer_s) for cost in costs_of(setup, profile).stages])
 
 
 class Bounds:
@@ -69,28 +71,37 @@ class Bounds:
     def _both(self, setup: Setup) -> tuple[float, float]:
         # Groups change the order of what is computed, and nothing of the bound.
         cut = setup.schedule, setup.chunks, setup.layers
-        grid = setup.tensor, setup.context, setup.pipeline, setup.routing
-        place = grid, setup.balance, setup.how, setup.vocabulary_parallel, setup.input_shards
+        grid = setup.tensor, setup.context, setup.pipeline, setup.routing, setup.vocabulary_parallel, setup.input_shards
+        lies = setup.balance, setup.how
+        # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they compute.
+        elsewhere = lies if setup.model.experts is not None or setup.context > 1 else None
         size = setup.micro_batch, setup.recompute, setup.keep_weights_halves
-        key = (place, size, cut)
+        key = (grid, elsewhere, size, cut)
         if key not in self._known:
             # What a profile says of a stage is not made of parts.
-            work = self._work(setup, (place, size), (place, cut)) if self._profile is None else _work_of(setup, self._profile)
+            work = self._work(setup, (grid, elsewhere, size)) if self._profile is None else _work_of(setup, self._profile)
             self._known[key] = _bound(setup, work), _load(setup, work)
-        return self._known[key]
+        bound_s, load = self._known[key]
+        return bound_s + self._update(setup, (grid, lies, cut, None if self._profile is None else size)), load
 
-    def _work(self, setup: Setup, size: object, cut: object) -> _Work:
-        factor = setup.cluster.factor
+    def _update(self, setup: Setup, place: object) -> float:
+        """The longest update of a rank."""
+        if place not in self._updates:
+            if self._profile is None:
+                self._updates[place] = _longest(setup, [setup.cluster.factor * update for _, update in update_seconds(setup)])
+            else:
+                self._updates[place] = _update_s(setup, self._profile)
+        return self._updates[place]
+
+    def _work(self, setup: Setup, size: object) -> _Work:
         layers, last = setup.stage_layers, setup.num_stages - 1
         self._know(setup, size, layers)
-        if cut not in self._updates:
-            self._updates[cut] = _longest(setup, [factor * update for _, update in update_seconds(setup)])
         shard = self._parts[size][1]
         between = {one: self._stage(setup, size, one, False, False) for one in dict.fromkeys(layers)}
         both = [between[one] for one in layers]
         both[last] = self._stage(setup, size, layers[last], False, not setup.is_sharded)
         both[0] = self._stage(setup, size, layers[0], not setup.input_shards, last == 0 and not setup.is_sharded)
-        return _Work([one for one, _ in both], [one for _, one in both], shard, self._updates[cut])
+        return _Work([one for one, _ in both], [one for _, one in both], shard)
 
     def _know(self, setup: Setup, size: object, stages: Sequence[StageLayers]) -> None:
         """Seconds of all that its stages are made of."""
@@ -126,8 +137,8 @@ def _load(setup: Setup, work: _Work) -> float:
 
 
 def _bound(setup: Setup, work: _Work) -> float:
-    """A rank's own work, what comes before its first computation and after its last, then the update."""
-    forwards, backwards, shard, update_s = work
+    """A rank's own work, and what comes before its first computation and after its last."""
+    forwards, backwards, shard = work
     p, m, pipes = setup.pipeline, setup.num_microbatches, setup.placements
     within = float(shard.forward_s + shard.backward_s)
     # Of algorithm 2 T may wait until everything has gone back. Input shards come before a rank's first forward, and behind its backward.
@@ -144,7 +155,7 @@ def _bound(setup: Setup, work: _Work) -> float:
         bound = max(bound, before + m / len(pipes) * (own + until_back) + after)
         if setup.is_sharded:
             bound = max(bound, before + m * (own + since_begun), m * (own + throughout))
-    return bound + update_s
+    return bound
 
 
 @lru_cache(maxsize=1024)
