@@ -224,8 +224,8 @@ def throughput_part() -> list[str]:
         "",
         "A backward hides tensor-parallel sums beside the products for weights, as Megatron does today; Narayanan et al., who ran in 2021, "
         "are taken to have waited for them. Their paper does not say, and that choice decides between the two sources' errors: nothing but "
-        "the order of the years speaks for it. Nothing published with `--tp-comm-overlap` was compared, and no mixture of experts, which "
-        "are refused.",
+        "the order of the years speaks for it. Of these runs none has `--tp-comm-overlap`; models with "
+        "experts, FP8 and sequences in parts stand below.",
         "",
         "Exchanges of all but NVIDIA's runs block, with chunks as `--no-overlap-p2p-communication` has it: their Megatron could not "
         "overlap them, or did so only when asked. Narayanan et al. and Korthikanti et al. sent a part from each tensor-parallel rank. "
