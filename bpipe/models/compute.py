@@ -14,15 +14,16 @@ from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, is_through, mirrored, other_ranks, through
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models import scan
+from bpipe.models.casts import cast_seconds
 from bpipe.models.context_parallel import with_exchange
 from bpipe.models.expert_parallel import exchange, replicas_of_experts
 from bpipe.models.layout import Setup
 from bpipe.models.memory import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
-from bpipe.models.model import Model
 from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import LayerKind
 from bpipe.models.products import latent_up_products, layer_products, matrix_products, shared_products
-from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY_EFFICIENCY, Rates
+from bpipe.models.rates import KERNEL_S, LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY_EFFICIENCY, Rates
 from bpipe.models.recompute import LayerScope, StageLayers
 from bpipe.models.routed import routed_tokens
 from bpipe.models.saved import STATISTICS, STATISTICS_BYTES, after_input_bytes, norms_alone, shard_bytes, stage_bytes
@@ -32,7 +33,7 @@ from bpipe.program import BALANCES, unchecked
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
 FLASH_BACKWARD = 2.5
-KERNEL_S = 4e-6
+# In a layer of two parts; of a hybrid model's layers, which are one, half as many.
 FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35
 # Of a forward's: two products and what is between; two products up, two norms before and both rotations behind them.
 MLP_KERNELS, LATENT_KERNELS = 3, 6
@@ -57,8 +58,6 @@ SHARD_STATISTICS, SHARD_GRADIENT, SHARD_EARLY = 32, 42, 36
 # Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each read and written.
 ORDERINGS = 8
 ROUTING_KERNELS = 30
-# Matrices of a layer, each of whose inputs and gradients is written in FP8 by a kernel.
-CASTS = 4
 # Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
 UPDATE_BYTES = 30
 
@@ -108,30 +107,31 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
     rates, model, tokens = Rates.of(setup), setup.model, num_tokens(setup)
     kind = model.kind(0) if kind is None else kind
     scope = setup.recomputed.scope(0) if scope is None else scope
-    h, element, products = model.hidden_size, element_bytes(setup), layer_products(setup, kind).total()
+    h, element, products, parts = model.hidden_size, element_bytes(setup), layer_products(setup, kind).total(), kind.num_parts
     between = element * tokens * h / setup.sequence_shards
     inside = _inside_bytes(setup, kind)
-    # Two norms read and write; two residual sums read twice and write, with dropout a mask too.
-    # Those of queries and keys read and write, as those behind attention and MLP; backward they read what went in and out, and write.
-    normed = element * tokens * (model.query_size + model.key_value_size // 2) / setup.tensor * model.qk_norm
-    normed += 2 * between * model.post_norms + element * tokens * _latent_ranks(model) / setup.sequence_shards
-    forward = products.forward_s + (10.5 * between + inside + 2 * normed) / rates.memory + FORWARD_KERNELS * KERNEL_S
-    backward = products.input_s + products.weight_s + BACKWARD_KERNELS * KERNEL_S
-    backward += (14 * between + 1.5 * inside + 3 * normed + _accumulated(setup, kind)) / rates.memory
-    casts, casts_back = _cast_seconds(setup, kind, rates)
+    # Norms of queries and keys read and write, as those behind attention and MLP; backward they read what went in and out, and write.
+    normed = element * tokens * (model.query_size + model.key_value_size // 2) / setup.tensor * (model.qk_norm and kind.attends)
+    normed += 2 * between * model.post_norms + element * tokens * model.latent_ranks / setup.sequence_shards
+    kernels, kernels_back = _num_kernels(kind)
+    # In each part a norm reads and writes; a residual sum reads twice and writes, with dropout a mask too.
+    forward = products.forward_s + (5.25 * parts * between + inside + 2 * normed) / rates.memory + kernels * KERNEL_S
+    backward = products.input_s + products.weight_s + kernels_back * KERNEL_S
+    backward += (7 * parts * between + 1.5 * inside + 3 * normed + _accumulated(setup, kind)) / rates.memory
+    casts, casts_back = cast_seconds(setup, kind)
     forward, backward = forward + casts, backward + casts_back
     if kind.experts:
         # There and back, and the same for their gradients.
         there_and_back = 2 * exchange(setup).seconds + ROUTING_KERNELS * KERNEL_S
         forward, backward = forward + there_and_back, backward + there_and_back
     waits = exposed(setup, kind, scope)
-    core_forward, core_backward = core_seconds(setup, rates, kind.window)
+    core_forward, core_backward = _core_of(setup, kind, rates)
     forward += core_forward
     backward += core_backward + waits.backward_s
     if scope.whole:
         backward += forward
     elif scope.modules:
-        backward += (core_forward if "core_attn" in scope.modules else 0.0) + _parts_again(setup, kind, scope.modules)
+        backward += (core_forward if "core_attn" in scope.modules and kind.attends else 0.0) + _parts_again(setup, kind, scope.modules)
     return forward + waits.forward_s, backward
 
 
@@ -142,19 +142,24 @@ def _parts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> floa
     between = element_bytes(setup) * num_tokens(setup) * model.hidden_size / setup.sequence_shards
     norm, found = 2 * between / memory + KERNEL_S, 0.0
     if "layernorm" in modules:
-        found += norm * (norms_alone(setup, kind) if setup.kernels == "gpu" else 2)
+        found += norm * (norms_alone(setup, kind) if setup.kernels == "gpu" else kind.num_parts)
     if kind.experts:
         found += _experts_again(setup, kind, modules)
-    elif "mlp" in modules:
+    elif "mlp" in modules and kind.has_mlp:
         products = layer_products(setup, kind)
-        found += products.first.forward_s + products.second.forward_s + _inside_bytes(setup, kind) / memory + MLP_KERNELS * KERNEL_S
+        found += (
+            products.entering[-1].forward_s
+            + products.returning[-1].forward_s
+            + _inside_bytes(setup, kind) / memory
+            + MLP_KERNELS * KERNEL_S
+        )
         # Transformer Engine's has the norm in it.
         found += norm if setup.kernels == "gpu" else 0.0
     if model.latent is not None and "mla_up_proj" in modules:
         ups = latent_up_products(setup, model.latent)
         # Norms of what was projected down, and queries, keys and values, which are read and written where their ends are rotated.
         moved = 2.0 * element_bytes(setup) * num_tokens(setup)
-        moved *= _latent_ranks(model) / setup.sequence_shards + (model.query_size + model.key_value_size) / setup.tensor
+        moved *= model.latent_ranks / setup.sequence_shards + (model.query_size + model.key_value_size) / setup.tensor
         found += sum(product.forward_s for product in ups) + moved / memory + LATENT_KERNELS * KERNEL_S
     return found
 
@@ -164,7 +169,7 @@ def _experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> fl
     memory, inside, found = Rates.of(setup).memory, _inside_bytes(setup, kind), 0.0
     if "moe" in modules:
         products = layer_products(setup, kind)
-        found += products.first.forward_s + products.second.forward_s + inside / memory
+        found += products.entering[-1].forward_s + products.returning[-1].forward_s + inside / memory
         return found + 2 * exchange(setup).seconds + (MLP_KERNELS + ROUTING_KERNELS) * KERNEL_S
     beside = _shared_inside_bytes(setup)
     if "moe_act" in modules:
@@ -176,10 +181,26 @@ def _experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> fl
     return found
 
 
+def _num_kernels(kind: LayerKind) -> tuple[float, float]:
+    """Forward and backward."""
+    if kind.is_mamba:
+        return scan.FORWARD_KERNELS, scan.BACKWARD_KERNELS
+    return FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
+
+
+def _core_of(setup: Setup, kind: LayerKind, rates: Rates) -> tuple[float, float]:
+    """Between a part's two matrices, what is neither of an MLP nor of experts."""
+    if kind.is_mamba:
+        return scan.scan_seconds(setup)
+    return core_seconds(setup, rates, kind.window) if kind.attends else (0.0, 0.0)
+
+
 def _inside_bytes(setup: Setup, kind: LayerKind) -> float:
     """What activation functions read and write, and what it takes to put tokens in the order of their experts and back."""
     model, element, tokens, experts = setup.model, element_bytes(setup), num_tokens(setup), setup.model.experts
     gates = 2 if model.gated else 1
+    if not kind.has_mlp:
+        return 0.0
     if not kind.experts or experts is None:
         return element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
     routed = element * routed_tokens(setup) * ((1 + gates) * experts.ffn_hidden_size / setup.expert_tensor + ORDERINGS * model.hidden_size)
@@ -191,29 +212,6 @@ def _shared_inside_bytes(setup: Setup) -> float:
     gates, experts = 2 if setup.model.gated else 1, setup.model.experts
     assert experts is not None
     return element_bytes(setup) * num_tokens(setup) * (1 + gates) * experts.shared_size / setup.tensor
-
-
-def _cast_seconds(setup: Setup, kind: LayerKind, rates: Rates) -> tuple[float, float]:
-    """To write what enters a layer's matrices in 8 bit, forward, and the gradients of what leaves them, backward."""
-    if setup.fp8 is None:
-        return 0.0, 0.0
-    model, tokens, experts = setup.model, num_tokens(setup), setup.model.experts
-    hidden, gates = tokens * model.hidden_size / setup.sequence_shards, 2 if model.gated else 1
-    entering = 2 * hidden + tokens * model.value_size / setup.tensor + tokens * _latent_ranks(model) / setup.sequence_shards
-    leaving = 2 * hidden + tokens * (model.query_size + model.key_value_size) / setup.tensor
-    inner = tokens * (model.ffn_hidden_size if experts is None or not kind.experts else experts.shared_size) / setup.tensor
-    if kind.experts and experts is not None:
-        routed = routed_tokens(setup) * model.hidden_size
-        entering, leaving = entering + routed, leaving + routed
-        inner += routed_tokens(setup) * experts.ffn_hidden_size / setup.expert_tensor
-    written = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes
-    each = float(setup.fp8.readings * element_bytes(setup) + written) / rates.memory
-    kernels = CASTS * setup.fp8.readings * KERNEL_S
-    return (entering + inner) * each + kernels, (leaving + gates * inner) * each + kernels
-
-
-def _latent_ranks(model: Model) -> int:
-    return 0 if model.latent is None else (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
 
 
 def _accumulated(setup: Setup, kind: LayerKind) -> float:
@@ -233,8 +231,12 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScop
     _, backward = layer_seconds(setup, kind, scope)
     if not setup.keeps_halves:
         return backward, 0.0
-    weight = layer_products(setup, kind).total().weight_s + _accumulated(setup, kind) / rates.memory + WEIGHT_KERNELS * KERNEL_S
-    gathers = 2 * gather_s(setup) if setup.sequence_shards > 1 else 0.0
+    weight = (
+        layer_products(setup, kind).total().weight_s
+        + _accumulated(setup, kind) / rates.memory
+        + WEIGHT_KERNELS * kind.num_parts / 2 * KERNEL_S
+    )
+    gathers = kind.num_parts * gather_s(setup) if setup.sequence_shards > 1 else 0.0
     waits = exposed(setup, kind, scope)
     return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
 

@@ -3,6 +3,7 @@
 Two formulas are in use and differ, so every figure says which it is:
   megatron  `num_floating_point_operations` of Megatron 0.19: every matrix product three times, attention's two products over the causal
             half, the output layer over the whole vocabulary. Of experts those that a token is routed to; windows are not looked at.
+            Of a Mamba layer both matrices and 7 FLOPs a value of its states, with as many values as twice the hidden size gives.
   papers    Narayanan et al. 2021 as Kim et al. 2023 and Huang et al. 2024 use it, without recomputation: attention over the full square,
             and the output layer's term as printed, V / (16 L h). For models with GQA or SwiGLU it is no longer right and is refused.
 """
@@ -20,13 +21,22 @@ def training_flops(model: Model, batch: int, sequence: int, formula: str = "mega
     vocabulary = model.vocabulary if vocabulary is None else vocabulary
     if formula == "megatron":
         matrices = sum(number * product_parameters(model, kind) for kind, number in model.kinds()) + model.hidden_size * vocabulary
-        return 6 * batch * sequence * (matrices + model.num_layers * model.core_size * sequence)
+        attending = sum(number for kind, number in model.kinds() if kind.attends)
+        return batch * sequence * (6 * (matrices + attending * model.core_size * sequence) + _scans(model))
     if formula != "papers":
         raise ValueError(f"unknown formula {formula!r}: choose from {', '.join(FORMULAS)}")
     hidden, layers = model.hidden_size, model.num_layers
-    if model.experts or model.latent or layer_parameters(model).matrices != 12 * hidden**2:
+    if model.experts or model.latent or model.hybrid or layer_parameters(model).matrices != 12 * hidden**2:
         raise ValueError(f"the papers' formula is for layers of 12 h^2 parameters; {model.name} has others: use the formula megatron")
     return batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence) + 9 * batch * sequence * vocabulary * hidden // 2
+
+
+def _scans(model: Model) -> int:
+    """Of a token, what goes through the states of all Mamba layers, forward and twice as much backward."""
+    if model.hybrid is None:
+        return 0
+    mambas = sum(number for kind, number in model.kinds() if kind.is_mamba)
+    return 3 * 7 * 2 * model.hidden_size * model.hybrid.state_dim * mambas
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_s: float) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
+from bpipe.models.parts import LayerKind
 from bpipe.models.products import layer_matrices, product_sizes
 from bpipe.models.sizes import num_tokens
 from bpipe.models.tensor_parallel import gathered_bytes
@@ -27,7 +28,9 @@ def kernel_shapes(setups: Sequence[Setup]) -> KernelShapes:
     """Of one rank of each setup."""
     products: dict[tuple[int, int, int], None] = {}
     for setup in setups:
-        for inputs, outputs in (*layer_matrices(setup), (setup.model.hidden_size, setup.vocabulary / setup.tensor)):
+        kinds = dict.fromkeys(kind.symbol for kind, _ in setup.model.kinds())
+        matrices = (one for symbol in kinds for one in layer_matrices(setup, LayerKind(symbol=symbol)))
+        for inputs, outputs in (*matrices, (setup.model.hidden_size, setup.vocabulary / setup.tensor)):
             for rows, columns, terms, _ in product_sizes(num_tokens(setup), inputs, outputs):
                 products[int(rows), int(columns), int(terms)] = None
     model = setups[0].model

@@ -133,6 +133,7 @@ class Setup:
             )
         if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
             raise ValueError("what kernels of a CPU save of experts is modelled without tensor and expert parallelism alone")
+        model.check_mambas(self.tensor, self.context, cpu)
         if self.attention == "unfused" and (model.capped_attention or (model.window is not None and self.sequence > model.window)):
             raise ValueError(f"{model.name}: windows and capped attention are modelled with attention flash alone")
         if model.chunk is not None and self.sequence > model.chunk:

@@ -29,6 +29,7 @@ from bpipe.models.saved import (
     shard_bytes,
     stage_bytes,
 )
+from bpipe.models.scan import scan_working_bytes
 from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes, shared, total
 from bpipe.passes.balance import occupied
 from bpipe.program import unchecked
@@ -197,7 +198,7 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
     # A layer's backward: gradients of a matrix's input and output over the whole sequence, and of the MLP's inside.
     layer = 2 * element * tokens * model.hidden_size
     layer += max(_inside_bytes(setup, kind) for kind, _ in model.kinds())
-    if setup.attention == "unfused":
+    if setup.attention == "unfused" and any(kind.attends for kind, _ in model.kinds()):
         layer += shared(2 * element * tokens * model.num_attention_heads * setup.sequence, setup.tensor)
     layer += again_bytes(setup)
     layer = max(layer, exchange_bytes(setup))
@@ -211,9 +212,14 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
 
 
 def _inside_bytes(setup: Setup, kind: LayerKind) -> int:
-    """Gradients of an MLP's inside; of experts also of what enters and leaves them."""
+    """Gradients of an MLP's inside; of experts also of what enters and leaves them; in a Mamba layer what its scan takes."""
+    if kind.is_mamba:
+        return scan_working_bytes(setup)
     model, experts, element = setup.model, setup.model.experts, element_bytes(setup)
     gates = 2 if model.gated else 1
+    if not kind.has_mlp:
+        # Of queries, keys and values.
+        return shared(element * num_tokens(setup) * (model.query_size + model.key_value_size), setup.tensor)
     if not kind.experts or experts is None:
         return shared(element * num_tokens(setup) * (model.first_mlp_size + model.ffn_hidden_size), setup.tensor)
     routed = element * routed_tokens(setup)

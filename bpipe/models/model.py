@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from bpipe.models.hybrid import ATTENTION, EXPERTS, Hybrid
 from bpipe.models.parts import EVERY, Experts, Latent, LayerKind, shortest
 
 
@@ -17,12 +18,14 @@ class Model:
 
     `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU MLP: the first
     projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a gate. `rms_norm` has a weight and no
-    bias. `learned_positions` adds an embedding of the sequence's length. `qkv_bias`: of linear layers only those of Q, K and V have biases.
+    bias. `learned_positions` adds an embedding of the sequence's length; without, positions rotate queries and keys, or with
+    `no_positions` nothing knows them. `qkv_bias`: of linear layers only those of Q, K and V have biases.
     `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no token attends to more than so many, in the layers
     that `window_pattern` says. `chunk`: tokens attend within their own so many alone, which is not modelled.
     `post_norms`: what attention and MLP give is normed, too. `capped_attention` and `capped_logits` are squeezed by a tanh.
 
     `experts`: some layers or all have them in place of the MLP, which `ffn_hidden_size` is of the others. `latent`: attention is latent.
+    `hybrid`: every layer is one part alone.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Model:
     capped_logits: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    hybrid: Hybrid | None = None
+    no_positions: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -62,8 +67,11 @@ class Model:
             raise ValueError(f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} heads")
         if self.squared_relu and self.gated:
             raise ValueError(f"model {self.name}: a SwiGLU is no squared ReLU: leave one of the two out")
+        if self.no_positions and self.learned_positions:
+            raise ValueError(f"model {self.name}: positions are learned, or there are none: leave one of the two out")
         object.__setattr__(self, "window_pattern", shortest(self.window_pattern))
         self._check_parts()
+        self._check_hybrid()
 
     def _check_parts(self) -> None:
         patterns = {"experts": self.experts.pattern if self.experts else EVERY, "windows": self.window_pattern}
@@ -79,14 +87,37 @@ class Model:
                 f"model {self.name}: with latent attention or shared experts no linear layer has a bias: leave one of them out"
             )
 
+    def _check_hybrid(self) -> None:
+        """What Megatron's hybrid layers do not have, too."""
+        if self.hybrid is None:
+            return
+        pattern = self.hybrid.pattern
+        if len(pattern) != self.num_layers:
+            raise ValueError(f"model {self.name}: the pattern has {len(pattern)} layers, not {self.num_layers}")
+        if (self.experts is not None) != (EXPERTS in pattern):
+            raise ValueError(
+                f"model {self.name}: layers with experts are {EXPERTS} in the pattern, and have sizes: give both or neither (--num-experts)"
+            )
+        if self.latent or self.post_norms or (self.experts and self.experts.pattern != EVERY):
+            raise ValueError(
+                f"model {self.name}: hybrid layers have no latent attention, norms behind attention and further pattern of experts: "
+                "leave one of them out"
+            )
+
     @property
     def is_uniform(self) -> bool:
         """Whether all layers are alike."""
+        if self.hybrid is not None:
+            return False
         return (self.experts is None or self.experts.pattern == EVERY) and (self.window is None or self.window_pattern == EVERY)
 
     def kind(self, layer: int) -> LayerKind:
+        windowed = self.window if self.window_pattern[layer % len(self.window_pattern)] else None
+        if self.hybrid is not None:
+            symbol = self.hybrid.pattern[layer]
+            return LayerKind(symbol == EXPERTS, windowed if symbol == ATTENTION else None, symbol)
         experts = self.experts is not None and bool(self.experts.pattern[layer % len(self.experts.pattern)])
-        return LayerKind(experts, self.window if self.window_pattern[layer % len(self.window_pattern)] else None)
+        return LayerKind(experts, windowed)
 
     def kinds(self, first: int = 0, number: int | None = None) -> tuple[tuple[LayerKind, int], ...]:
         """How many of each kind so many layers are from the first on, without a number all."""
@@ -94,6 +125,12 @@ class Model:
         if self.is_uniform:
             return ((self.kind(0), number),)
         return _counted(self, first, number)
+
+    def check_mambas(self, tensor: int, context: int, on_cpu: bool) -> None:
+        """Raise ValueError where Mamba layers are not cut so by Megatron, or not predicted so."""
+        refused = None if self.hybrid is None else self.hybrid.refused(tensor, context, on_cpu)
+        if refused is not None:
+            raise ValueError(f"{self.name}: {refused}")
 
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
         """Why Transformer Engine computes attention over no context-parallel ranks in this way, and the way out."""
@@ -124,6 +161,11 @@ class Model:
     def key_value_size(self) -> int:
         """Keys and values together."""
         return self.query_size + self.value_size if self.latent else 2 * self.num_query_groups * self.kv_channels
+
+    @property
+    def latent_ranks(self) -> int:
+        """What latent attention norms of a token, projected down; 0 of other attention."""
+        return 0 if self.latent is None else (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
 
     @property
     def core_size(self) -> int:

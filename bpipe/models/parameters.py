@@ -29,13 +29,18 @@ class LayerParameters(NamedTuple):
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParameters:  # noqa: B008  (a frozen value)
     """Of a layer of one kind, on no matter how many devices."""
+    if kind.is_mamba:
+        return _mamba(model)
     hidden, gates = model.hidden_size, 2 if model.gated else 1
-    matrices, biases = _attention(model)
-    of_heads = 2 * model.kv_channels * (1 if model.rms_norm else 2) * model.qk_norm
-    replicated = (4 if model.post_norms else 2) * model.norm_parameters + of_heads + hidden * model.linear_bias
+    matrices, biases = _attention(model) if kind.attends else (0, 0)
+    replicated = (2 if model.post_norms else 1) * kind.num_parts * model.norm_parameters
+    if kind.attends:
+        replicated += 2 * model.kv_channels * (1 if model.rms_norm else 2) * model.qk_norm + hidden * model.linear_bias
     if model.latent is not None:
         ranks = (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
         replicated += hidden * model.latent.down_size + ranks * (1 if model.rms_norm else 2)
+    if not kind.has_mlp:
+        return LayerParameters(matrices, biases, replicated, 0)
     if not kind.experts or model.experts is None:
         matrices += hidden * (1 + gates) * model.ffn_hidden_size
         return LayerParameters(
@@ -46,6 +51,13 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
     replicated += hidden * (experts.num_experts + experts.shared_gate)
     each = hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
     return LayerParameters(matrices, biases, replicated, experts.num_experts * each)
+
+
+def _mamba(model: Model) -> LayerParameters:
+    """Megatron's `MambaMixer` behind a norm: its matrices have no biases."""
+    assert model.hybrid is not None
+    matrices = model.hidden_size * (model.hybrid.projected_size + model.hybrid.inner_size)
+    return LayerParameters(matrices, model.hybrid.small_parameters, model.norm_parameters, 0)
 
 
 def _attention(model: Model) -> tuple[int, int]:
@@ -77,7 +89,13 @@ def num_active_parameters(model: Model) -> int:
 
 @lru_cache(maxsize=1024)
 def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
-    """Parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a router is none of them."""
+    """Parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a router is none of them.
+
+    Of a Mamba layer it takes what goes through the states to be twice as wide as the hidden size, even where heads say otherwise.
+    """
+    if kind.is_mamba and model.hybrid is not None:
+        wide = 2 * model.hidden_size
+        return model.hidden_size * (3 * wide + 2 * model.hybrid.key_size + model.hybrid.num_heads)
     of_layer = layer_parameters(model, kind)
     found = of_layer.matrices
     if model.latent is not None:

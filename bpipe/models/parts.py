@@ -1,4 +1,5 @@
-"""Describe what a transformer's layers may have in place of GPT's: experts, latent attention, windows. In: numbers. Out: frozen values.
+"""Describe what a transformer's layers may have in place of GPT's: experts, latent attention, windows; or be alone, in hybrid models. In:
+numbers. Out: frozen values.
 
 Which layers have it says a pattern of ones and zeros, which repeats: Megatron's --moe-layer-freq and --window-attn-skip-freq. Knows no
 model.
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from bpipe.models.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+
 # One for every layer.
 EVERY = (1,)
 # Beyond any model.
@@ -18,10 +21,30 @@ _MOST_LAYERS = 10_000
 
 
 class LayerKind(NamedTuple):
-    """What a layer is, where layers of a model differ: whether it has experts, and how many tokens it attends to at most."""
+    """What a layer is, where layers of a model differ: whether it has experts, and how many tokens it attends to at most. `symbol`: that of
+    a hybrid model's layer, which is one part alone; others are attention with an MLP or experts."""
 
     experts: bool = False
     window: int | None = None
+    symbol: str | None = None
+
+    @property
+    def is_mamba(self) -> bool:
+        return self.symbol == MAMBA
+
+    @property
+    def attends(self) -> bool:
+        return self.symbol in (None, ATTENTION)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Or experts in its place."""
+        return self.symbol in (None, MLP, EXPERTS)
+
+    @property
+    def num_parts(self) -> int:
+        """Each has a norm, a matrix behind it and one that returns, and is added to what entered."""
+        return 2 if self.symbol is None else 1
 
 
 @dataclass(frozen=True, slots=True)

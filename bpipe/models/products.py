@@ -64,41 +64,38 @@ def product_sizes(tokens: float, inputs: float, outputs: float) -> tuple[tuple[f
 
 
 class Layer(NamedTuple):
-    """The products of a layer's four matrices."""
+    """The products of a layer's matrices: of each part one behind a norm, and one that returns."""
 
-    query_key_value: Products
-    projection: Products
-    first: Products
-    second: Products
+    entering: tuple[Products, ...]
+    returning: tuple[Products, ...]
 
     def total(self) -> Products:
-        return _added(*self)
+        return _added(*(one for part in zip(self.entering, self.returning, strict=True) for one in part))
 
 
-def layer_matrices(setup: Setup) -> tuple[tuple[float, float], ...]:
-    """Features in and out of this rank's part of a layer's matrices, in the order of `Layer`.
+def layer_matrices(setup: Setup, kind: LayerKind | None = None) -> tuple[tuple[float, float], ...]:
+    """Features in and out of this rank's part of a layer's matrices: of each part the one behind the norm, and the one that returns.
 
-    Of two behind the norms outputs are split over tensor-parallel ranks, of two that return inputs are.
+    Of the former outputs are split over tensor-parallel ranks, of the latter inputs are. Those of an MLP stand for experts.
     """
     model, t = setup.model, setup.tensor
-    hidden = model.hidden_size
-    return (
-        (hidden, (model.query_size + model.key_value_size) / t),
-        (model.value_size / t, hidden),
-        (hidden, model.first_mlp_size / t),
-        (model.ffn_hidden_size / t, hidden),
-    )
+    kind, hidden = model.kind(0) if kind is None else kind, model.hidden_size
+    if kind.is_mamba and model.hybrid is not None:
+        return (hidden, model.hybrid.projected_size / t), (model.hybrid.inner_size / t, hidden)
+    attention = (hidden, (model.query_size + model.key_value_size) / t), (model.value_size / t, hidden)
+    mlp = (hidden, model.first_mlp_size / t), (model.ffn_hidden_size / t, hidden)
+    return (*(attention if kind.attends else ()), *(mlp if kind.has_mlp else ()))
 
 
 def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
-    """Of two matrices behind the norms, whose outputs are split over tensor-parallel ranks, and two that return, whose inputs are.
-
-    Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
-    """
+    """Those of experts stand for the MLP's, all of a device at once, with those of shared experts."""
     kind = setup.model.kind(0) if kind is None else kind
-    joined, returning, *mlp = (_of_layer(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup))
-    first, second = _experts(setup) if kind.experts else mlp
-    return Layer(joined if setup.model.latent is None else _latent(setup, setup.model.latent), returning, first, second)
+    made = [_of_layer(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup, kind)]
+    if kind.experts:
+        made[-2:] = _experts(setup)
+    if setup.model.latent is not None:
+        made[0] = _latent(setup, setup.model.latent)
+    return Layer(tuple(made[::2]), tuple(made[1::2]))
 
 
 def _latent(setup: Setup, latent: Latent) -> Products:

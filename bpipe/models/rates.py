@@ -19,6 +19,8 @@ MEMORY_EFFICIENCY = 0.80
 # NCCL's bus bandwidth on large messages: about 230 of 300 GB/s on NVLink of an A100, the same share between nodes.
 LINK_EFFICIENCY = 0.77
 LINK_LATENCY_S = 20e-6
+# What a kernel takes beside its work.
+KERNEL_S = 4e-6
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
 from bpipe.models.recompute import KEPT, LayerScope, read_recompute
 from bpipe.models.routed import experts_after_input, experts_saved
+from bpipe.models.scan import scan_saved
 from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shared, total
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
@@ -48,16 +49,17 @@ def saved_within(setup: Setup, kind: LayerKind, scope: LayerScope) -> tuple[Save
     """The same of a layer of which so much is recomputed."""
     if scope.whole:
         return (Saved("layer input", sent_bytes(setup)),) if scope.keeps_input else ()
-    core = () if "core_attn" in scope.modules else _core(setup)
+    core = _core(setup) if kind.attends and "core_attn" not in scope.modules else ()
     if setup.kernels == "gpu":
         return (*_gpu_layer(setup, kind, scope.modules), *core)
     if kind.experts:
         mlp = experts_saved(setup, scope.modules)
     else:
-        mlp = () if "mlp" in scope.modules else _mlp(setup)
+        mlp = _mlp(setup) if kind.has_mlp and "mlp" not in scope.modules else ()
+    parts, attention = kind.num_parts, _attention(setup, "core_attn" in scope.modules) if kind.attends else ()
     # Of a norm that is recomputed the input remains: its output is let go once what reads it is computed.
-    norms = (Saved("norm input", sent_bytes(setup), 2),) if "layernorm" in scope.modules else _norm(setup, 2)
-    return (*norms, *_attention(setup, "core_attn" in scope.modules), *core, *_dropout(setup, 2), *mlp)
+    norms = (Saved("norm input", sent_bytes(setup), parts),) if "layernorm" in scope.modules else _norm(setup, parts)
+    return (*norms, *attention, *core, *_dropout(setup, parts), *mlp)
 
 
 def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
@@ -100,28 +102,35 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
     model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
     kind = model.kind(0) if kind is None else kind
     returning = Saved("gradient behind the output projection", per_width * model.hidden_size)
-    attention = (
-        ("input of the output projection", model.value_size),
-        ("gradient of Q, K, V", model.query_size + model.key_value_size),
-    )
-    rows = (
-        Saved("inputs of the matrices behind the norms", sent_bytes(setup), 2),
-        *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in attention),
-        returning,
-    )
+    rows: tuple[Saved, ...] = (Saved("inputs of the matrices behind the norms", sent_bytes(setup), kind.num_parts),)
+    inside: tuple[tuple[str, int], ...] = ()
+    if kind.is_mamba and model.hybrid is not None:
+        inside = (
+            ("input of Mamba's second matrix", model.hybrid.inner_size),
+            ("gradient of its first's output", model.hybrid.projected_size),
+        )
+    elif kind.attends:
+        inside = (
+            ("input of the output projection", model.value_size),
+            ("gradient of Q, K, V", model.query_size + model.key_value_size),
+        )
+    if inside:
+        rows = (*rows, *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in inside), returning)
+    if not kind.has_mlp:
+        return rows
     if kind.experts:
         return (*rows, *experts_after_input(setup))
     mlp = (
         ("input of the second MLP matrix", model.ffn_hidden_size),
         ("gradient of the activation function's input", model.first_mlp_size),
     )
-    inside = (Saved(name, shared(per_width * size, setup.tensor)) for name, size in mlp)
-    return (*rows, *inside, returning._replace(name="gradient behind the second MLP matrix"))
+    rows = (*rows, *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in mlp))
+    return (*rows, returning._replace(name="gradient behind the second MLP matrix"))
 
 
 def core_bytes(setup: Setup) -> int:
-    """What the attention core of a layer saves where it is not recomputed."""
-    return total(_core(setup))
+    """What the attention core of a layer saves where it is not recomputed; nothing where no layer attends."""
+    return total(_core(setup)) if any(kind.attends for kind, _ in setup.model.kinds()) else 0
 
 
 def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
@@ -216,21 +225,29 @@ def norms_alone(setup: Setup, kind: LayerKind) -> int:
 
 def _gpu_layer(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> tuple[Saved, ...]:
     model, hidden = setup.model, sent_bytes(setup)
-    recomputes_mlp = "mlp" in modules and not kind.experts
-    norms = 4 - recomputes_mlp - norms_alone(setup, kind) * ("layernorm" in modules)
+    recomputes_mlp = "mlp" in modules and kind.has_mlp and not kind.experts
+    norms = 2 * kind.num_parts - recomputes_mlp - norms_alone(setup, kind) * ("layernorm" in modules)
     per_width = element_bytes(setup) * num_tokens(setup)
+    rows = (
+        *_around_norms(setup, hidden, kind, norms),
+        *((Saved("inputs of the norms behind attention and MLP", hidden, 2),) * model.post_norms),
+        *_dropout(setup, kind.num_parts),
+    )
+    if kind.is_mamba:
+        return (*rows, *scan_saved(setup))
+    if kind.attends:
+        rows = (
+            *rows,
+            *_query_key_value(setup, "mla_up_proj" in modules),
+            Saved("input of the output projection", shared(per_width * model.value_size, setup.tensor)),
+        )
+    if not kind.has_mlp:
+        return rows
     mlp = (
         Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
         Saved("input of the second MLP matrix", kept_bytes(setup, num_tokens(setup) * model.ffn_hidden_size, setup.tensor)),
     )
-    return (
-        *_around_norms(setup, hidden, norms),
-        *((Saved("inputs of the norms behind attention and MLP", hidden, 2),) * model.post_norms),
-        *_dropout(setup, 2),
-        *_query_key_value(setup, "mla_up_proj" in modules),
-        Saved("input of the output projection", shared(per_width * model.value_size, setup.tensor)),
-        *(experts_saved(setup, modules) if kind.experts else () if recomputes_mlp else mlp),
-    )
+    return (*rows, *(experts_saved(setup, modules) if kind.experts else () if recomputes_mlp else mlp))
 
 
 def _query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
@@ -245,16 +262,17 @@ def _query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     )
 
 
-def _around_norms(setup: Setup, hidden: int, number: int) -> tuple[Saved, ...]:
+def _around_norms(setup: Setup, hidden: int, kind: LayerKind, number: int) -> tuple[Saved, ...]:
     """In FP8 a matrix keeps a copy of its own, and so does the output projection of what attention gave and keeps."""
     if setup.fp8 is None:
         return (Saved("inputs of norms and of the matrices behind them", hidden, number),)
     model, tokens = setup.model, num_tokens(setup)
     behind = kept_bytes(setup, tokens * model.hidden_size, setup.sequence_shards)
+    given = Saved("input of the output projection, in FP8", kept_bytes(setup, tokens * model.value_size, setup.tensor))
     return (
-        Saved("inputs of norms", hidden, 2),
-        Saved("inputs of the matrices behind them, in FP8", behind, 2),
-        Saved("input of the output projection, in FP8", kept_bytes(setup, tokens * model.value_size, setup.tensor)),
+        Saved("inputs of norms", hidden, kind.num_parts),
+        Saved("inputs of the matrices behind them, in FP8", behind, kind.num_parts),
+        *((given,) * kind.attends),
     )
 
 
@@ -300,7 +318,7 @@ def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     per_width = element_bytes(setup) * num_tokens(setup)
     query = Saved("queries", shared(per_width * model.query_size, t))
     joint = Saved("joint Q, K, V", shared(per_width * (model.query_size + model.key_value_size), t))
-    grouped, rotary = model.num_query_groups != model.num_attention_heads, not model.learned_positions
+    grouped, rotary = model.num_query_groups != model.num_attention_heads, not (model.learned_positions or model.no_positions)
     # With several groups on a rank a group's keys and values stand between the queries.
     own_query = rotary or (grouped and model.num_query_groups > t)
     rows = [Saved("input of the output projection", query.nbytes)]

@@ -61,13 +61,13 @@ def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | Non
     kind = setup.model.kind(0) if kind is None else kind
     scope = setup.recomputed.scope(0) if scope is None else scope
     one, gather, layer = gather_s(setup), gather_s(setup, low=True), layer_products(setup, kind)
-    behind_norms, returning = [layer.query_key_value, layer.first], [layer.projection, layer.second]
+    behind_norms, returning = list(layer.entering), list(layer.returning)
     if kind.experts and setup.model.experts and not setup.model.experts.shared_size:
-        del behind_norms[1], returning[1]
+        del behind_norms[-1], returning[-1]
     if not setup.sequence_parallel:
-        # Two sums each way.
-        backward, half = sum(max(0.0, 2 * one - product.weight_s) for product in behind_norms), 4 * one
-        forward = 4 * one
+        # Of each part a sum each way.
+        backward, half = sum(max(0.0, 2 * one - product.weight_s) for product in behind_norms), 2 * kind.num_parts * one
+        forward = half
     else:
         # [2] of all products, and in a backward of those whose gradients are gathered first.
         entering = [(gather, product.forward_s) for product in behind_norms]
@@ -87,13 +87,13 @@ def _again_s(setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gathe
     if scope.whole:
         return forward
     shares = kind.experts and setup.model.experts is not None and setup.model.experts.shared_size
-    mlp = scope.modules & {"moe", "shared_experts"} if kind.experts else scope.modules & {"mlp"}
-    products = [layer.first, layer.second] if mlp and (shares or not kind.experts) else []
+    mlp = kind.has_mlp and scope.modules & ({"moe", "shared_experts"} if kind.experts else {"mlp"})
+    products = [layer.entering[-1], layer.returning[-1]] if mlp and (shares or not kind.experts) else []
     if not setup.sequence_parallel:
         # One sum behind the second product, which takes as long as a gather and a scatter.
         return one * len(products)
     pairs = list(zip((gather, one), (product.forward_s for product in products), strict=False))
-    pairs += [(gather, layer.query_key_value.forward_s)] if "mla_up_proj" in scope.modules else []
+    pairs += [(gather, layer.entering[0].forward_s)] if "mla_up_proj" in scope.modules else []
     return _passing(setup, pairs)
 
 

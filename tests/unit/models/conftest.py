@@ -9,9 +9,10 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
@@ -45,9 +46,25 @@ def megatron_flops() -> Callable[..., float]:
     tree = ast.parse((_training_folder() / "training.py").read_text())
     wanted = "num_floating_point_operations"
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == wanted)
-    namespace: dict[str, Any] = {"is_hybrid_model": lambda args: False, "is_linear_attention_variant": lambda variant: False}
+    namespace: dict[str, Any] = {
+        "is_hybrid_model": lambda args: getattr(args, "hybrid_layer_pattern", None) is not None,
+        "is_linear_attention_variant": lambda variant: False,
+    }
     exec(compile(ast.Module([function], []), "training.py", "exec"), namespace)
     return namespace[wanted]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def megatron_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `num_floating_point_operations` imports of hybrid models' patterns, where it looks for it: compiled by itself, too."""
+    name = "megatron.core.models.hybrid.hybrid_layer_allocation"
+    path = _training_folder().parent / "core" / "models" / "hybrid" / "hybrid_layer_allocation.py"
+    wanted = ("Symbols", "ParsedHybridPattern", "parse_hybrid_pattern", "get_hybrid_layer_counts", "_validate_pattern")
+    parts: list[ast.stmt] = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in wanted]
+    module = ModuleType(name)
+    module.__dict__.update(dataclass=dataclass, Dict=dict, Optional=Optional)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(ast.Module(parts, []), str(path), "exec"), module.__dict__)
 
 
 @pytest.fixture

@@ -42,18 +42,18 @@ def clocked(setup: Setup) -> tuple[float, float]:
     one, parts, cut = gather_s(setup), setup.tensor, setup.switches.tp_comm_overlap
     layer = layer_products(setup)
     forward = backward = 0.0
-    for matrix in layer:
+    for matrix in (*layer.entering, *layer.returning):
         seconds = matrix.forward_s
         forward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
     if not setup.sequence_parallel:
         # A sum behind the projection and behind the MLP.
         forward += 2 * 2 * one
-    for matrix in (layer.second, layer.projection):
+    for matrix in reversed(layer.returning):
         # The gradient is gathered, then goes through both products.
         seconds = matrix.input_s
         backward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
         backward += matrix.weight_s
-    for matrix in (layer.first, layer.query_key_value):
+    for matrix in reversed(layer.entering):
         if setup.sequence_parallel:
             # The input is gathered beside the first product, its gradient scattered beside the second.
             backward += max(matrix.input_s, one) + max(matrix.weight_s, one)

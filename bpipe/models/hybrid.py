@@ -1,0 +1,103 @@
+"""Describe a hybrid model's layers, each of which is one part alone: Mamba, attention, an MLP or experts. In: Megatron's pattern, numbers.
+
+Out: a frozen `Hybrid`, and the number of layers of every stage where the pattern says it. A symbol of the pattern is a layer, `|` begins
+another stage. Knows no other sizes of a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
+NEXT_STAGE = "|"
+# Megatron knows more, which are not modelled.
+_OTHERS = {
+    "G": "gated delta nets (G)",
+    "D": "sparse attention (D)",
+    "+": "latent attention (+) in a hybrid model",
+    "/": "prediction of further tokens (/)",
+}
+# Values that a Mamba layer's convolution adds up for one, itself included: `MambaMixer` has no flag for it.
+CONVOLUTION = 4
+# Beyond any model.
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """`pattern`: a symbol a layer. The others are a Mamba layer's (Dao & Gu 2024, Mamba-2): `num_heads` of `head_dim` each, with a state of
+    `state_dim` times `head_dim`; `num_groups` of heads share what is written to the state and what is read of it."""
+
+    pattern: str
+    num_heads: int
+    state_dim: int = 128
+    head_dim: int = 64
+    num_groups: int = 8
+
+    def __post_init__(self) -> None:
+        for symbol in self.pattern:
+            if symbol in _OTHERS:
+                raise ValueError(f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} are not modelled, only {_known()}")
+            if symbol not in (MAMBA, ATTENTION, MLP, EXPERTS):
+                raise ValueError(f"the pattern of layers has {symbol!r}, which is no layer: known are {_known()}")
+        if not 1 <= len(self.pattern) <= _MOST_LAYERS:
+            raise ValueError(f"the pattern has {len(self.pattern)} layers, but must have 1 to {_MOST_LAYERS}")
+        for name in ("num_heads", "state_dim", "head_dim", "num_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of Mamba layers is {getattr(self, name)}, but must be at least 1")
+        if MAMBA in self.pattern and self.num_heads % self.num_groups:
+            raise ValueError(f"the {self.num_groups} groups of Mamba layers do not divide their {self.num_heads} heads")
+
+    @property
+    def inner_size(self) -> int:
+        """Of what goes through the states, and of its gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """What is written to the states; what is read of them is as large."""
+        return self.num_groups * self.state_dim
+
+    @property
+    def convolved_size(self) -> int:
+        return self.inner_size + 2 * self.key_size
+
+    @property
+    def projected_size(self) -> int:
+        """Outputs of the first matrix: a gate, what is convolved, and of every head a step."""
+        return self.inner_size + self.convolved_size + self.num_heads
+
+    @property
+    def small_parameters(self) -> int:
+        """All but the two matrices: the convolution with a bias, of every head a bias of the step, a decay and a skip, and a norm."""
+        return self.convolved_size * (CONVOLUTION + 1) + 3 * self.num_heads + self.inner_size
+
+    def refused(self, tensor: int, context: int, on_cpu: bool) -> str | None:
+        """Why Mamba layers are not cut so by Megatron, or not predicted so, and the way out."""
+        if MAMBA not in self.pattern:
+            return None
+        if on_cpu:
+            return "Mamba layers have no kernels of a CPU: choose kernels gpu"
+        if context > 1:
+            return f"Mamba layers over several context-parallel ranks are not modelled: give context parallel 1, not {context}"
+        if self.num_heads % tensor or self.num_groups % tensor:
+            return f"tensor parallel {tensor} does not divide {self.num_heads} heads and {self.num_groups} groups of Mamba layers"
+        return None
+
+    def with_stages(self, layers: tuple[int, ...]) -> str:
+        """Megatron's text of so many layers a stage."""
+        left, stages = self.pattern, []
+        for number in layers:
+            stages.append(left[:number])
+            left = left[number:]
+        return NEXT_STAGE.join(stages)
+
+
+def _known() -> str:
+    return f"{MAMBA} (Mamba), {ATTENTION} (attention), {MLP} (MLP) and {EXPERTS} (experts)"
+
+
+def split_text(text: str) -> tuple[str, tuple[int, ...] | None]:
+    """The symbols of Megatron's text, and the layers of every stage where it says them."""
+    stages = text.split(NEXT_STAGE)
+    return "".join(stages), tuple(map(len, stages)) if len(stages) > 1 else None
