@@ -38,8 +38,8 @@ from bpipe.plan.budget import MemoryBudget, within_budget
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibrated, costly_halves, describe, only_balanced, replicas_apart, verdict
 from bpipe.plan.fewest_layers import BLOCK
+from bpipe.plan.hybrid_flags import stage_flags
 from bpipe.plan.judge import Found
-from bpipe.plan.layer_split import split_flags
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import hosts_flags, megatron_flags, schedule_flags
 from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, scope, setup_of, switches_of
@@ -268,9 +268,9 @@ def _launch_document(yours: SetupPrediction | str, reading: Reading) -> dict[str
 
 
 def _unasked(space: Space) -> tuple[str, ...]:
-    """What cuts nothing where it was not asked for."""
+    """What cuts nothing where it was not asked for, or of a model without such layers."""
     contexts, layers = ("context",) * (space.contexts == (1,)), ("layers",) * (BLOCK not in space.recompute)
-    return (*contexts, *layers)
+    return (*contexts, *layers, *(("mamba", "hybrid") if space.model.hybrid is None else ()))
 
 
 def plan_document(outcome: Outcome, beside: _Beside) -> dict[str, Any]:
@@ -333,7 +333,7 @@ def _lines(number: int, found: Found) -> list[str]:
         )
     lines += [f"     {text}" for text in (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup)) if text]
     setup = prediction.setup
-    flags = [*split_flags(setup.layers, setup.pipeline), *hosts_flags(setup), *schedule_flags(setup)]
+    flags = [*stage_flags(setup), *hosts_flags(setup), *schedule_flags(setup)]
     return [*lines, f"     {shlex.join(flags)}"] if flags else lines
 
 

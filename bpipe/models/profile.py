@@ -52,6 +52,8 @@ class Profile:
         """Why the file says nothing of this setup: it has other micro-batch sizes, or was measured with other choices. None: it does."""
         if self.measured and setup.context > 1:
             return f"measured without context parallelism, the setup has {setup.context}: leave one of the two out"
+        if setup.model.hybrid is not None:
+            return f"measured of layers that are alike, those of {setup.model.name} are not: leave it out"
         for name, value in self.measured:
             mine = getattr(setup.model if name in _SIZES else setup, name)
             if mine != value:

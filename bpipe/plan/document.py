@@ -30,6 +30,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "vocabulary": setup.vocabulary,
         **({**asdict(setup.routing), "expert_tensor": setup.expert_tensor} if setup.model.experts else {}),
         "layers": list(setup.layers),
+        **({"pattern": setup.model.hybrid.with_stages(setup.layers)} if setup.model.hybrid is not None else {}),
         "recompute": setup.recompute,
         "attention": setup.attention,
         "schedule": setup.schedule,

@@ -7,6 +7,7 @@ a layout that lists every stage. Knows no other flag and imports no Megatron; a 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -103,7 +104,7 @@ def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
     layers = [num // chunks for num in ranks] * chunks
     layers[0] -= split.count_embedding
     layers[-1] -= split.count_loss
-    _refuse_empty(layers)
+    refuse_empty(layers)
     return tuple(layers)
 
 
@@ -133,11 +134,12 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
         raise ValueError(f"{LAYOUT} {text} has {len(layers)} stages, no multiple of --pipeline-model-parallel-size {pipeline}")
     if sum(layers) != num_layers:
         raise ValueError(f"{LAYOUT} {text} has {sum(layers)} layers, --num-layers is {num_layers}")
-    _refuse_empty(layers)
+    refuse_empty(layers)
     return tuple(layers)
 
 
-def _refuse_empty(layers: list[int]) -> None:
+def refuse_empty(layers: Sequence[int]) -> None:
+    """Raise ValueError for a stage without a layer that needs one."""
     empty = without_layers(layers)
     if empty is not None:
         raise ValueError(f"stage {empty} has no layer: stages without one are not modelled, but for the first and the last")

@@ -30,7 +30,8 @@ from bpipe.models.layout import (
 from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_asked
 from bpipe.plan.expert_flags import READ_OF_EXPERTS, parts_of_flags
-from bpipe.plan.layer_split import Split, read_split
+from bpipe.plan.hybrid_flags import READ_OF_HYBRIDS, hybrid_of_flags, layers_of, settle_pattern
+from bpipe.plan.layer_split import Split
 from bpipe.plan.recompute_flags import scope_of_flags
 from bpipe.values import LARGEST
 
@@ -77,11 +78,11 @@ READ: dict[str, Any] = {
     **dict.fromkeys(map(flag_of, SWITCHES), True),
     "--bpipe-vocabulary-input": True,
     **READ_OF_EXPERTS,
+    **READ_OF_HYBRIDS,
     **dict.fromkeys(("--sft", "--dataloader-inter-document-masking"), True),
 }
 
 _OFFLOAD, _FSDP, _LOW = "offloading", "sharding by FSDP", "4-bit training, and 8-bit training of some layers or of more than matrices"
-_HYBRID = "hybrid models, with what their Mamba and other layers keep and take"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these.
 _NEUTRAL = ("0", "1", "None", "none")
@@ -96,10 +97,9 @@ REFUSED = {
     "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     "--distribute-saved-activations": "distributed saved activations",
     "--experimental-attention-variant": "another attention",
-    "--mtp-num-layers": "multi-token prediction",
-    **dict.fromkeys(("--hybrid-layer-pattern", "--hybrid-override-pattern", "--mtp-hybrid-override-pattern", "--is-hybrid-model"), _HYBRID),
+    **dict.fromkeys(("--mtp-num-layers", "--mtp-hybrid-override-pattern"), "multi-token prediction"),
     **dict.fromkeys(("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"), "layers of different kinds"),
-    "--spec": "layers by a specification of one's own",
+    "--disable-mamba-mem-eff-path": "Mamba layers by kernels that keep more",
     "--attention-output-gate": "a gate behind attention",
     "--quick-geglu": "this activation function",
     "--use-checkpoint-args": "sizes that stand in a checkpoint",
@@ -121,7 +121,7 @@ WITHOUT_INFLUENCE = (
     *("--loss-scale*", "--initial-loss-scale", "--min-loss-scale", "--hysteresis", "--rotary-base", "--use-mcore-models", "--rerun-mode"),
     *("--no-check-for-nan-in-loss-and-grad", "--disable-gloo-process-groups", "--use-cpu-initialization", "--no-initialization"),
     *("--bpipe-report*", "--bpipe-timeout", "--bpipe-peak-tflops", "--bpipe-executor", "--local-rank", "--ddp-average-in-collective"),
-    *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven"),
+    *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven", "--mamba-inference-*"),
 )
 
 # Of these, flags whose one value may even be unknown.
@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
             made.add_argument(flag, type=int)
         else:
             kind, default, choices = told
-            more = {"nargs": "+", "type": str} if kind == "+" else {"type": kind}
+            more = {"nargs": kind, "type": str} if kind in ("+", "*") else {"type": kind}
             made.add_argument(flag, default=default, choices=choices, **more)
     return made
 
@@ -186,6 +186,7 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
             said = f"{flag} {value}".rstrip()
             raise ValueError(f"{said}: {REFUSED[flag]}: not modelled; leave the flag out to predict the training without")
     notes: list[str] = []
+    settle_pattern(found, notes)
     options = {**_model(found, notes), **_parallel(found), **_training(found, notes)}
     _sizes_that_differ(found, notes)
     # The vocabulary may be the tokenizer's.
@@ -285,7 +286,7 @@ def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": found.untie_embeddings_and_output_weights,
         "no_dropout": dropouts == {False},
     }
-    options |= parts_of_flags(found, found.ffn_hidden_size or ffn, notes)
+    options |= {**parts_of_flags(found, found.ffn_hidden_size or ffn, notes), **hybrid_of_flags(found, position)}
     vocabulary = found.padded_vocab_size or found.vocab_size
     return {**options, "vocabulary": vocabulary} if vocabulary else options
 
@@ -303,7 +304,7 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
         layout=found.pipeline_model_parallel_layout,
     )
     redistributed = found.bpipe_vocabulary == REDISTRIBUTE
-    layers = _redistributed(found, split) if redistributed else read_split(split, found.num_layers, pipeline)
+    layers = _redistributed(found, split) if redistributed else layers_of(found, split)
     options = {
         "tensor": found.tensor_model_parallel_size,
         "pipeline": pipeline,
@@ -342,7 +343,7 @@ def _context(found: argparse.Namespace) -> dict[str, Any]:
 def _redistributed(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
     """As the trainer chooses them."""
     wanted, vocabulary = f"--bpipe-vocabulary {REDISTRIBUTE}", found.padded_vocab_size or found.vocab_size
-    if split != Split():
+    if split != Split() or found.hybrid_layer_pattern is not None:
         raise ValueError(f"{wanted} says where every layer is: drop the other flags that do")
     if not vocabulary:
         raise ValueError(f"{wanted} needs --vocab-size, too")

@@ -13,6 +13,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.switches import flag_of
 from bpipe.plan.expert_flags import flags_of_parts
 from bpipe.plan.fit import gib
+from bpipe.plan.hybrid_flags import flags_of_hybrid
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.recompute_flags import recompute_flags
 from bpipe.program import BALANCES
@@ -23,7 +24,7 @@ _PADDED = 128
 
 def megatron_flags(setup: Setup) -> list[str]:
     """What to add to the launch of `pretrain_gpt.py`."""
-    return [*_model(setup), *flags_of_parts(setup), *_parallel(setup), *_memory(setup)]
+    return [*_model(setup), *flags_of_parts(setup), *flags_of_hybrid(setup), *_parallel(setup), *_memory(setup)]
 
 
 def _model(setup: Setup) -> list[str]:
@@ -34,7 +35,7 @@ def _model(setup: Setup) -> list[str]:
         flags += ["--group-query-attention", "--num-query-groups", model.num_query_groups]
     flags += ["--seq-length", setup.sequence, "--max-position-embeddings", setup.sequence]
     flags += ["--normalization", "RMSNorm" if model.rms_norm else "LayerNorm"]
-    flags += ["--position-embedding-type", "learned_absolute" if model.learned_positions else "rope"]
+    flags += ["--position-embedding-type", "learned_absolute" if model.learned_positions else "none" if model.no_positions else "rope"]
     switches = {
         "--swiglu": model.gated,
         "--squared-relu": model.squared_relu,
@@ -56,7 +57,8 @@ def _parallel(setup: Setup) -> list[str]:
     flags += ["--micro-batch-size", setup.micro_batch, "--global-batch-size", setup.global_batch]
     if setup.tensor > 1 and setup.sequence_parallel:
         flags.append("--sequence-parallel")
-    flags += split_flags(setup.layers, setup.pipeline)
+    # A hybrid model's pattern says it.
+    flags += split_flags(setup.layers, setup.pipeline) if setup.model.hybrid is None else []
     if setup.balance != "none":
         flags.append("--bpipe")
     return [str(flag) for flag in (*flags, *hosts_flags(setup), *schedule_flags(setup))]

@@ -24,6 +24,7 @@ from bpipe.models.recompute import read_recompute
 from bpipe.models.switches import SWITCHES, Switches, flag_of
 from bpipe.plan.budget import MemoryBudget, read_asked
 from bpipe.plan.fewest_layers import BLOCK
+from bpipe.plan.hybrid_flags import refuse_placed
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.program import BALANCES, BalanceConfig
 
@@ -40,7 +41,7 @@ MODEL_SWITCHES = {
     "no_dropout": ("dropout", False, "no dropout, and so no masks to save"),
 }
 # What a launch alone can say of a model, by the names of its fields.
-PARTS = ("window", "window_pattern", "experts", "latent")
+PARTS = ("window", "window_pattern", "experts", "latent", "hybrid", "no_positions")
 # How tokens come to experts: options, and fields of `Routing`.
 ROUTING = {"expert": "expert", "expert_tensor": "expert_tensor", "dispatcher": "dispatcher", "capacity_factor": "capacity"}
 # Of options that a launch may leave out.
@@ -195,7 +196,9 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
         "fp8": fp8_of(options),
         "how": BalanceConfig(bounds, hosts=hosts),
     }
-    return setup_from_values({**vars(options), **others})
+    setup = setup_from_values({**vars(options), **others})
+    refuse_placed(setup)
+    return setup
 
 
 def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:

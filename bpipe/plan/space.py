@@ -94,8 +94,9 @@ class Space:
 # keys and values; a device is left with no less than so many.
 LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
-# What can cut candidates, in the order in which it is asked, and what it counts: the first four cut a whole grid t*p*d at once.
+# What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
 CUTS = {
+    "mamba": "grids: t does not divide heads or groups of Mamba layers, or c is more than 1",
     "tensor": "grids: t does not divide heads, query groups or sequence",
     "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no multiple of t*c",
     "ranks": "grids: p is more than the layers",
@@ -105,6 +106,7 @@ CUTS = {
     "chunks": "numbers of chunks: the layers do not go over so many stages",
     "pipes": "micro-batch sizes: two pipes want at least four ranks, and an even number of them",
     "experts": "micro-batch sizes: experts in two pipes are not modelled",
+    "hybrid": "micro-batch sizes: hybrid models are trained with stages in Megatron's order alone",
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
     "layers": "choices of how many layers to recompute: it fits with none, or takes all of a stage",
@@ -197,6 +199,9 @@ def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int, in
     devices, model = space.cluster.num_devices, space.model
     groups = model.num_query_groups
     for tensor, context, pipelines in _with_pipelines(space):
+        if model.hybrid is not None and model.hybrid.refused(tensor, context, on_cpu=False) is not None:
+            cuts["mamba"] += len(pipelines)
+            continue
         if model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
             cuts["tensor"] += len(pipelines)
             continue
@@ -230,7 +235,8 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
         if family.splits and pipeline == 1:
             # Nobody to wait for: it would be 1F1B.
             continue
-        cut = _cut_of(family, space, pipeline, num_microbatches)
+        hybrid = space.model.hybrid is not None and not is_in_order(schedule, pipeline, family.min_chunks)
+        cut = "hybrid" if hybrid else _cut_of(family, space, pipeline, num_microbatches)
         if cut is not None:
             cuts[cut] += 1
         elif family.max_chunks == 1:
@@ -270,6 +276,13 @@ def _in_chunks(schedule: str, space: Space, pipeline: int, num_microbatches: int
             continue
         for group in _groups(schedule, pipeline, num_microbatches):
             yield _Choice(schedule, chunks, layers, group)
+
+
+def is_in_order(schedule: str, pipeline: int, chunks: int) -> bool:
+    """Whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
+    family = FAMILIES[schedule]
+    in_order = (tuple(stage % pipeline for stage in range(pipeline * chunks)),)
+    return family.num_pipes == 1 and family.layout(pipeline, chunks).placements == in_order
 
 
 def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneven: bool) -> tuple[int, ...] | None:

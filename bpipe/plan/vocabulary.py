@@ -78,8 +78,8 @@ def _within(setup: Setup, profile: Profile | None) -> Setup | None:
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
-    """Only with one stage a rank: chunks of the other ranks would lie between."""
-    if setup.chunks > 1 or not setup.layers[-1]:
+    """Only with one stage a rank: chunks of the other ranks would lie between. The trainer does not choose it for a pattern of layers."""
+    if setup.model.hybrid is not None or setup.chunks > 1 or not setup.layers[-1]:
         return None
     cost = costs_of(setup, profile).stages[-1]
     layer = float(cost.forward_s + cost.backward_s) / setup.layers[-1]

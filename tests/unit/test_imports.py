@@ -122,7 +122,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "plan": (
         "estimate expert_flags fewest_layers fit launch_script layer_split predict recompute_flags shards",
         "space",
-        "bounds judge windows",
+        "bounds hybrid_flags judge windows",
         "budget document megatron_flags search",
         "calibrate megatron_command",
         "explain options state_hosts training_log vocabulary",

@@ -1,0 +1,132 @@
+"""Say a hybrid model's layers in Megatron's flags, and read them. In: a Setup, or parsed flags. Out: flags, or options.
+
+Its pattern says how many layers there are and, by `|`, where stages begin. Knows nothing of the other flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from bpipe.generate.families import FAMILIES
+from bpipe.models.hybrid import EXPERTS, Hybrid, split_text
+from bpipe.models.layout import Setup
+from bpipe.plan.layer_split import Split, read_split, refuse_empty, split_flags
+from bpipe.plan.space import is_in_order
+
+PATTERN, OLD_PATTERN = "--hybrid-layer-pattern", "--hybrid-override-pattern"
+# As `megatron_command.READ` has them.
+READ_OF_HYBRIDS: dict[str, Any] = {
+    **dict.fromkeys((PATTERN, OLD_PATTERN), (str, None, None)),
+    "--spec": ("*", None, None),
+    "--mamba-state-dim": (int, 128, None),
+    "--mamba-head-dim": (int, 64, None),
+    "--mamba-num-groups": (int, 8, None),
+    "--mamba-num-heads": int,
+    "--is-hybrid-model": True,
+}
+# Where Megatron's own stack is, the name in front being today's.
+_STACKS = (
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+)
+
+
+def flags_of_hybrid(setup: Setup) -> list[str]:
+    """Nothing for a model whose layers have both parts."""
+    hybrid = setup.model.hybrid
+    if hybrid is None:
+        return []
+    flags: list[object] = [*_pattern(hybrid, setup.layers)]
+    flags += ["--mamba-num-heads", hybrid.num_heads, "--mamba-head-dim", hybrid.head_dim]
+    flags += ["--mamba-state-dim", hybrid.state_dim, "--mamba-num-groups", hybrid.num_groups]
+    # Megatron's stack is Transformer Engine's.
+    flags += ["--spec", *_STACKS[0]] if setup.kernels == "gpu" else []
+    return [str(flag) for flag in flags]
+
+
+def stage_flags(setup: Setup) -> list[str]:
+    """How layers lie on stages: by a hybrid model's pattern, where there are several, or by numbers."""
+    if setup.model.hybrid is None:
+        return split_flags(setup.layers, setup.pipeline)
+    return _pattern(setup.model.hybrid, setup.layers) if setup.num_stages > 1 else []
+
+
+def _pattern(hybrid: Hybrid, layers: tuple[int, ...]) -> list[str]:
+    """What begins with an MLP reads like a flag where it is a word of its own."""
+    text = hybrid.with_stages(layers)
+    return [f"{PATTERN}={text}"] if text.startswith("-") else [PATTERN, text]
+
+
+def settle_pattern(found: argparse.Namespace, notes: list[str]) -> None:
+    """As Megatron does: the pattern under its new name, and as many layers as it has. Raises ValueError for what is said without one, or
+    is no stack of Megatron's."""
+    if found.hybrid_override_pattern is not None:
+        if found.hybrid_layer_pattern is not None:
+            raise ValueError(f"{PATTERN} and {OLD_PATTERN} exclude each other: give the first")
+        found.hybrid_layer_pattern = found.hybrid_override_pattern
+    if found.spec is not None and (tuple(found.spec) not in _STACKS or found.hybrid_layer_pattern is None):
+        said = " ".join(found.spec)[:80]
+        raise ValueError(
+            f"--spec {said}: layers by a specification of one's own: not modelled; leave the flag out to predict the training without"
+        )
+    if found.hybrid_layer_pattern is None:
+        if found.is_hybrid_model:
+            raise ValueError(f"--is-hybrid-model does not say which layers it has: give {PATTERN}, or leave it out")
+        return
+    if found.transformer_impl == "inference_optimized":
+        raise ValueError("--transformer-impl inference_optimized is a hybrid model's for inference: not modelled; leave the flag out")
+    symbols, _ = split_text(found.hybrid_layer_pattern)
+    if found.num_layers not in (None, len(symbols)):
+        notes.append(f"{PATTERN} has {len(symbols)} layers, and Megatron takes those, not --num-layers {found.num_layers}")
+    found.num_layers = len(symbols)
+    if found.num_experts is not None and EXPERTS not in symbols:
+        raise ValueError(
+            f"--num-experts {found.num_experts}, but no layer of {PATTERN} has experts ({EXPERTS}): leave the experts' flags out"
+        )
+    # Which layers have experts says the pattern alone.
+    found.moe_layer_freq = 1
+
+
+def hybrid_of_flags(found: argparse.Namespace, position: str) -> dict[str, Any]:
+    """Options by the names of a Model's fields."""
+    others = {"no_positions": True} if position == "none" else {}
+    if found.hybrid_layer_pattern is None:
+        return others
+    heads, inner = found.mamba_num_heads, 2 * found.hidden_size
+    if heads is None:
+        if inner % found.mamba_head_dim:
+            raise ValueError(f"--mamba-head-dim {found.mamba_head_dim} does not divide 2 * --hidden-size = {inner}: give --mamba-num-heads")
+        heads = inner // found.mamba_head_dim
+    symbols, _ = split_text(found.hybrid_layer_pattern)
+    try:
+        return {**others, "hybrid": Hybrid(symbols, heads, found.mamba_state_dim, found.mamba_head_dim, found.mamba_num_groups)}
+    except ValueError as error:
+        raise ValueError(f"{PATTERN} {found.hybrid_layer_pattern[:60]}: {error}") from None
+
+
+def layers_of(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
+    """Layers of every stage, a pattern's as Megatron deals it out. Raises ValueError where it would refuse."""
+    pipeline = found.pipeline_model_parallel_size
+    if found.hybrid_layer_pattern is None:
+        return read_split(split, found.num_layers, pipeline)
+    symbols, stages = split_text(found.hybrid_layer_pattern)
+    ends = split.first is not None or split.last is not None
+    others = (found.num_virtual_stages_per_pipeline_rank, split.layers_of_a_chunk, split.layout)
+    if any(one is not None for one in others) or split.count_embedding or split.count_loss or (stages is not None and ends):
+        raise ValueError(f"with {PATTERN} stages begin where it has a |: drop the other flags that say where layers are")
+    if stages is None:
+        return read_split(Split(first=split.first, last=split.last), len(symbols), pipeline)
+    if len(stages) % pipeline:
+        raise ValueError(f"{PATTERN} has {len(stages)} stages, no multiple of --pipeline-model-parallel-size {pipeline}")
+    refuse_empty(stages)
+    return stages
+
+
+def refuse_placed(setup: Setup) -> None:
+    """Raise ValueError where the trainer refuses a hybrid model: it deals a pattern out by pipeline rank."""
+    if setup.model.hybrid is not None and not is_in_order(setup.schedule, setup.pipeline, setup.chunks):
+        names = ", ".join(name for name in FAMILIES if is_in_order(name, 4, max(1, FAMILIES[name].min_chunks)))
+        raise ValueError(
+            f"{setup.schedule} has other stages on its ranks than Megatron deals a hybrid model's pattern out to: choose one of {names}"
+        )
