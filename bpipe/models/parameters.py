@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.models.model import Model
-from bpipe.models.parts import LayerKind
+from bpipe.models.parts import Experts, LayerKind
 
 
 class LayerParameters(NamedTuple):
@@ -32,25 +32,22 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
     if kind.is_mamba:
         return _mamba(model)
     hidden, gates = model.hidden_size, 2 if model.gated else 1
-    matrices, biases = _attention(model) if kind.attends else (0, 0)
-    replicated = (2 if model.post_norms else 1) * kind.num_parts * model.norm_parameters
-    if kind.attends:
-        replicated += 2 * model.kv_channels * (1 if model.rms_norm else 2) * model.qk_norm + hidden * model.linear_bias
-    if model.latent is not None:
-        ranks = (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
-        replicated += hidden * model.latent.down_size + ranks * (1 if model.rms_norm else 2)
+    matrices, biases, replicated = _attention(model) if kind.attends else (0, 0, 0)
+    replicated += (2 if model.post_norms else 1) * kind.num_parts * model.norm_parameters
     if not kind.has_mlp:
         return LayerParameters(matrices, biases, replicated, 0)
-    if not kind.experts or model.experts is None:
-        matrices += hidden * (1 + gates) * model.ffn_hidden_size
-        return LayerParameters(
-            matrices, biases + gates * model.ffn_hidden_size * model.linear_bias, replicated + hidden * model.linear_bias, 0
-        )
-    experts = model.experts
-    matrices += hidden * (1 + gates) * experts.shared_size
-    replicated += hidden * (experts.num_experts + experts.shared_gate)
+    if kind.experts and model.experts is not None:
+        shared, routers, each = _experts(model, model.experts)
+        return LayerParameters(matrices + shared, biases, replicated + routers, model.experts.num_experts * each)
+    matrices += hidden * (1 + gates) * model.ffn_hidden_size
+    return LayerParameters(matrices, biases + gates * model.ffn_hidden_size * model.linear_bias, replicated + hidden * model.linear_bias, 0)
+
+
+def _experts(model: Model, experts: Experts) -> tuple[int, int, int]:
+    """Of shared ones the matrices, of what weighs and routes all, and of one to which tokens are routed."""
+    hidden, gates = model.hidden_size, 2 if model.gated else 1
     each = hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
-    return LayerParameters(matrices, biases, replicated, experts.num_experts * each)
+    return hidden * (1 + gates) * experts.shared_size, hidden * (experts.num_experts + experts.shared_gate), each
 
 
 def _mamba(model: Model) -> LayerParameters:
@@ -60,15 +57,17 @@ def _mamba(model: Model) -> LayerParameters:
     return LayerParameters(matrices, model.hybrid.small_parameters, model.norm_parameters, 0)
 
 
-def _attention(model: Model) -> tuple[int, int]:
-    """Its matrices and biases that tensor parallelism divides."""
+def _attention(model: Model) -> tuple[int, int, int]:
+    """Its matrices and biases that tensor parallelism divides, and what every rank has of it."""
     hidden, latent = model.hidden_size, model.latent
+    a_norm = 1 if model.rms_norm else 2
+    replicated = 2 * model.kv_channels * a_norm * model.qk_norm + hidden * model.linear_bias
     if latent is None:
         sizes = model.query_size + model.key_value_size
-        return hidden * (sizes + model.value_size), sizes * (model.linear_bias or model.qkv_bias)
+        return hidden * (sizes + model.value_size), sizes * (model.linear_bias or model.qkv_bias), replicated
     up = (latent.q_lora_rank or hidden) * model.query_size
     up += latent.kv_lora_rank * model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
-    return up + hidden * model.value_size, 0
+    return up + hidden * model.value_size, 0, replicated + hidden * latent.down_size + model.latent_ranks * a_norm
 
 
 def num_parameters(model: Model) -> int:

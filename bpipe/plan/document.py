@@ -30,7 +30,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "vocabulary": setup.vocabulary,
         **({**asdict(setup.routing), "expert_tensor": setup.expert_tensor} if setup.model.experts else {}),
         "layers": list(setup.layers),
-        **({"pattern": setup.model.hybrid.with_stages(setup.layers)} if setup.model.hybrid is not None else {}),
+        **_pattern(setup),
         "recompute": setup.recompute,
         "attention": setup.attention,
         "schedule": setup.schedule,
@@ -51,6 +51,11 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
         **({"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards} if setup.is_sharded else {}),
     }
+
+
+def _pattern(setup: Setup) -> dict[str, Any]:
+    hybrid = setup.model.hybrid
+    return {} if hybrid is None else {"pattern": hybrid.with_stages(setup.layers)}
 
 
 def _domain(setup: Setup) -> dict[str, Any]:

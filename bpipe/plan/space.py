@@ -195,18 +195,22 @@ def _is_divided(space: Space, tensor: int, context: int) -> bool:
     return context == 1 or not (any(one % shards for one in whole) or space.sequence % (2 * context))
 
 
+def _cut_of_layers(space: Space, tensor: int, context: int) -> str | None:
+    """What keeps layers from being divided so, if anything does."""
+    model, groups = space.model, space.model.num_query_groups
+    if model.hybrid is not None and model.hybrid.refused(tensor, context, on_cpu=False) is not None:
+        return "mamba"
+    if model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
+        return "tensor"
+    return None if _is_divided(space, tensor, context) else "context"
+
+
 def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
     devices, model = space.cluster.num_devices, space.model
-    groups = model.num_query_groups
     for tensor, context, pipelines in _with_pipelines(space):
-        if model.hybrid is not None and model.hybrid.refused(tensor, context, on_cpu=False) is not None:
-            cuts["mamba"] += len(pipelines)
-            continue
-        if model.num_attention_heads % tensor or space.sequence % tensor or (groups % tensor and tensor % groups):
-            cuts["tensor"] += len(pipelines)
-            continue
-        if not _is_divided(space, tensor, context):
-            cuts["context"] += len(pipelines)
+        cut = _cut_of_layers(space, tensor, context)
+        if cut is not None:
+            cuts[cut] += len(pipelines)
             continue
         for pipeline in pipelines:
             data = devices // (tensor * context * pipeline)

@@ -21,6 +21,10 @@ AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybri
 GATED_GELU = "a gated GELU, for which Megatron has no flag: --swiglu, of the same sizes, stands in its place"
 BEHIND_ATTENTION = "norms behind attention and MLP, and capped logits, for which Megatron has no flags: a launch trains without them"
 FP8 = "FP8 with transfers or our own loop was never run on a GPU: --bpipe-unproven fp8 tries it, and the first losses are to be compared"
+HYBRID = (
+    "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m megatron.scheduling.launch; "
+    "with Mamba's own kernels the trainer was never run"
+)
 TWO_PIPES = "two pipes were trained on CPUs alone so far"
 
 # A bound that is hardly lower says nothing.
@@ -39,7 +43,7 @@ def lines(outcome: Outcome) -> list[str]:
 def needs(outcome: Outcome) -> list[str]:
     """What the rows' schedules need of the trainer, as far as it is not simply there."""
     found = {need for row in outcome.rows for need in needs_of(row.prediction.setup)}
-    return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8) if need in found]
+    return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, HYBRID) if need in found]
 
 
 def needs_of(setup: Setup) -> list[str]:
@@ -50,6 +54,7 @@ def needs_of(setup: Setup) -> list[str]:
     every = (
         *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
         *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike), (FP8, is_unproven(setup))),
+        (HYBRID, model.hybrid is not None),
     )
     return [need for need, there in every if there]
 

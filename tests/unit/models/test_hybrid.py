@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,7 +148,7 @@ def test_experts_alone() -> None:
     assert kind in dict(setup.stage_kinds[0])
     assert layer_parameters(NEMOTRON_3_NANO, kind).experts == 128 * 2 * 2688 * 1856
     assert predict_memory(setup)[0].weights_bytes > 0
-    assert layer_seconds(setup, kind)[0] > layer_seconds(setup, ATTENTION)[0] * 0
+    assert layer_seconds(setup, kind)[0] > 0
 
 
 def test_windows_are_of_layers_that_attend() -> None:
@@ -202,3 +205,13 @@ def test_how_mamba_layers_are_not_cut() -> None:
         setup_of(model, 4, 2, context=2)
     with pytest.raises(ValueError, match="does not divide 16 heads and 2 groups"):
         setup_of(replace(model, hybrid=Hybrid("M*M-M*M-", 16, num_groups=2)), 4, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_layers_are_megatrons_own() -> None:
+    """Parameters of every kind, Mamba's by Megatron's `MambaMixer`; and what attention, MLPs and experts alone save, storage by storage."""
+    program = Path(__file__).with_name("check_hybrid.py")
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=220, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert ended.stdout.splitlines()[-1] == "100 cases, 0 differ"
