@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -111,6 +112,13 @@ class Model:
             return False
         return (self.experts is None or self.experts.pattern == EVERY) and (self.window is None or self.window_pattern == EVERY)
 
+    @property
+    def period(self) -> int:
+        """After so many layers the same kinds come again."""
+        if self.hybrid is not None:
+            return self.num_layers
+        return math.lcm(len(self.window_pattern), 1 if self.experts is None else len(self.experts.pattern))
+
     def kind(self, layer: int) -> LayerKind:
         windowed = self.window if self.window_pattern[layer % len(self.window_pattern)] else None
         if self.hybrid is not None:
@@ -184,7 +192,15 @@ class Model:
 
 @lru_cache(maxsize=4096)
 def _counted(model: Model, first: int, number: int) -> tuple[tuple[LayerKind, int], ...]:
-    return tuple(Counter(model.kind(layer) for layer in range(first, first + number)).items())
+    return tuple(counted(model.kind, first, number, model.period).items())
+
+
+def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: int, period: int) -> dict[Sort, int]:
+    """How many of each sort so many layers are from the first on, which repeat after a period. A file may say millions of them."""
+    periods, rest = divmod(number, period)
+    counts = Counter(sort_of(first + place) for place in range(min(number, period)))
+    beyond = Counter(sort_of(first + place) for place in range(rest if periods else 0))
+    return {sort: count * max(periods, 1) + beyond[sort] for sort, count in counts.items()}
 
 
 def gpt(name: str, num_layers: int, hidden_size: int, heads: int, vocabulary: int = 51200, sequence: int = 2048) -> Model:

@@ -11,14 +11,14 @@ Knows no bytes and no seconds.
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from bpipe.models.model import Model
+from bpipe.models.model import Model, counted
 from bpipe.models.parts import LayerKind
 
 # The short names: without a number and without parts.
@@ -77,6 +77,11 @@ class Recompute:
     def together(self) -> int:
         """So many layers are recomputed at once; 0 where none is as a whole."""
         return 0 if self.method is None else self.num_layers if self.method == "uniform" else 1
+
+    @property
+    def period(self) -> int:
+        """After so many layers of a stage the same scopes come again; of `block` behind the first so many, and among these."""
+        return self.num_layers if self.method == "uniform" else 1
 
     def scope(self, place: int) -> LayerScope:
         """Of the layer that comes so far behind its stage's first."""
@@ -143,10 +148,21 @@ def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) ->
 @lru_cache(maxsize=4096)
 def _scopes(recompute: Recompute, number: int) -> tuple[tuple[LayerScope, int], ...]:
     """Of so many layers of a stage how many have each; without a layer there is still its first scope."""
-    return tuple(Counter(map(recompute.scope, range(number))).items()) or ((recompute.scope(0), 0),)
+    found = [one for part in _parts(recompute, number) for one in counted(recompute.scope, *part, recompute.period).items()]
+    return tuple(found) or ((recompute.scope(0), 0),)
 
 
 @lru_cache(maxsize=4096)
 def _counted(model: Model, recompute: Recompute, first: int, number: int) -> StageLayers:
-    counts = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
-    return tuple((kind, scope, count) for (kind, scope), count in counts.items())
+    def sort_of(place: int) -> tuple[LayerKind, LayerScope]:
+        return model.kind(first + place), recompute.scope(place)
+
+    period = math.lcm(model.period, recompute.period)
+    counts = (counted(sort_of, *part, period) for part in _parts(recompute, number))
+    return tuple((kind, scope, count) for part in counts for (kind, scope), count in part.items())
+
+
+def _parts(recompute: Recompute, number: int) -> list[tuple[int, int]]:
+    """Where layers of a stage begin that repeat from there on, and how many they are."""
+    ends = min(recompute.num_layers, number) if recompute.method == "block" else 0
+    return [part for part in ((0, ends), (ends, number - ends)) if part[1]]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import parts_of, predict_memory, working_bytes
 from bpipe.models.model import PRESETS, Model
 from bpipe.models.parts import Experts, Latent, LayerKind
-from bpipe.models.recompute import KEPT, METHODS, MODULES, WHOLE, LayerScope, Recompute, read_recompute
+from bpipe.models.recompute import KEPT, METHODS, MODULES, WHOLE, LayerScope, Recompute, read_recompute, stage_layers
 from bpipe.models.saved import again_bytes, layer_bytes, layer_saved, moved_bytes, stage_bytes, stage_saved
 from bpipe.models.sizes import sent_bytes, total
 from bpipe.models.tensor_parallel import exposed, gather_s
@@ -132,6 +133,33 @@ def test_a_block_is_so_many_layers_of_either_kind() -> None:
     assert replace(MIXED, recompute="full:block:2").stage_layers[1][:2] == ((dense, WHOLE, 1), (experts, WHOLE, 1))
     chunked = replace(LLAMA, chunks=2, layers=(5,) * 16, schedule="interleaved-1f1b", recompute="full:block:3")
     assert stage_bytes(chunked)[1] == 3 * full + 2 * none, "of every chunk"
+
+
+@given(
+    recompute=st.one_of(values(), st.builds(Recompute, method=st.sampled_from(METHODS), num_layers=st.integers(1, 9))),
+    patterns=st.tuples(*[st.lists(st.integers(0, 1), min_size=1, max_size=4)] * 2),
+    stages=st.lists(st.integers(0, 15), min_size=1, max_size=4),
+)
+def test_layers_are_counted_as_one_after_the_other_would_be(
+    recompute: Recompute, patterns: tuple[list[int], list[int]], stages: list[int]
+) -> None:
+    # Some layer has experts.
+    experts, windows = (*patterns[0], 1), tuple(patterns[1])
+    model = replace(LLAMA.model, num_layers=60, experts=Experts(8, 2, 4096, pattern=experts), window=64, window_pattern=windows)
+    found, first = stage_layers(model, recompute, tuple(stages)), 0
+    for of_stage, number in zip(found, stages, strict=True):
+        every = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
+        assert {(kind, scope): count for kind, scope, count in of_stage if count} == every
+        first += number
+
+
+@pytest.mark.parametrize("model", [LLAMA.model, MIXED.model], ids=["alike", "in a pattern"])
+@pytest.mark.parametrize("text", ["none", "full", "full:block:3", "full:uniform:4", "selective"])
+def test_millions_of_layers_are_not_counted_one_by_one(model: Model, text: str) -> None:
+    """A damaged config.json said 300 million, and for a minute nothing was answered."""
+    many = replace(model, num_layers=10**8)
+    (stage,) = stage_layers(many, read_recompute(text), (10**8,))
+    assert sum(count for _, _, count in stage) == 10**8
 
 
 def test_uniform_keeps_an_input_of_every_group() -> None:
