@@ -87,85 +87,12 @@ class Hearing:
         return bool(grown)
 
 
-class LendingAcceptor:
-    """Lends memory to an evictor that does the rest by itself; or does nothing, where that uses its own."""
+class HearingAcceptor:
+    """What acceptors have in common: they hear how large what comes is, and have a layout of where it goes."""
 
-    moved_bytes: Mapping[int, int] = {}
-
-    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
+    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: Transport) -> None:
         self._layout = BufferLayout(stages_in_buffers)
-        self._transport = transport
         self._hearing = Hearing(transport)
-
-    @property
-    def num_host_buffers(self) -> int:
-        return self._layout.num_buffers
-
-    @property
-    def host_buffer_bytes(self) -> int:
-        return self._layout.nbytes
-
-    @property
-    def is_scattered(self) -> bool:
-        return len(self._layout.pieces) > 1
-
-    def hear(self, action: Action, num_stages: int) -> None:
-        if self._transport.lends:
-            self._hearing.hear(num_stages)
-
-    def hear_growth(self) -> bool:
-        return self._hearing.hear_growth()
-
-    def host(self, action: Action, host_buffer: int) -> None:
-        nbytes = self._layout.make_room(host_buffer, action.stage, self._hearing.sizes) if self._transport.lends else 0
-        if nbytes:
-            self._transport.lend(nbytes)
-
-    def give_back(self, action: Action, host_buffer: int) -> None:
-        """The evictor has taken, or will take, what it wants."""
-
-    def end(self) -> None:
-        """The evictor's own order keeps the buffers apart."""
-
-    def let_go(self) -> None:
-        self._layout.clear()
-
-    def release(self) -> None:
-        self.let_go()
-        self._hearing.sizes.clear()
-
-    def abandon(self) -> None:
-        """Nothing is held."""
-
-
-class ReceivingAcceptor:
-    """Receives into its host buffers and sends them back."""
-
-    def __init__(
-        self,
-        stages_in_buffers: Sequence[frozenset[int]],
-        transport: TwoSided,
-        streams: Streams,
-        device: torch.device,
-        wait: Callable[[Pending, Action, str], None],
-    ) -> None:
-        self._layout = BufferLayout(stages_in_buffers)
-        self._count = len(stages_in_buffers)
-        self._transport = transport
-        self._streams = streams
-        self._device = device
-        self._wait = wait
-        self._hearing = Hearing(transport)
-        self._host_buffers = HostBuffers(self._layout, self._count, device)
-        self._pending: dict[int, Pending] = {}
-
-    @property
-    def num_host_buffers(self) -> int:
-        return self._layout.num_buffers
-
-    @property
-    def host_buffer_bytes(self) -> int:
-        return self._host_buffers.nbytes
 
     @property
     def moved_bytes(self) -> Mapping[int, int]:
@@ -180,6 +107,80 @@ class ReceivingAcceptor:
 
     def hear_growth(self) -> bool:
         return self._hearing.hear_growth()
+
+    def let_go(self) -> None:
+        self._layout.clear()
+
+    def release(self) -> None:
+        self.let_go()
+        self._hearing.sizes.clear()
+
+
+class LendingAcceptor(HearingAcceptor):
+    """Lends memory to an evictor that does the rest by itself; or does nothing, where that uses its own."""
+
+    def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
+        super().__init__(stages_in_buffers, transport)
+        self._transport = transport
+
+    @property
+    def moved_bytes(self) -> Mapping[int, int]:
+        return {}
+
+    @property
+    def num_host_buffers(self) -> int:
+        return self._layout.num_buffers
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        return self._layout.nbytes
+
+    def hear(self, action: Action, num_stages: int) -> None:
+        if self._transport.lends:
+            super().hear(action, num_stages)
+
+    def host(self, action: Action, host_buffer: int) -> None:
+        nbytes = self._layout.make_room(host_buffer, action.stage, self._hearing.sizes) if self._transport.lends else 0
+        if nbytes:
+            self._transport.lend(nbytes)
+
+    def give_back(self, action: Action, host_buffer: int) -> None:
+        """The evictor has taken, or will take, what it wants."""
+
+    def end(self) -> None:
+        """The evictor's own order keeps the buffers apart."""
+
+    def abandon(self) -> None:
+        """Nothing is held."""
+
+
+class ReceivingAcceptor(HearingAcceptor):
+    """Receives into its host buffers and sends them back."""
+
+    def __init__(
+        self,
+        stages_in_buffers: Sequence[frozenset[int]],
+        transport: TwoSided,
+        streams: Streams,
+        device: torch.device,
+        wait: Callable[[Pending, Action, str], None],
+    ) -> None:
+        super().__init__(stages_in_buffers, transport)
+        self._count = len(stages_in_buffers)
+        self._transport = transport
+        self._streams = streams
+        self._device = device
+        self._wait = wait
+        self._host_buffers = HostBuffers(self._layout, self._count, device)
+        self._pending: dict[int, Pending] = {}
+
+    @property
+    def num_host_buffers(self) -> int:
+        return self._layout.num_buffers
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        return self._host_buffers.nbytes
 
     def host(self, action: Action, host_buffer: int) -> None:
         buffer = self._host_buffers.buffers[host_buffer]
@@ -218,12 +219,8 @@ class ReceivingAcceptor:
                 )
 
     def let_go(self) -> None:
-        self._layout.clear()
+        super().let_go()
         self._host_buffers = HostBuffers(self._layout, self._count, self._device)
-
-    def release(self) -> None:
-        self.let_go()
-        self._hearing.sizes.clear()
 
     def abandon(self) -> None:
         self._pending.clear()

@@ -13,13 +13,13 @@ On a device these transfers have streams of their own: what waits for the partne
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from bpipe.ir.action import Action
 from bpipe.ir.host_buffers import STAGING
-from bpipe.runtime.acceptor import Hearing
+from bpipe.runtime.acceptor import HearingAcceptor
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.host_buffers import HostBuffers
 from bpipe.runtime.states import advance
@@ -57,7 +57,7 @@ class MemorySlot:
             self.holds = action if state is SlotState.KEPT else None
 
 
-class PassingAcceptor:
+class PassingAcceptor(HearingAcceptor):
     """The acceptor whose host buffers are slots in its node's memory."""
 
     def __init__(
@@ -70,14 +70,13 @@ class PassingAcceptor:
         wait: Callable[[Pending, Action, str], None],
     ) -> None:
         """`returns`: the stage and micro-batch of every RETURN of an iteration, in order."""
+        super().__init__(stages_in_slots, transport)
         self._returns = tuple(returns)
         self._transport = transport
         self._streams = streams
         self._device = device
         self._wait = wait
-        self._hearing = Hearing(transport)
         self._slots = tuple(map(MemorySlot, range(len(stages_in_slots))))
-        self._layout = BufferLayout(stages_in_slots)
         transport.reach(self._layout)
         stages: frozenset[int] = frozenset().union(*stages_in_slots)
         self._staging = BufferLayout([stages] * STAGING)
@@ -100,20 +99,6 @@ class PassingAcceptor:
     def slots(self) -> tuple[int, int]:
         """How many there are in the node's memory, and their bytes."""
         return self._layout.num_buffers, self._layout.nbytes
-
-    @property
-    def moved_bytes(self) -> Mapping[int, int]:
-        return {stage: sum(lengths) for stage, lengths in self._hearing.sizes.items()}
-
-    @property
-    def is_scattered(self) -> bool:
-        return len(self._layout.pieces) > 1
-
-    def hear(self, action: Action, num_stages: int) -> None:
-        self._hearing.hear(num_stages)
-
-    def hear_growth(self) -> bool:
-        return self._hearing.hear_growth()
 
     def host(self, action: Action, host_buffer: int) -> None:
         sizes, slot = self._hearing.sizes, self._slots[host_buffer]
@@ -167,13 +152,9 @@ class PassingAcceptor:
         self._num_returned = 0
 
     def let_go(self) -> None:
-        self._layout.clear()
+        super().let_go()
         self._staging.clear()
         self._buffers = HostBuffers(self._staging, STAGING, self._device)
-
-    def release(self) -> None:
-        self.let_go()
-        self._hearing.sizes.clear()
 
     def abandon(self) -> None:
         self._pending.clear()
