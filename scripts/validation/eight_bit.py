@@ -8,20 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from bpipe.generate.families import default
-from bpipe.models.cluster import GIB, parse_cluster
-from bpipe.models.flops import training_flops
+from bpipe.models.cluster import GIB
 from bpipe.models.fp8 import Fp8
-from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS
-from bpipe.models.parts import Routing
-from bpipe.models.switches import Switches
-from bpipe.plan.predict import costs_of, steady_timing
-from validation.experts import MODELS, needed_gib
+from validation.experts import MODELS, needed_gib, reached, setup_of_row
 from validation.measurements import rows
 from validation.throughput import Throughput
-
-NUMBERS = ("tensor", "context", "expert", "pipeline", "chunks", "micro_batch", "global_batch", "sequence")
 
 
 @cache
@@ -31,33 +23,11 @@ def of_fp8() -> tuple[Throughput, ...]:
 
 
 def _prediction(row: dict[str, str]) -> Throughput:
-    tensor, context, expert, pipeline, chunks, micro_batch, batch, sequence = (int(row[name]) for name in NUMBERS)
-    model = {**PRESETS, **MODELS}[row["model"]]
-    layers = split_layers(model.num_layers, pipeline * chunks, allow_uneven=True)
-    assert layers is not None
-    setup = Setup(
-        model=model,
-        cluster=parse_cluster(row["cluster"]),
-        tensor=tensor,
-        context=context,
-        pipeline=pipeline,
-        micro_batch=micro_batch,
-        global_batch=batch,
-        sequence=sequence,
-        layers=layers,
-        recompute="none",
-        schedule=default(chunks),
-        chunks=chunks,
-        fp8=Fp8("hybrid", row["recipe"], param_gather=True),
-        switches=Switches(overlap_grad_reduce=True, overlap_param_gather=True),
-        routing=Routing(expert, 1, "flex") if model.experts else Routing(),
+    fp8, sizes = Fp8("hybrid", row["recipe"], param_gather=True), {name: int(row[name]) for name in ("context", "sequence")}
+    setup = setup_of_row(row, {**PRESETS, **MODELS}[row["model"]], "flex", fp8=fp8, **sizes)
+    return Throughput(
+        row["source"], setup.model.name, setup.cluster.num_devices, "tflops", setup, float(row["tflops_per_gpu"]), reached(setup)
     )
-    return Throughput(row["source"], model.name, setup.cluster.num_devices, "tflops", setup, float(row["tflops_per_gpu"]), _reached(setup))
-
-
-def _reached(setup: Setup) -> float:
-    flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.vocabulary)
-    return flops / steady_timing(setup, costs_of(setup)).iteration_s / setup.cluster.num_devices / 1e12
 
 
 def row_of_fp8(one: Throughput) -> tuple[str, ...]:
@@ -73,7 +43,7 @@ def row_of_fp8(one: Throughput) -> tuple[str, ...]:
         f"{one.measured:.0f}",
         f"{one.predicted:.0f}",
         f"{one.error_percent:+.1f}",
-        f"{_reached(overlapped):.0f}" if setup.tensor > 1 else "-",
+        f"{reached(overlapped):.0f}" if setup.tensor > 1 else "-",
         f"{needed_gib(one):.0f} of {setup.limit_bytes[0] / GIB:.0f}",
     )
 
