@@ -6,7 +6,6 @@ brought from the wrong place, would tell. On a CPU there are no ports: nothing h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,14 @@ from bpipe.ir.host_buffers import STAGING, num_own_buffers, num_passed_on
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.text import write_csv
 from bpipe.program import BalanceConfig, ScheduleConfig, build
-from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
-from tests.gloo.test_parallelism import INPUT_BYTES, INTERLEAVED
+from tests.gloo.conftest import BPIPE, Case, Outcome
+from tests.gloo.test_parallelism import INTERLEAVED
 from tests.gloo.test_placed import ALIKE, CHUNKS, FOUR, alike, as_predicted
+from tests.gloo.test_tiers import Run, holds_what_was_predicted, rows_of, trained
 from tests.gloo.test_training import same
 
 PORTS = ("--bpipe-hosts", "ports")
 BATCH = ("--global-batch-size", "16")
-Run = Callable[..., Outcome]
 
 
 def bound(number: int) -> tuple[str, ...]:
@@ -52,44 +51,21 @@ NAMED: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 }
 
 
-def trained(
-    groups: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]], run: Run, request: pytest.FixtureRequest, **how: str
-) -> Outcome:
-    wanted, cases = asked_for(request, "stock", "name"), []
-    for stock, (common, rows) in groups.items():
-        mine = {name: flags for name, flags in rows.items() if (stock, name) in wanted}
-        cases += [Case(stock, common)] if mine else []
-        cases += [Case(name, (*common, *flags, *BPIPE, "--bpipe-report", f"{{folder}}/{name}")) for name, flags in mine.items()]
-    return run(4, cases, timeout_s=600, **how)
-
-
-def rows_of(groups: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]], always: tuple[str, ...] = ()) -> list[object]:
-    return [
-        pytest.param(stock, name, marks=() if name in always else pytest.mark.slow) for stock, (_, rows) in groups.items() for name in rows
-    ]
-
-
 @pytest.fixture(scope="module")
 def plain(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
-    return trained(PLAIN, run_cases, request)
+    return trained(PLAIN, run_cases, request, timeout_s=600)
 
 
 @pytest.fixture(scope="module")
 def named(run_cases: Run, request: pytest.FixtureRequest) -> Outcome:
-    return trained(NAMED, run_cases, request, worker="named_worker.py")
+    return trained(NAMED, run_cases, request, timeout_s=600, worker="named_worker.py")
 
 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize(("stock", "name"), rows_of(PLAIN, always=("ports",)))
 def test_it_changes_no_bit_and_devices_hold_what_was_predicted(plain: Outcome, stock: str, name: str) -> None:
     same(plain, stock, name, 4)
-    if stock == "chunks":
-        # There the loop keeps an input more or less at times that nothing predicts.
-        for report in plain.reports(name):
-            assert report["peak_microbatches"] == report["predicted_microbatches"]
-            assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= 2 * INPUT_BYTES
-    else:
-        as_predicted(plain, name, 4, moves=True)
+    holds_what_was_predicted(plain, stock, name)
     passes_on(plain, name)
 
 

@@ -160,22 +160,24 @@ def run(
         engine = Engine(plan, ranks[name], end, config)
         engine.recorder = recorder
         programs[name] = program(plan, ranks[name], engine, machine.on)
+    take_turns(programs, machine, seed)
+    return machine.findings() + left_over()
+
+
+def take_turns(programs: dict[str, Iterator[None]], machine: Machine, seed: int) -> None:
+    """The acceptor's host blocks once, for the sizes: not before they are known, which is when the evictor's second operation begins."""
     chance = random.Random(seed)
-    # The acceptor's host blocks once, for the sizes: not before they are known, which is when the evictor's second operation begins.
     for _ in range(3):
         advance(programs, "evictor", machine)
     while programs:
         advance(programs, chance.choice(sorted(programs)), machine)
-    return machine.findings() + left_over()
 
 
-def test_no_computation_of_an_acceptor_waits_for_a_host_buffer(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """[8] What waits for a host buffer is the stream of the next transfer into or out of it. Only at an iteration's end all of it waits."""
-    machine = Machine()
-    fakes(machine)
+def places_of_waits(machine: Machine, acceptor: type[Any], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the acceptor's rank waits for a transfer, by the stream, or by "end", an iteration's. Counted while it runs."""
     places: Counter[str] = Counter()
     ending: list[bool] = []
-    post, end = FakeDist._post, ReceivingAcceptor.end
+    post, end = FakeDist._post, acceptor.end
 
     def watched_post(self: FakeDist, operation: str, buffer: Any, group: str) -> Any:
         work = post(self, operation, buffer, group)
@@ -187,13 +189,21 @@ def test_no_computation_of_an_acceptor_waits_for_a_host_buffer(fakes: Callable[[
 
         return SimpleNamespace(wait=wait)
 
-    def watched_end(self: ReceivingAcceptor) -> None:
+    def watched_end(self: Any) -> None:
         ending.append(True)
         end(self)
         ending.clear()
 
     monkeypatch.setattr(FakeDist, "_post", watched_post)
-    monkeypatch.setattr(ReceivingAcceptor, "end", watched_end)
+    monkeypatch.setattr(acceptor, "end", watched_end)
+    return places
+
+
+def test_no_computation_of_an_acceptor_waits_for_a_host_buffer(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """[8] What waits for a host buffer is the stream of the next transfer into or out of it. Only at an iteration's end all of it waits."""
+    machine = Machine()
+    fakes(machine)
+    places = places_of_waits(machine, ReceivingAcceptor, monkeypatch)
     assert run("two-sided", schedule(6, 12), machine, monkeypatch) == []
     assert set(places) > {"end"}
     assert "compute stream" not in places, places

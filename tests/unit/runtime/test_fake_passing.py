@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +21,8 @@ from bpipe.runtime.streams import StreamLane, Streams
 from bpipe.transport.base import Transport
 from bpipe.transport.one_sided import Reaching
 from bpipe.transport.passing import Passing
-from tests.unit.runtime.fake_device import FakeDist, Machine, put_under
-from tests.unit.runtime.test_fake_device import CUDA, Way, advance, program, transports
+from tests.unit.runtime.fake_device import Machine, put_under
+from tests.unit.runtime.test_fake_device import CUDA, Way, places_of_waits, program, take_turns, transports
 
 
 def by_ports(p: int = 4, m: int = 8, bound: int = 3) -> Schedule:
@@ -69,12 +66,7 @@ def run(plan: Schedule, machine: Machine, monkeypatch: pytest.MonkeyPatch, seed:
         machine.on = machine.device(name)
         engine = Engine(plan, ranks[name], mine, EngineConfig(name, CUDA, minimum_bytes=1, timeout_s=1.0, poison=True))
         programs[name] = program(plan, ranks[name], engine, machine.on)
-    chance = random.Random(seed)
-    # The acceptor's host blocks once, for the sizes.
-    for _ in range(3):
-        advance(programs, "evictor", machine)
-    while programs:
-        advance(programs, chance.choice(sorted(programs)), machine)
+    take_turns(programs, machine, seed)
     return machine.findings()
 
 
@@ -97,33 +89,14 @@ def test_nothing_of_the_rank_that_passes_on_waits_but_its_own_streams(
     """Neither its computation nor the streams of its other transfers; only at an iteration's end all of it is waited for."""
     machine = Machine()
     fakes(machine)
-    places: Counter[str] = Counter()
-    ending: list[bool] = []
-    post, end = FakeDist._post, PassingAcceptor.end
+    places = places_of_waits(machine, PassingAcceptor, monkeypatch)
     shared: set[str] = set()
     streams_of = Streams.others
-
-    def watched_post(self: FakeDist, operation: str, buffer: Any, group: str) -> Any:
-        work = post(self, operation, buffer, group)
-
-        def wait() -> None:
-            if machine.on.name == "acceptor":
-                places["end" if ending else machine.on.current.name] += 1
-            work.wait()
-
-        return SimpleNamespace(wait=wait)
-
-    def watched_end(self: PassingAcceptor) -> None:
-        ending.append(True)
-        end(self)
-        ending.clear()
 
     def noted(self: Streams) -> Streams:
         shared.update((self._outbound.name, self._inbound.name))  # type: ignore[attr-defined]
         return streams_of(self)
 
-    monkeypatch.setattr(FakeDist, "_post", watched_post)
-    monkeypatch.setattr(PassingAcceptor, "end", watched_end)
     monkeypatch.setattr(Streams, "others", noted)
     assert run(PLANS["two slots"], machine, monkeypatch) == []
     assert len(set(places)) == 2
