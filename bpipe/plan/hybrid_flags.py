@@ -76,6 +76,9 @@ def settle_pattern(found: argparse.Namespace, notes: list[str]) -> None:
         return
     if found.transformer_impl == "inference_optimized":
         raise ValueError("--transformer-impl inference_optimized is a hybrid model's for inference: not modelled; leave the flag out")
+    if not isinstance(found.hybrid_layer_pattern, str):
+        # What argparse makes of the word that ends flags; Megatron's does the same.
+        raise ValueError(f"{PATTERN} --: two MLPs alone cannot be said, for -- ends flags: give another pattern")
     symbols, _ = split_text(found.hybrid_layer_pattern)
     if found.num_layers not in (None, len(symbols)):
         notes.append(f"{PATTERN} has {len(symbols)} layers, and Megatron takes those, not --num-layers {found.num_layers}")
