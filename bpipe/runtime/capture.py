@@ -46,7 +46,16 @@ class SavedStorage:
 STASH = "_tensors_no_vc_check"
 # Nodes that have no attributes whatever they saved: TorchScript's functions and those of C++ extensions, and writing into a view, which
 # keeps the node of what was written inside.
-_HIDING = ("CppFunction", "CopySlices")
+_WITHOUT_ATTRIBUTES = ("CppFunction", "CopySlices")
+
+
+def _hides(kind: type) -> bool:
+    """Return whether what a kind of node saved must not, or cannot, be looked at.
+
+    A Function with `clear_saved_tensors_on_access` (torch 2.11) gives its tensors once: the second to ask, its backward, would end the run.
+    """
+    function = getattr(kind, "_forward_cls", None)
+    return kind.__name__ in _WITHOUT_ATTRIBUTES or getattr(function, "clear_saved_tensors_on_access", False)
 
 
 _saved_names: dict[type, tuple[str, ...]] = {}
@@ -58,7 +67,7 @@ def _names(kind: type) -> tuple[str, ...]:
     if names is None:
         # Nodes of Python Functions give theirs together; generated C++ nodes one by one, among the sizes and flags they saved too: what
         # has a raw form as well is a tensor, or a list of them.
-        every = dir(kind)
+        every = () if _hides(kind) else dir(kind)
         together = ("saved_tensors", STASH) if "saved_tensors" in every else ()
         names = together + tuple(name for name in every if name.startswith("_saved_") and f"_raw{name}" in every)
         _saved_names[kind] = names
@@ -80,7 +89,7 @@ def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
 
 def hiding(roots: Sequence[Any]) -> Counter[str]:
     """The kinds of nodes behind `roots` that do not show what they saved, and how many of each there are."""
-    return Counter(node.name() for node in _nodes(roots) if type(node).__name__ in _HIDING)
+    return Counter(node.name() for node in _nodes(roots) if _hides(type(node)))
 
 
 def _tensors(node: Any, name: str) -> Iterator[torch.Tensor]:

@@ -290,6 +290,24 @@ def test_nodes_that_hide_what_they_saved_are_named() -> None:
     assert hiding([torch.exp(x).grad_fn]) == {}
 
 
+class ReadOnce(Twice):
+    """A Function that hands out what it saved once, to its backward."""
+
+    clear_saved_tensors_on_access = True
+
+
+def test_what_a_function_gives_only_once_is_left_to_its_backward() -> None:
+    """The walk looked twice: the second look ended the run, and even the first would have taken what the backward needs."""
+    x = torch.randn(4, 8, requires_grad=True)
+    once = ReadOnce.apply(torch.exp(x).neg())
+    out = torch.exp(once).sum()
+    found = find([out.grad_fn], [x], CPU)
+    assert [saved.nbytes for saved in found if saved.alone] == [128, 128], "the two exponentials' outputs, and nothing of the Function's"
+    assert hiding([out.grad_fn]) == {"ReadOnceBackward": 1}
+    out.backward()
+    assert x.grad is not None
+
+
 # -- quantised ----------------------------------------------------------------------------------------------------------------------
 
 
