@@ -143,6 +143,11 @@ class Engine:
         return self._acceptor.host_buffer_bytes if self._acceptor else 0
 
     @property
+    def lent_bytes(self) -> int:
+        """See `Partners.lent_bytes`; a part of `host_bytes`."""
+        return self._partners.lent_bytes
+
+    @property
     def own_memory(self) -> tuple[int, int]:
         """How many host buffers are preallocated in its own node's memory, and their bytes."""
         return self._partners.own_memory

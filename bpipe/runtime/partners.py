@@ -150,6 +150,11 @@ class Partners:
         return (0, 0) if own is None else own.evictor.host_buffers
 
     @property
+    def lent_bytes(self) -> int:
+        """Return the bytes of host buffers that other ranks reach into by themselves: on a device its allocator does not count them."""
+        return sum(partner.acceptor.host_buffer_bytes for partner in self._partners.values() if partner.transport.one_sided)
+
+    @property
     def passed_on(self) -> tuple[int, int]:
         """How many host buffers it has there for what others send through it, and their bytes."""
         slots = [one.acceptor.slots for one in self._partners.values() if isinstance(one.acceptor, PassingAcceptor)]

@@ -53,7 +53,8 @@ class FirstMeasured:
     """What one rank held in its first iteration: of one micro-batch by stage, what it receives for one, and the most at once.
 
     `moved_bytes` only of what left. `allocated_bytes` and `reserved_bytes`: the most by the device's allocator until the loop's end, before
-    weights were updated; 0 where nobody counts. `parts`: of what left, what could have in its place, see `Sizing.parts`.
+    weights were updated; 0 where nobody counts. `lent_bytes`: host buffers that lie outside of that allocator; `peak_bytes` has them.
+    `parts`: of what left, what could have in its place, see `Sizing.parts`.
     """
 
     saved_bytes: Mapping[int, int]
@@ -64,6 +65,7 @@ class FirstMeasured:
     peak_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    lent_bytes: int = 0
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -333,7 +335,7 @@ class Driver:
         saved, moved = (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
         sizes = (saved, moved, meter.after_input_bytes, meter.shard_bytes)
         parts = engine.sizing.parts() if engine.sizing is not None else {}
-        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most, parts)
+        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most, engine.lent_bytes, parts)
 
     def learned(self, how: BalanceConfig | None) -> None:
         """What was measured is enough. From the next iteration on `how`, on every rank, or None: as before."""

@@ -103,21 +103,23 @@ class Learner:
 
 
 def seen(place: int, measured: FirstMeasured, before: Besides, after: Besides, device: torch.device) -> Seen:
-    """What this process holds besides micro-batches: `before` its first step, when the loop ran, and `after` it.
+    """Return what this process holds besides micro-batches: `before` its first step, when the loop ran, and `after` it.
 
-    The optimizer's state counts even where the first step was skipped.
+    The optimizer's state counts even where the first step was skipped. Host buffers that were lent lie outside of the allocator: they are
+    neither somebody else's, nor missing in what came and went.
     """
     state = after.now_bytes + (after.optimizer_to_come_bytes or 0)
     if device.type != "cuda":
         return Seen(place, measured, state, measured.received_bytes, 0, Fraction(0))
     free, total = torch.cuda.mem_get_info(device)
     # Contexts and communicators, and whoever else is on this device.
-    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    outside = max(0, total - free - torch.cuda.memory_reserved(device) - measured.lent_bytes)
     going = max(1, measured.allocated_bytes - before.now_bytes)
+    working = max(0, going + measured.lent_bytes - measured.peak_bytes)
     most = torch.cuda.max_memory_allocated(device)
-    updating = max(0, most - state) if most > measured.allocated_bytes else 0
+    updating = max(0, most + measured.lent_bytes - state) if most > measured.allocated_bytes else 0
     lost = Fraction(max(0, measured.reserved_bytes - measured.allocated_bytes), going)
-    return Seen(place, measured, state + outside, max(0, going - measured.peak_bytes), updating, lost)
+    return Seen(place, measured, state + outside, working, updating, lost)
 
 
 def devices_of(found: Sequence[Seen], plain: Schedule, budgets: tuple[int, ...]) -> Devices:
