@@ -71,9 +71,11 @@ class Engine:
         transport: Transport | Mapping[int, Transport] | None,
         config: EngineConfig,
         meter: Meter | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """`transport` is that to the rank's partner, or one to each rank that it sends to or hosts for, by rank; under its own rank one
-        into its own node's memory, and to a rank for which this one passes on a `Passing`."""
+        into its own node's memory, and to a rank for which this one passes on a `Passing`. `streams` are those of other programs of this
+        process, which never run beside this one; by default its own."""
         self.schedule = schedule
         self._rank = rank
         self._config = config
@@ -91,7 +93,7 @@ class Engine:
         # By stage that leaves, what part of it does; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
         self._first_iteration = True
-        self._streams = Streams(config.device) if transport else None
+        self._streams = (streams or Streams(config.device)) if transport else None
         how = (config.poison, config.differing, config.timeout_s)
         moving = Moving(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept, config.parts)
         self._partners = Partners(schedule, rank, transport, moving, self._streams)

@@ -108,7 +108,7 @@ class Partners:
         acceptor: Acceptor
         if other in self._returned:
             assert isinstance(transport, Passing), "whoever passes on has a transport that does"
-            acceptor = PassingAcceptor(hosted, self._returned[other], transport, streams.others(), moving.device, moving.wait)
+            acceptor = PassingAcceptor(hosted, self._returned[other], transport, streams.others(other), moving.device, moving.wait)
         elif transport.one_sided:
             acceptor = LendingAcceptor(hosted, transport)
         else:

@@ -32,7 +32,9 @@ def allocated_on(device: torch.device) -> Callable[[], int] | None:
 class Streams:
     """One stream for what leaves this rank and one for what comes, beside the compute stream. The host never blocks here.
 
-    Copies are timed only where somebody will read it (`timed`): a mark of time may hold up a queue that streams share.
+    A process makes one of these, however many programs it runs: torch has 32 streams of a priority, and hands out the first again after
+    the last, NCCL's among them. Copies are timed only where somebody will read it (`timed`): a mark of time may hold up a queue that
+    streams share.
     """
 
     def __init__(self, device: torch.device, timed_as: Streams | None = None) -> None:
@@ -40,15 +42,18 @@ class Streams:
         self.timed = False
         self._timed_as = timed_as or self
         self._device = device
+        self._others: dict[int, Streams] = {}
         self._cuda = device.type == "cuda"
         if self._cuda:
             # High priority: a transfer's few blocks must not queue behind a whole layer's.
             self._outbound = torch.cuda.Stream(device, priority=-1)
             self._inbound = torch.cuda.Stream(device, priority=-1)
 
-    def others(self) -> Streams:
-        """Two more, for transfers that must not hold up those on these."""
-        return Streams(self._device, self._timed_as)
+    def others(self, rank: int) -> Streams:
+        """Return two more, for transfers of that other rank that must not hold up those on these."""
+        if rank not in self._others:
+            self._others[rank] = Streams(self._device, self._timed_as)
+        return self._others[rank]
 
     @contextlib.contextmanager
     def outbound(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import ExactBytes, Recorder
 from bpipe.runtime.sizing import StayedAtHome
-from bpipe.runtime.streams import Clock, allocated_on
+from bpipe.runtime.streams import Clock, Streams, allocated_on
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling import links, upstream
@@ -82,6 +82,7 @@ class Driver:
     def __init__(self, config: SchedulingConfig) -> None:
         self._config = config
         self._engines: dict[ScheduleConfig, Engine] = {}
+        self._streams: Streams | None = None
         self._program: ScheduleConfig | None = None
         self._active: Engine | None = None
         self._at: Action | None = None
@@ -228,7 +229,9 @@ class Driver:
             differing = self.differing = self._config.differing or differ(config)
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
-            engine = Engine(schedule, self.rank, transports, self._engine_config(differing, program.balance), self._meter)
+            self._streams = self._streams or Streams(self.device)
+            engine_config = self._engine_config(differing, program.balance)
+            engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine
         return engine
 

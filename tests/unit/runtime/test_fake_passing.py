@@ -93,9 +93,9 @@ def test_nothing_of_the_rank_that_passes_on_waits_but_its_own_streams(
     shared: set[str] = set()
     streams_of = Streams.others
 
-    def noted(self: Streams) -> Streams:
+    def noted(self: Streams, rank: int) -> Streams:
         shared.update((self._outbound.name, self._inbound.name))  # type: ignore[attr-defined]
-        return streams_of(self)
+        return streams_of(self, rank)
 
     monkeypatch.setattr(Streams, "others", noted)
     assert run(PLANS["two slots"], machine, monkeypatch) == []

@@ -189,7 +189,9 @@ def a_run_that_would_stand_still_is_refused() -> None:
         mock.patch("megatron.scheduling.links.connect_pairs", return_value=connected),
         mock.patch("megatron.scheduling.driver.built", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
-        pytest.raises(ValueError, match="with --bpipe-sync-transfers the ranks would wait for each other"),
+        pytest.raises(
+            ValueError, match="with --bpipe-sync-transfers ranks can wait for each other for ever: drop it, or take --bpipe-transport peer"
+        ),
     ):
         Driver(config)._engine(ScheduleConfig(STILL.name, STILL.num_ranks, STILL.num_microbatches, 2), Stage())
 
@@ -206,6 +208,14 @@ def a_loop_of_ones_own_drives_the_same_iteration() -> None:
                 run_iteration(calls, plan, new_weight(), rank=5)
         assert not driver.running
     assert log == ["RETURN"] * 5 * 2
+
+
+def all_programs_share_their_streams() -> None:
+    """Each made two of its own. torch has 32 of a priority: from 16 numbers of micro-batches on transfers stood behind NCCL's kernels."""
+    with driver_of(5, Told([])) as driver, mock.patch("bpipe.runtime.streams.Streams.__init__", autospec=True, return_value=None) as made:
+        for num_microbatches in range(8, 16):
+            driver._engine(driver.program(one_f_one_b.FAMILY, num_microbatches), Stage().config)
+    assert (len(driver._engines), made.call_count) == (8, 1)
 
 
 def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
@@ -236,5 +246,6 @@ if __name__ == "__main__":
     megatrons_timers_never_run_around_a_transfer()
     below_their_level_timers_are_told_nothing()
     a_loop_of_ones_own_drives_the_same_iteration()
+    all_programs_share_their_streams()
     the_loop_that_is_called_says_which_schedule_it_runs()
     a_micro_batch_takes_its_slots_of_an_iteration()
