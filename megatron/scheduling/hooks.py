@@ -22,6 +22,7 @@ from bpipe.program import ScheduleConfig
 from megatron.scheduling import patches, upstream
 from megatron.scheduling.beside import no_barrier, told_before_finalizing
 from megatron.scheduling.driver import Driver
+from megatron.scheduling.links import make_communicators
 
 # Which family each loop's schedule is of. With one stage there is nothing to balance, but this is to be said, and what is held can be
 # measured: it is 1F1B of one stage.
@@ -39,6 +40,7 @@ class Hooks:
         self._driver = driver
         self._num_ranks = num_ranks
         self._forward_of: dict[int, Action] = {}
+        self._has_communicators = False
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what."""
@@ -59,7 +61,7 @@ class Hooks:
             if kwargs.get("forward_only"):
                 return loop(**kwargs)
             config = get_model_config(as_list(kwargs["model"])[0])
-            for module in ("hooks", "beside"):
+            for module in ("hooks", "beside", "links"):
                 upstream.require(config, module)
             try:
                 with (
@@ -67,6 +69,7 @@ class Hooks:
                     no_barrier(config) if driver.changed_over else contextlib.nullcontext(),
                     told_before_finalizing(config, driver.communicated),
                 ):
+                    self._make_communicators(family, config, kwargs.get("p2p_communicator"))
                     driver.begin()
                     result = loop(**kwargs)
                     driver.end()
@@ -75,6 +78,12 @@ class Hooks:
             return result
 
         return run
+
+    def _make_communicators(self, family: Family, config: Any, communicator: Any) -> None:
+        """Before the first iteration in which ranks wait for their partners."""
+        if self._driver.links and not self._has_communicators:
+            make_communicators(config, communicator, is_ring=family.min_chunks > 1)
+            self._has_communicators = True
 
     def _program(self, family: Family, num_microbatches: int, config: Any) -> ScheduleConfig:
         return self._driver.program(family, num_microbatches, group_of(config, family, self._num_ranks))

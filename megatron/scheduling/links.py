@@ -1,4 +1,4 @@
-"""Connect the pairs of every pipeline of the world, and its neighbours where our own loop runs.
+"""Connect the pairs of every pipeline of the world, and its neighbours where our own loop runs; have Megatron connect its own.
 
 In: a schedule and the wanted transport. Out: this rank's connection, and a table for the log; groups for messages.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from bpipe.ir.host_buffers import links_of, num_buffers_for, num_own_buffers, num_passed_on, passed_on_for, stays_by_host
 from bpipe.ir.hosts import in_own_memory
@@ -34,6 +35,27 @@ def connect_neighbours(edges: Sequence[Pair], positions: Positions, timeout_s: f
     groups = connect_edges(pairs, _backend(device), timeout_s, device)
     mine = next(way for way in ways if rank in way)
     return {mine.index(neighbour): both for neighbour, both in groups.items()}
+
+
+def make_communicators(config: Any, communicator: Any, is_ring: bool) -> None:
+    """Exchange one number with both neighbours by Megatron's own messages, so that the communicators of its loop are there before it runs.
+
+    NCCL makes a communicator at its first use. Where messages pass in batches (`batch_isend_irecv`) all ranks of the pipeline do that
+    together, and a rank that first waits for its partner's sizes never comes: with 8 stages and more nothing went on. `communicator` is
+    what the loop was called with, or None; `is_ring`: the last rank sends to the first, too. Collective over the pipeline. Raises
+    ValueError for messages between several modules.
+    """
+    if communicator is None:
+        communicator = P2PCommunicator(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
+    elif not isinstance(communicator, P2PCommunicator):
+        raise ValueError(
+            f"--bpipe balances the stages of one module; messages go through a {type(communicator).__name__}: train without it"
+        )
+    number = torch.zeros((1, 1, 1), dtype=config.pipeline_dtype, device=torch.cuda.current_device())
+    has_before, has_after = is_ring or not communicator.is_pp_first_stage, is_ring or not communicator.is_pp_last_stage
+    communicator.send_forward_backward_recv_forward_backward(
+        number if has_after else None, number if has_before else None, has_before, has_after, tuple(number.shape)
+    )
 
 
 def connect_shards(positions: Positions, timeout_s: float, device: torch.device, input_shards: bool) -> SharedGroups:

@@ -85,7 +85,7 @@ def remark(line: str) -> None:
 
 
 # These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = ("beside", "driver", "executor", "hooks", "syncing")
+OF_CONFIGURATION = ("beside", "driver", "executor", "hooks", "links", "syncing")
 
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It cannot
 # work without. A test holds this to the code.
@@ -132,6 +132,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
     "delaying": ("add_bias_linear", "delay_wgrad_compute", "gradient_accumulation_fusion", "overlap_grad_reduce", "transformer_impl"),
     "hooks": ("microbatch_group_size_per_vp_stage",),
+    "links": ("pipeline_dtype",),
     "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
     "one_stage": (
         *("hidden_size", "make_vocab_size_divisible_by", "padded_vocab_size", "params_dtype", "pipeline_model_parallel_size", "seed"),
