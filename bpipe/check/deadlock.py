@@ -8,6 +8,10 @@ The first iteration waits for more, and is what is run here: a HOST until the ev
 a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its HOST has made room. Where sizes differ
 every later iteration begins with a word of each evictor to each of its hosts, how large rooms have to be, for which these wait
 (`words_of`): that is run as well, before the first computation.
+
+A communicator is made by the first exchange in it, unless it is there before (`births`). Where messages pass in batches that is one of all
+ranks, and each waits there until the last has come; where they pass one by one, it is one of two. Source: `batch_isend_irecv` in
+torch.distributed, "if this API is the first collective call in the group, all ranks of the group must participate".
 Knows no tensors, no seconds.
 """
 
@@ -37,11 +41,12 @@ class Waits(enum.IntEnum):
     ASYNCHRONOUS = 0
     AFTER_EXCHANGES = 1  # the device is synchronised after every exchange with a neighbouring stage, Megatron's batch_p2p_sync
     IN_EVERY_OPERATION = 2  # and inside every computation, as some communication libraries and allocators do
-    # And before a transfer or a message starts, for the one before it in its direction: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a
-    # device share one queue, and an operation at its head that its own stream does not let begin holds up whatever was issued after it.
+    # And for every transfer where it is posted: --bpipe-sync-transfers; or a device whose streams share queues, where an operation at the
+    # head of one that its own stream does not let begin holds up whatever was issued after it, or that somebody synchronises.
+    AT_ISSUE = 3
+    # And before a message starts, for the one before it to the same ranks: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue.
     # So does what takes up the statistics of all shards beside the computation, from S on.
-    ONE_QUEUE = 3
-    AT_ISSUE = 4  # and for every transfer where it is posted: --bpipe-sync-transfers, or a timer around it that synchronises the device
+    ONE_QUEUE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,11 @@ class Blocked:
     peer: int
 
 
-def blocked_ranks(schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, exchange: Exchange = Exchange.POSTED) -> tuple[Blocked, ...]:
-    """Every rank that never finishes; empty for a schedule that cannot deadlock."""
-    board = _Board(schedule)
+def blocked_ranks(
+    schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, exchange: Exchange = Exchange.POSTED, births: bool = False
+) -> tuple[Blocked, ...]:
+    """Return every rank that never finishes; empty for a schedule that cannot deadlock. `births`: communicators are not there before."""
+    board = _Board(schedule, exchange, births)
     ranks = [_RankWalk(program, board, waits) for program in lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
     runnable += ranks
@@ -81,8 +88,14 @@ class _Board:
     `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, exchange: Exchange, births: bool) -> None:
         self.schedule = schedule
+        self.exchange = exchange
+        # Our own loop's communicators are made before it runs.
+        self.births = births and exchange is not Exchange.POSTED
+        # By the ranks of a communicator, its number; and who has come to each.
+        self.communicators: dict[tuple[int, ...], int] = {}
+        self.born_on: dict[int, set[int]] = {}
         self.needs = needs = Needs(schedule.layout, schedule.num_microbatches)
         self.missing = [2] * needs.num_values
         if needs.layout.shard_kinds:
@@ -131,11 +144,13 @@ class _Board:
         left = set().union(*stages_to.values())
         places = {}
         by_stage: dict[int, int] = {}
+        # Our own loop sends first (`Engine.sent`).
+        sends_first = self.exchange is Exchange.POSTED
         for index, what in enumerate(program.whats) if left else ():
             if dos[index] == _RUN and isinstance(what, Action) and what.kind is Kind.FORWARD and what.stage in left:
                 left.remove(what.stage)
                 behind = index + 1
-                while dos[behind : behind + 1] == _SENDING:
+                while sends_first and dos[behind : behind + 1] == _SENDING:
                     behind += 1
                 places[behind] = by_stage[what.stage] = self._expect(1)
             if not left:
@@ -143,6 +158,23 @@ class _Board:
         for host, stages in stages_to.items():
             self.told_by[rank, host] = num_measured(self.schedule, rank, host)
             self.told[rank, host] = [number for stage, number in by_stage.items() if stage in stages]
+        return places
+
+    def making(self, program: Program) -> dict[int, list[int]]:
+        """Return the instructions at which a rank makes communicators with others, and the numbers of these: its first messages in each."""
+        places: dict[int, list[int]] = {}
+        seen: set[tuple[int, ...]] = set()
+        everybody = tuple(range(self.schedule.num_ranks))
+        for index, what in enumerate(program.whats) if self.births else ():
+            if isinstance(what, int):
+                ranks = everybody if self.exchange.is_batched else tuple(sorted(self.needs.route(what).parties))
+                if ranks not in seen:
+                    seen.add(ranks)
+                    if ranks not in self.communicators:
+                        self.communicators[ranks] = self._expect(len(ranks))
+                    places.setdefault(index, []).append(self.communicators[ranks])
+                    if self.exchange.is_batched:
+                        break
         return places
 
     def growing(self, host: int) -> dict[Hosting, bool]:
@@ -162,13 +194,13 @@ class _RankWalk:
 
     def __init__(self, program: Program, board: _Board, waits: Waits) -> None:
         self.program, self.board, self.waits = program, board, waits
-        # The transfers that nobody has waited for, the last one by direction, and the number of each by its half.
+        # The transfers that nobody has waited for, and the number of each by its half.
         self.outstanding: list[int] = []
-        self.last: dict[bool, int] = {}
         self.halves = Numbering()
         self.started: dict[int, int] = {}
         self.last_sent: dict[tuple[int, ...], int] = {}
         self.telling = board.telling(program)
+        self.making = board.making(program)
         # What leaves this rank, in the order of the program, and how much has come to it.
         self.leaving = iter(hosts_of(board.schedule, program.rank))
         self.num_hosted = 0
@@ -182,10 +214,15 @@ class _RankWalk:
             else:
                 yield from self._until(self.board.words[link])
         begin = 0
-        for end, told in self.telling.items():
+        for end in sorted(self.telling.keys() | self.making.keys()):
             yield from self._part(begin, end)
-            self.board.arrive(told)
-            begin = end
+            self.index = begin = end
+            if end in self.telling:
+                self.board.arrive(self.telling[end])
+            for communicator in self.making.get(end, ()):
+                self.board.born_on.setdefault(communicator, set()).add(self.program.rank)
+                self.board.arrive(communicator)
+                yield from self._until(communicator)
         yield from self._part(begin, len(self.program.dos))
         self.index = len(self.program.dos) - 1
         yield from self._outstanding()
@@ -244,24 +281,11 @@ class _RankWalk:
             stay = next(self.leaving)
             grows = transfer.receiver != self.program.rank and self.board.growing(transfer.receiver).get(stay, False)
         number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
-        if self.waits >= Waits.ONE_QUEUE:
-            # One stream a direction, whoever is at the other end.
-            before = self.last.get(transfer.is_outbound)
-            if before is not None:
-                yield from self._until(before)
-            self.last[transfer.is_outbound] = number
         self.board.arrive(number)
-        # Behind what comes to be passed on stands its copy in the one queue, and behind what goes back the next that is brought for that.
-        queued = self.waits >= Waits.ONE_QUEUE and self._passes_on(transfer)
-        if grows or queued or self.waits >= Waits.AT_ISSUE:
+        if grows or self.waits >= Waits.AT_ISSUE:
             yield from self._until(number)
         else:
             self.outstanding.append(number)
-
-    def _passes_on(self, transfer: Transfer) -> bool:
-        """Whether this rank's device only passes on what the transfer brings or takes back."""
-        action = transfer.action
-        return action.kind in (Kind.HOST, Kind.RETURN) and self.board.schedule.passes_on(self.program.rank, action)
 
     def _sizes(self, evictor: int) -> Iterator[int]:
         """Wait for the sizes of what comes now; the last that an evictor tells come after all others."""
@@ -290,6 +314,11 @@ class _RankWalk:
         if number < needs.num_values:
             others = [rank for rank in needs.route(number).parties if rank != own]
             return Blocked(own, slot, needs.words(number), others[0])
+        for ranks, communicator in self.board.communicators.items():
+            if number == communicator:
+                missing = set(ranks) - self.board.born_on[communicator]
+                whose = "all ranks" if len(ranks) == self.board.schedule.num_ranks else f"ranks {ranks[0]} and {ranks[1]}"
+                return Blocked(own, slot, f"the communicator of {whose} to be made", min(missing))
         for (sender, receiver), numbers in self.board.transfers.items():
             if number in numbers:
                 nth = numbers.index(number)

@@ -36,6 +36,11 @@ class Exchange(enum.Enum):
     __hash__ = object.__hash__
 
     @property
+    def is_batched(self) -> bool:
+        """Return whether messages pass in batches, in a communicator of all ranks; else one by one, each two ranks in one of their own."""
+        return self in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_TURNS)
+
+    @property
     def predicted(self) -> Exchange:
         """What a prediction takes for it: unless told not to, Megatron's interleaved loop waits for a message only where it needs it."""
         return Exchange.POSTED if self is Exchange.MEGATRON_INTERLEAVED else self

@@ -26,35 +26,41 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def waits_of(config: SchedulingConfig, device: torch.device) -> tuple[Waits, str]:
-    """How strictly a rank waits for transfers that need their partner, and which setting makes it so."""
-    if config.synchronous:
-        return Waits.AT_ISSUE, "--bpipe-sync-transfers"
-    if device.type == "cuda" and config.timers_interval is not None:
-        # Megatron's timers around messages and computations: the device is synchronised between any two of them.
-        return Waits.AT_ISSUE, "--timing-log-level 2"
+    """Return how strictly a rank may wait for transfers that need their partner, and what makes it so; "" where nothing does.
+
+    A GPU has fewer queues than a run has streams, and which streams share one is not known; timers and profilers synchronise it, and NCCL
+    may order its kernels across communicators (`NCCL_LAUNCH_ORDER_IMPLICIT`). A plan that stands all of this waits for each transfer
+    where it is posted. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) messages stand behind each other, too.
+    """
     if device.type == "cuda" and os.environ.get(CONNECTIONS) == "1":
         return Waits.ONE_QUEUE, f"{CONNECTIONS}=1"
+    if config.synchronous:
+        return Waits.AT_ISSUE, "--bpipe-sync-transfers"
+    if device.type == "cuda":
+        return Waits.AT_ISSUE, "transfers over NCCL and streams that share a GPU's queues"
     return Waits.IN_EVERY_OPERATION, ""
 
 
 def refuse_standstill(
     schedule: Schedule, exchange: Exchange, config: SchedulingConfig, device: torch.device, links: Iterable[MeasuredLink]
 ) -> None:
-    """Raises ValueError where ranks would wait for each other. One-sided transfers wait for no partner.
+    """Raise ValueError where ranks could wait for each other. One-sided transfers wait for no partner.
 
-    Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in the way.
+    Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in the way of others in
+    one queue.
     """
-    waits, setting = waits_of(config, device)
-    if waits is Waits.ONE_QUEUE and schedule.layout.vocabulary is Vocabulary.TWO:
+    waits, cause = waits_of(config, device)
+    one_queue = waits is Waits.ONE_QUEUE
+    if one_queue and schedule.layout.vocabulary is Vocabulary.TWO:
         raise ValueError(
-            f"with {setting} every rank would wait behind its S for all others', because what follows it waits in the one queue that there "
+            f"with {cause} every rank would wait behind its S for all others', because what follows it waits in the one queue that there "
             "is: drop it, or take --bpipe-vocabulary 1"
         )
-    posted, meets = exchange is Exchange.POSTED, any(link.transport not in ONE_SIDED for link in links)
-    if not setting or not (posted or meets):
+    meets = any(link.transport not in ONE_SIDED for link in links)
+    if not cause or not (meets or (one_queue and exchange is Exchange.POSTED)):
         return
     try:
         check_waits(schedule if meets else without_transfers(schedule), waits, exchange)
     except ScheduleError as error:
-        other = "take --bpipe-transport peer" if meets else "choose another schedule"
-        raise ValueError(f"with {setting} the ranks would wait for each other: drop it, or {other}. {error}") from None
+        ways = ["drop it"] * (one_queue or config.synchronous) + [f"take {'--bpipe-transport peer' if meets else 'another schedule'}"]
+        raise ValueError(f"with {cause} ranks can wait for each other for ever: {', or '.join(ways)}. {error}") from None

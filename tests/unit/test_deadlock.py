@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from bpipe.check import deadlock
+from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Blocked, Waits, words_of
 from bpipe.check.deadlock import blocked_ranks as blocked_in
 from bpipe.generate.families import FAMILIES, exchange_of
@@ -79,17 +80,55 @@ def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
     return iter((*others, Step(last.compute, last.before, end.after), Step(None)))
 
 
-@pytest.mark.parametrize(
-    ("p", "m", "chunks", "waits"), [(8, 32, 1, Waits.AT_ISSUE), (12, 12, 1, Waits.ONE_QUEUE), (16, 32, 2, Waits.ONE_QUEUE)]
-)
-def test_last_transfers_before_the_last_message_are_noticed(
-    p: int, m: int, chunks: int, waits: Waits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("p", "m", "chunks"), [(8, 32, 1), (12, 12, 1), (16, 32, 2)])
+def test_last_transfers_before_the_last_message_are_noticed(p: int, m: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank p-1 gives back twice at its end. The second waits for the first, which rank 0 takes with the gradients yet to be sent."""
     monkeypatch.setattr(lower, "each_step", steps_without_end)
     (schedule,) = default_plans((p,), chunks, (m // p,))
-    assert [bool(blocked_ranks(schedule, level)) for level in Waits] == [level >= waits for level in Waits]
-    assert "transfer" in {one.rank: one.message for one in blocked_ranks(schedule, waits)}[p - 1]
+    assert [bool(blocked_ranks(schedule, level)) for level in Waits] == [level >= Waits.AT_ISSUE for level in Waits]
+    assert "transfer" in {one.rank: one.message for one in blocked_ranks(schedule, Waits.AT_ISSUE)}[p - 1]
+
+
+@pytest.mark.parametrize(
+    ("p", "stuck_from"),
+    [(4, Waits.AT_ISSUE), (7, Waits.AT_ISSUE), (8, Waits.ASYNCHRONOUS), (12, Waits.ASYNCHRONOUS), (16, Waits.ASYNCHRONOUS)],
+)
+def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communicator(p: int, stuck_from: Waits) -> None:
+    """From 8 stages on every first iteration on NCCL stood still; with fewer, once something synchronised the device before a message.
+
+    Rank 6 of 8 waited for rank 1's sizes, rank 1 for rank 0's output, and rank 0 for rank 6 to make the pipeline's communicator.
+    """
+    for m in (p, 2 * p, 4 * p):
+        schedule = build(ScheduleConfig("1f1b", p, m, 1, BalanceConfig()))
+        found = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in Waits}
+        assert [bool(blocked) for blocked in found.values()] == [waits >= stuck_from for waits in Waits]
+        told = {blocked.message for blocked in found[stuck_from]}
+        assert "the communicator of all ranks to be made" in told
+        if p == 8:
+            assert "the sizes of what 1HOST3 brings" in told
+            assert {blocked.peer for blocked in found[stuck_from]} == {1, 6}
+
+
+def exchanges(name: str) -> list[Exchange]:
+    """Return how whoever runs a schedule of this name may pass messages."""
+    both = [Exchange.MEGATRON_INTERLEAVED, Exchange.MEGATRON_TURNS, Exchange.POSTED]
+    return both if name == "interleaved-1f1b" else [FAMILIES[name].exchange, Exchange.POSTED]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_default_plan_but_megatrons_1f1b_depends_on_communicators_made_before(name: str) -> None:
+    """Megatron's interleaved loop makes one for two ranks at a time, and our own loop's are there before it."""
+    family = FAMILIES[name]
+    for p, m in ((4, 8), (8, 16), (12, 24)):
+        for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1):
+            for exchange in exchanges(name):
+                try:
+                    schedule = build(ScheduleConfig(name, p, m, v, BalanceConfig(), exchange=exchange))
+                except ScheduleError:
+                    # Some cannot be balanced in this loop: that is refused before anything runs.
+                    continue
+                stuck = bool(blocked_in(schedule, Waits.ASYNCHRONOUS, exchange, births=True))
+                assert stuck == (exchange is Exchange.MEGATRON_1F1B and name == "1f1b" and p >= 8), (p, m, v, exchange)
 
 
 REFILLED = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -268,28 +268,6 @@ def test_who_passes_on_may_have_transfers_of_its_own_and_pass_on_for_several() -
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_do_not_wait_for_each_other(name: str, waits: Waits) -> None:
     assert blocked_ranks(SCHEDULES[name](), waits) == ()
-
-
-def test_in_one_queue_a_copy_stands_behind_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a rank that passes on waits there for each transfer at once, as nobody else does."""
-    schedule, waited = SCHEDULES["1f1b"](), []
-    from bpipe.check import deadlock
-
-    until = deadlock._RankWalk._until
-
-    def noted(self: Any, number: int) -> Iterator[int]:
-        waited.append(self.program.rank)
-        return until(self, number)
-
-    monkeypatch.setattr(deadlock._RankWalk, "_until", noted)
-    counts = []
-    for waits in (Waits.IN_EVERY_OPERATION, Waits.ONE_QUEUE):
-        waited.clear()
-        blocked_ranks(schedule, waits)
-        counts.append(waited.count(3))
-    passed = len(returned_to(schedule, 3, 0))
-    # Each HOST and RETURN for itself, and all but the first of each direction for the one before it.
-    assert counts[1] - counts[0] >= 2 * passed
 
 
 def engine_of(schedule: Schedule, **how: Any) -> Engine:
