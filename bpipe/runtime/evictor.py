@@ -20,16 +20,19 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
 from bpipe.ir.action import Action
-from bpipe.runtime.capture import Claims, SavedStorage, find, hiding
+from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.graph import hiding
 from bpipe.runtime.kept import Kept
+from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams
@@ -124,6 +127,8 @@ class Evictor:
         self._known: dict[Key, Activations] = {}
         self._announcements: list[tuple[Action, Pending]] = []
         self._measured_kinds: dict[int, Counter[str]] = {}
+        # By stage, from its first eviction on; None where each has to be looked at as a whole.
+        self._retraces: dict[int, Retrace | None] = {}
         self.sizing = Sizing(differing)
 
     def begin(self) -> None:
@@ -183,8 +188,9 @@ class Evictor:
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
         found = find(activations.roots, activations.inputs, self._device)
-        found = tuple(replace(item, alone=False) if item.storage._cdata in activations.outputs else item for item in found)
-        return self._claims.claim(found, _key(activations.forward))
+        found = tuple(item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in found)
+        mine = self._claims.claim([item.storage for item in found], _key(activations.forward))
+        return tuple(compress(found, mine))
 
     def _movable(self, stage: int, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:
         """What leaves of a micro-batch of a stage: all that may, or, from the end of the walk, as many as hold the stage's part of it.
@@ -207,16 +213,11 @@ class Evictor:
         """Start sending a finished micro-batch's storages. They are emptied by `finish_evictions`."""
         activations = self._known[_key(action)]
         activations.move(ActivationsState.LEAVING, action)
-        own = self._own(activations)
-        movable = self._movable(action.stage, own)
-        lengths = tuple(found.nbytes for found in movable)
-        if not self.sizing.differing and lengths != self.sizing.rooms.get(action.stage, ()):
-            raise self._other_sizes(action, movable, activations.roots)
+        storages = self._again(activations) or self._anew(action, activations)
+        lengths = _lengths_of(storages)
         if not self.sizing.leaves(*_key(action), lengths):
-            movable, lengths = (), ()
-        if self._kept.asks(*_key(action)):
-            self._kept.saw(action.stage, own, hiding(activations.roots), sum(found.nbytes for found in movable))
-        activations.storages, activations.lengths = [found.storage for found in movable], lengths
+            storages, lengths = [], ()
+        activations.storages, activations.lengths = storages, lengths
         activations.roots, activations.inputs = (), ()
         self._layout.make_room(host_buffer, action.stage, self.sizing.rooms)
         if self._transport.one_sided:
@@ -225,6 +226,30 @@ class Evictor:
             activations.pending = (
                 self._transport.put(host_buffer, _bytes_of(activations.storages)) if self._travels(activations) else Done()
             )  # [2]
+
+    def _again(self, activations: Activations) -> list[torch.UntypedStorage]:
+        """Return what leaves where an earlier micro-batch of the stage saved it; nothing where that is not known, or is not there."""
+        stage, key = activations.forward.stage, _key(activations.forward)
+        retrace = self._retraces.get(stage)
+        if retrace is None or self._kept.asks(*key):
+            return []
+        found = retrace.find(activations.roots, activations.inputs) or []
+        own = all(self._claims.claim(found, key)) and not any(storage._cdata in activations.outputs for storage in found)
+        return found if own and _lengths_of(found) == self.sizing.rooms.get(stage) else []
+
+    def _anew(self, action: Action, activations: Activations) -> list[torch.UntypedStorage]:
+        """Return what leaves of all that was saved, and remember where that was. Raises RuntimeFault where it is not what was announced."""
+        stage, own = action.stage, self._own(activations)
+        movable = self._movable(stage, own)
+        storages = [item.storage for item in movable]
+        if not self.sizing.differing and _lengths_of(storages) != self.sizing.rooms.get(stage, ()):
+            raise self._other_sizes(action, movable, activations.roots)
+        if self._kept.asks(*_key(action)):
+            self._kept.saw(stage, own, hiding(activations.roots), sum(item.nbytes for item in movable))
+        if stage not in self._retraces and not self.sizing.differing:
+            # Where sizes differ a micro-batch may have saved more, in the same nodes.
+            self._retraces[stage] = Retrace.of(activations.roots, storages)
+        return storages
 
     def _travels(self, activations: Activations) -> bool:
         """Whether anything of a micro-batch does. Where both ends take part and sizes differ, that nothing of it does has to be told."""
@@ -322,6 +347,7 @@ class Evictor:
     def release(self) -> None:
         """Forget the rooms too: the partner does and has to be told again."""
         self.let_go()
+        self._retraces.clear()
         self.sizing.release()
 
     def abandon(self) -> None:
@@ -337,10 +363,18 @@ def _by_kind(movable: Sequence[SavedStorage]) -> Counter[str]:
     return kinds
 
 
+def _lengths_of(storages: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
+    return tuple(storage.nbytes() for storage in storages)
+
+
 def _poison(storage: torch.UntypedStorage) -> None:
     cast(Any, storage).fill_(POISON)
 
 
 def _bytes_of(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
     """Each storage as one flat uint8 tensor over all of it: strided views share storages, so nothing is made contiguous or copied."""
-    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]
+    if not storages:
+        return []
+    # Detached from one, because making a tensor takes longer, and there may be hundreds.
+    empty = torch.empty(0, dtype=torch.uint8, device=storages[0].device)
+    return [empty.detach().set_(storage) for storage in storages]

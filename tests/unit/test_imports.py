@@ -153,8 +153,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "table",
     ),
     "runtime": (
-        "board capture errors kernel_times sizing stage streams",
-        "failures kept messages meter recorder states",
+        "board errors graph kernel_times sizing stage streams",
+        "capture failures messages recorder states",
+        "kept meter retrace",
         "evictor executor host_buffers shards",
         "acceptor",
         "passing_on several",

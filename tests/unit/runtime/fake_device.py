@@ -425,8 +425,9 @@ def put_under(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     patch.setattr(host_buffers, "torch", torch_there)
     patch.setattr(evictor, "find", fake_find)
     patch.setattr(evictor, "hiding", lambda roots: Counter())
+    patch.setattr(evictor.Retrace, "of", lambda roots, leaving: None)
     patch.setattr(evictor, "_bytes_of", fake_bytes_of)
-    patch.setattr(partners, "Claims", lambda: SimpleNamespace(claim=lambda found, key: found, clear=lambda: None))
+    patch.setattr(partners, "Claims", lambda: SimpleNamespace(claim=lambda found, key: [True] * len(found), clear=lambda: None))
 
 
 def without_the_end_of(state: ActivationsState, patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from bpipe.runtime.capture import STASH, Claims, SavedStorage, _names, _nodes, find, hiding
+from bpipe.runtime.capture import Claims, SavedStorage, find
+from bpipe.runtime.graph import STASH, hiding, nodes_of, saved_names
 
 CPU = torch.device("cpu")
 
@@ -115,10 +116,10 @@ def test_only_tensors_are_asked_for_and_all_of_them() -> None:
     picked = torch.stack([attended, lstm(x)[0]]).amax(0)[torch.arange(2), :, torch.tensor([0, 3])]
     normed = torch.nn.functional.layer_norm(torch.einsum("bd,bd->bd", picked, picked).clamp(min=0.1), [4]).std(0)
     out = sum(torch._foreach_minimum([torch.dropout(normed, 0.1, True)], [normed])) * 2
-    nodes = list(_nodes([out.grad_fn]))
+    nodes = list(nodes_of([out.grad_fn]))
     assert len({type(node) for node in nodes}) > 20
     for node in nodes:
-        asked = _names(type(node))
+        asked = saved_names(type(node))
         for name in dir(node):
             value = getattr(node, name) if name.startswith("_saved_") else None
             holds_tensors = isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(torch.is_tensor, value)))
@@ -137,7 +138,8 @@ def test_what_two_micro_batches_saved_is_nobodys() -> None:
     shared = Claims()
 
     def claim(out: torch.Tensor, microbatch: int) -> set[int]:
-        return {item.storage._cdata for item in shared.claim(find([out.grad_fn], [x], CPU), microbatch)}
+        storages = [item.storage for item in find([out.grad_fn], [x], CPU)]
+        return {storage._cdata for storage, mine in zip(storages, shared.claim(storages, microbatch), strict=True) if mine}
 
     assert table in claim(first, 0)
     assert table not in claim(second, 1)
@@ -249,7 +251,7 @@ def test_what_a_really_compiled_function_stashes_is_found() -> None:
     """Fails where another torch keeps such tensors elsewhere."""
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8)
     out = torch.compile(lambda x: OnItsContext.apply(x, weight).sin(), backend="aot_eager")(x)
-    node = next(node for node in _nodes([out.grad_fn]) if getattr(node, STASH, None))
+    node = next(node for node in nodes_of([out.grad_fn]) if getattr(node, STASH, None))
     (stashed,) = getattr(node, STASH)
     where = address(stashed)
     del stashed

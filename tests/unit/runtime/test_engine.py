@@ -270,8 +270,19 @@ def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
     assert meter.peak_bytes == max(live_bytes(plan, 0, memory))
 
 
+def noted_in(counts: list[int], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Count the calls of a function."""
+
+    def counted(*arguments: Any) -> Any:
+        counts.append(1)
+        return function(*arguments)
+
+    return counted
+
+
 def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a meter, only what leaves is walked, and once the first micro-batch, to learn how large they are."""
+    """Without a meter only what leaves is looked at, and as a whole only the first micro-batch, to learn how large they are, and the first
+    that leaves; of the others it is known where they saved it. A look at all took 13 ms of the main thread, before every such backward."""
     walks: list[int] = []
 
     def counted(roots: Sequence[object], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[SavedStorage, ...]:
@@ -284,10 +295,12 @@ def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
     engine = engine_for(plan)
     evictions = num_transfers(plan, 0).evictions
+    again: list[int] = []
+    monkeypatch.setattr(evictor.Retrace, "find", noted_in(again, evictor.Retrace.find))
     run_iteration(engine, plan, weight)
-    assert len(walks) == evictions + 1
+    assert (len(walks), len(again)) == (2, evictions - 1)
     run_iteration(engine, plan, weight)
-    assert len(walks) == 2 * evictions + 1
+    assert (len(walks), len(again)) == (2, 2 * evictions - 1)
 
 
 def test_the_stages_output_is_not_kept() -> None:
