@@ -121,7 +121,7 @@ WITHOUT_INFLUENCE = (
     *("--loss-scale*", "--initial-loss-scale", "--min-loss-scale", "--hysteresis", "--rotary-base", "--use-mcore-models", "--rerun-mode"),
     *("--no-check-for-nan-in-loss-and-grad", "--disable-gloo-process-groups", "--use-cpu-initialization", "--no-initialization"),
     *("--bpipe-report*", "--bpipe-timeout", "--bpipe-peak-tflops", "--bpipe-executor", "--local-rank", "--ddp-average-in-collective"),
-    *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven", "--mamba-inference-*"),
+    *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven", "--bpipe-no-repairs", "--mamba-inference-*"),
 )
 
 # Of these, flags whose one value may even be unknown.

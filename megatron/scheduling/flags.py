@@ -104,6 +104,12 @@ def _balancing(group: Any) -> None:
         help="Try what is refused because it was never shown on a GPU. Compare the first losses with those of a run without --bpipe.",
     )
     group.add_argument(
+        "--bpipe-no-repairs",
+        action="store_true",
+        help="Leave defects of the installed Megatron as they are. By default the log names each that is mended, in memory only. Works "
+        "with and without --bpipe.",
+    )
+    group.add_argument(
         "--bpipe-poison",
         action="store_true",
         help="For debugging: fill memory with NaN before it is freed and before it is loaded into, so that a missing wait shows.",

@@ -22,8 +22,11 @@ from megatron.scheduling import starting, startup, upstream
 
 
 def prepare() -> None:
-    """Ready this process: the CPU stand-in where there is no GPU, repairs, our flags, `pretrain` hooked. Call before importing Megatron."""
-    startup.prepare()
+    """Ready this process: the CPU stand-in where there is no GPU, our flags, `pretrain` hooked. Call before importing Megatron.
+
+    Repairs follow when the arguments are parsed, because a flag leaves them.
+    """
+    startup.prepare(repairing=False)
     from megatron.scheduling import patches
 
     with _or_end():
@@ -72,7 +75,11 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
             return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
         startup.complete_arguments()
-        return parse_args(provider, ignore_unknown_args)
+        args = parse_args(provider, ignore_unknown_args)
+        with _or_end():
+            # A YAML configuration replaces the command line, and ours with it; it is refused later.
+            startup.leave_unrepaired() if getattr(args, "bpipe_no_repairs", False) else startup.repair()
+        return args
 
     return parse
 

@@ -1,6 +1,7 @@
 """Mend defects of the installed Megatron that would stop a run, each only where the defect is present.
 
-In: an imported Megatron. Out: the same, mended, and the list of what was done. Knows nothing of schedules.
+In: an imported Megatron. Out: the same with some of its functions replaced in memory, and a line for each repair that was made or could not
+be tried. Edits no file and knows nothing of schedules. `REPAIRS` is the whole table.
 """
 
 from __future__ import annotations
@@ -12,35 +13,57 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 
-def apply() -> tuple[str, ...]:
-    """Apply every repair whose defect is present; returns what was mended, one line each.
+@dataclass(frozen=True)
+class Repair:
+    """One defect: the names in Megatron that are replaced where it is present, what works then, and how to replace them.
 
-    Another version may not have a module at all that holds a defect here.
+    `make` looks for the defect, replaces nothing where there is none, and returns whether it did.
     """
-    mended = []
-    for repair in _REPAIRS:
-        with contextlib.suppress(ModuleNotFoundError):
-            mended.append(repair())
-    return tuple(line for line in mended if line)
+
+    names: tuple[str, ...]
+    mends: str
+    make: Callable[[], bool]
 
 
-def _skip_compiling_helpers() -> str | None:
+def apply() -> list[str]:
+    """Make every repair whose defect is present. Returns a line for each, and one for each that could not be tried.
+
+    A repair tries the defect on stand-ins and reads names that another Megatron may not have: that must end no run.
+    """
+    lines = []
+    for repair in REPAIRS:
+        try:
+            made = repair.make()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            lines.append(
+                f"left out, because it cannot be tried on this Megatron ({reason}): the repair of {', '.join(repair.names)}, by which "
+                f"{repair.mends}"
+            )
+            continue
+        if made:
+            lines.append(f"repaired in memory, no file is edited: {', '.join(repair.names)}: {repair.mends}")
+    return lines
+
+
+def _skip_compiling_helpers() -> bool:
     """The wheel ships its dataset helpers compiled and no Makefile; calling `make` there fails and ends the process."""
     from megatron.core.datasets import utils
 
     if os.path.exists(os.path.join(os.path.dirname(utils.__file__), "Makefile")):
-        return None
+        return False
     utils.compile_helpers = lambda: None
-    return "dataset helpers are shipped compiled and not built again"
+    return True
 
 
-def _torch_norm_with_sequence_parallelism() -> str | None:
+def _torch_norm_with_sequence_parallelism() -> bool:
     """Without Apex and Transformer Engine, Megatron's norm is torch's, and refuses sequence parallelism.
 
     All that is missing is a mark on its weights, which tells Megatron to sum their gradients over the tensor-parallel ranks.
@@ -57,7 +80,7 @@ def _torch_norm_with_sequence_parallelism() -> str | None:
     except AssertionError:
         pass
     else:
-        return None
+        return False
     plain = WrappedTorchNorm.__new__
 
     @functools.wraps(plain)
@@ -72,21 +95,21 @@ def _torch_norm_with_sequence_parallelism() -> str | None:
         return norm
 
     WrappedTorchNorm.__new__ = marked
-    return "torch's norm takes part in sequence parallelism"
+    return True
 
 
-def _recompute_norms_without_transformer_engine() -> str | None:
+def _recompute_norms_without_transformer_engine() -> bool:
     """Recomputing a norm asks Transformer Engine whether FP8 is on, also where it is not installed: a NameError in the first forward."""
     from megatron.core.tensor_parallel import random
 
     if hasattr(random, "FP8GlobalStateManager"):
-        return None
+        return False
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
-    return "norms are recomputed without asking Transformer Engine for FP8"
+    return True
 
 
-def _resume_distributed_optimizer_with_torch_adam() -> str | None:
+def _resume_distributed_optimizer_with_torch_adam() -> bool:
     """Without Apex and Transformer Engine the distributed optimizer wraps torch's Adam, and cannot resume with it.
 
     It asks for the common step of a state that torch makes only at the first step; it writes loaded values into parameters that require
@@ -96,7 +119,7 @@ def _resume_distributed_optimizer_with_torch_adam() -> str | None:
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:
-        return None
+        return False
     kind = distrib_optimizer.DistributedOptimizer
     plain_state_dict, plain_load = kind.state_dict, kind.load_state_dict
 
@@ -126,10 +149,10 @@ def _resume_distributed_optimizer_with_torch_adam() -> str | None:
 
     kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
     kind._set_main_param_and_optimizer_states = set_states
-    return "the distributed optimizer resumes with torch's Adam"
+    return True
 
 
-def _save_padded_buckets_by_layer() -> str | None:
+def _save_padded_buckets_by_layer() -> bool:
     """Saved by layer, the distributed optimizer's state is put together without the padding behind each bucket, and then cut up as with it.
 
     So behind a padded bucket every weight's state is another's, and the last one's ends in zeros; Megatron warns of no more than that.
@@ -139,9 +162,9 @@ def _save_padded_buckets_by_layer() -> str | None:
     kind = distrib_optimizer.DistributedOptimizer
     plain = getattr(kind, "sharded_param_state_fully_reshardable", None)
     if plain is None or tuple(inspect.signature(plain).parameters) != ("self", "model_sharded_state_dict", "is_loading", "metadata"):
-        return None
+        return False
     if not _cuts_as_with_padding(plain):
-        return None
+        return False
 
     @functools.wraps(plain)
     def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +178,7 @@ def _save_padded_buckets_by_layer() -> str | None:
                 buffer.param_index_map = index
 
     kind.sharded_param_state_fully_reshardable = sharded
-    return "the distributed optimizer's state is saved by layer also behind padded buckets"
+    return True
 
 
 def without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
@@ -189,10 +212,32 @@ def _cuts_as_with_padding(sharded: Callable[..., Any]) -> bool:
     return float(found[1]["param"].data) != 2.0
 
 
-_REPAIRS: tuple[Callable[[], str | None], ...] = (
-    _skip_compiling_helpers,
-    _torch_norm_with_sequence_parallelism,
-    _recompute_norms_without_transformer_engine,
-    _resume_distributed_optimizer_with_torch_adam,
-    _save_padded_buckets_by_layer,
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_RANDOM = "megatron.core.tensor_parallel.random"
+REPAIRS = (
+    Repair(
+        ("megatron.core.datasets.utils.compile_helpers",),
+        "dataset helpers that are shipped compiled are not built again",
+        _skip_compiling_helpers,
+    ),
+    Repair(
+        ("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",),
+        "torch's norm takes part in sequence parallelism",
+        _torch_norm_with_sequence_parallelism,
+    ),
+    Repair(
+        tuple(f"{_RANDOM}.{name}" for name in ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast")),
+        "norms are recomputed without asking Transformer Engine for FP8",
+        _recompute_norms_without_transformer_engine,
+    ),
+    Repair(
+        tuple(f"{_DISTRIBUTED}.{name}" for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")),
+        "the distributed optimizer resumes with torch's Adam",
+        _resume_distributed_optimizer_with_torch_adam,
+    ),
+    Repair(
+        (f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",),
+        "the distributed optimizer's state is saved by layer also behind padded buckets",
+        _save_padded_buckets_by_layer,
+    ),
 )

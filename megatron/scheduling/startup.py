@@ -5,26 +5,47 @@ In: a fresh process. Out: one where `megatron.training` runs. Must be called bef
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
 import torch
 
 
-def prepare() -> None:
-    """Install what this machine needs. Rank 0 says what was done, a line each."""
+def prepare(*, repairing: bool = True) -> None:
+    """Install what this machine needs. Rank 0 says what was done, a line each.
+
+    `repairing`: mend Megatron, too. Whoever parses --bpipe-no-repairs calls `repair` once that is known.
+    """
     # Without this, importing megatron.core appends the commit of whatever git checkout the process stands in to its version.
     os.environ.setdefault("NO_VCS_VERSION", "1")
     if not torch.cuda.is_available():
         from megatron.scheduling import cpu_runtime
 
         cpu_runtime.install()
-    from megatron.scheduling import repairs, tokenizer
+    if repairing:
+        repair()
+    from megatron.scheduling import tokenizer
 
-    _say(f"repairs in the installed Megatron: {'; '.join(repairs.apply()) or 'none needed'}")
     without = tokenizer.install_byte_level_tokenizer()
     if without is not None:
         _say(without)
+
+
+@functools.cache
+def repair() -> None:
+    """Mend what of the installed Megatron would stop a run, once in a process: a second time would wrap the wrappers."""
+    from megatron.scheduling import repairs
+
+    for line in repairs.apply():
+        _say(line)
+
+
+def leave_unrepaired() -> None:
+    """Leave Megatron as it is, and say so. Raises ValueError where it has been mended in this process."""
+    if repair.cache_info().currsize:
+        raise ValueError("--bpipe-no-repairs: this process has mended Megatron before these arguments were parsed; start another one")
+    _say("--bpipe-no-repairs: defects of the installed Megatron are left as they are")
 
 
 def device_type() -> str:

@@ -53,6 +53,33 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
                 process.kill()
 
 
+@pytest.mark.timeout(120)
+def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_path: Path) -> None:
+    """Repairs are tried in every launched run, and what they are tried on may lack what a newer Megatron reads."""
+    script = str(ROOT / "tests/gloo/plain_script.py")
+    two = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+    outcome = finish(
+        start(2, ["-m", "megatron.scheduling.launch", script, *TINY, *two, *ITERATIONS], tmp_path, _free_ports(1)[0]), tmp_path, 100
+    )
+    assert outcome.codes == [0] * 2, outcome.logs[0][-3000:]
+    assert "iteration        3/       3" in "".join(outcome.logs)
+    repaired = [line for log in outcome.logs for line in log.splitlines() if line.startswith("bpipe: repaired in memory")]
+    assert repaired
+    assert len(set(repaired)) == len(repaired)
+
+
+@pytest.mark.timeout(120)
+def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None:
+    """0.19.2 from its wheel runs `make` where there is no Makefile; a repair that were made all the same would train."""
+    script = str(ROOT / "tests/gloo/plain_script.py")
+    one = ("--num-layers", "1", "--global-batch-size", "8", *ITERATIONS, "--bpipe-no-repairs")
+    outcome = finish(start(1, ["-m", "megatron.scheduling.launch", script, *TINY, *one], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+    assert outcome.codes == [1]
+    assert "bpipe: --bpipe-no-repairs: defects of the installed Megatron are left as they are\n" in outcome.logs[0]
+    assert "bpipe: repaired" not in outcome.logs[0]
+    assert "make" in outcome.logs[0]
+
+
 SCRIPTS = [
     pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2"), 3, id="gpt"),
     pytest.param(

@@ -20,6 +20,7 @@ from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.flags import add_arguments
 from megatron.scheduling.patches import PATCHES
 from megatron.scheduling.refusals import PLACED, REFUSALS, SHARDED, Refusal
+from megatron.scheduling.repairs import REPAIRS
 from megatron.scheduling.upstream import TRIED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,6 +160,11 @@ def test_every_flag_is_in_the_table_with_its_default() -> None:
 def test_every_replaced_function_is_in_the_table() -> None:
     assert {plain(row[0]) for row in table("How the hooks work")} == {f"{patch.module}.{patch.name}" for patch in PATCHES}
     assert f"pip install megatron-core=={TRIED_VERSIONS[-1]}" in TEXT
+
+
+def test_every_repair_is_in_the_table() -> None:
+    documented = [(tuple(re.findall(r"`([\w.]+)`", row[0])), row[1]) for row in table("What is mended")]
+    assert documented == [(repair.names, repair.mends) for repair in REPAIRS]
 
 
 def test_the_example_gives_the_configuration_all_it_needs() -> None:
