@@ -44,7 +44,9 @@ def test_the_tests_it_chooses_exist(scripts: Path) -> None:
     """A choice that matches nothing would be a verdict on nothing."""
     said = (scripts / "test_upstream.sh").read_text()
     tests = (scripts.parent / "tests/gloo/test_launch.py").read_text()
-    assert "loop_of_ones_own or (unmodified_script and gpt)" in said
+    begins, goes_on = said.index('tests "without_our_flags"'), said.index('tests "loop_of_ones_own or (unmodified_script and gpt)"')
+    assert begins < goes_on, "0.20 ended at start without our flags, too, and every run that it was tried with had some"
+    assert "def test_a_script_without_our_flags_trains" in tests
     assert "def test_a_loop_of_ones_own_is_balanced" in tests
     assert "def test_an_unmodified_script_is_balanced" in tests
     assert tests.count('id="gpt') == 2
