@@ -25,7 +25,7 @@ from megatron.scheduling.redistributing import redistribute
 
 
 def complete(args: Any) -> None:
-    """Set what follows from the schedule asked for, where it can have only one number of stages a rank.
+    """Set what follows from the schedule asked for, where it can have only one number of stages a rank, or has two pipes.
 
     Before Megatron's `validate_args`, and after it took arguments from a checkpoint.
     """
@@ -58,8 +58,8 @@ def _layout(args: Any, name: str, num_ranks: int) -> Layout | None:
     family = FAMILIES[name]
     if family.min_chunks == family.max_chunks:
         return family.layout(num_ranks, family.min_chunks)
-    # What two pipes need does not depend on the number; one chunk stands for a number that nobody gave, and is refused where it is too few.
-    return family.layout(num_ranks, 1) if family.num_pipes > 1 else None
+    # What two pipes need does not depend on the number; where nobody gives one, a rank has the fewest chunks that there are.
+    return family.layout(num_ranks, family.min_chunks) if family.num_pipes > 1 else None
 
 
 def follow(args: Any, positions: Positions) -> None:

@@ -147,7 +147,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     from bpipe.runtime.failures import Watch
     from megatron.scheduling.delaying import ask
     from megatron.scheduling.driver import Driver
-    from megatron.scheduling.embedding_ranks import refuse_ranks
+    from megatron.scheduling.embedding_ranks import Refused, refuse_group
     from megatron.scheduling.executor import Loop
     from megatron.scheduling.hooks import Hooks
     from megatron.scheduling.learning import Learner
@@ -157,7 +157,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     from megatron.scheduling.reporting import Reporter
 
     with _or_end():
-        refuse_ranks(config.positions, given)
+        refuse_group(config.positions, given.get("pg_collection"))
     driver = Driver(config)
     reporter = Reporter(config, driver) if config.report is not None else None
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
@@ -178,6 +178,10 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         yield
         if reporter is not None:
             reporter.finish()
+    except Refused as error:
+        # Every rank sees it alike, and nobody has waited for anybody yet.
+        _leave_process_groups()
+        starting.end(error)
     except Exception as error:
         first = watch.failed(error)
         if reporter is not None and first is not None:

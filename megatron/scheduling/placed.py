@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 import torch
 from megatron.core import parallel_state
 
-from megatron.scheduling import patches, tied, twins
-from megatron.scheduling.embedding_ranks import refuse_group, refuse_ranks
+from megatron.scheduling import embedding_ranks, patches, tied, twins
 from megatron.scheduling.positions import Positions
 
 
@@ -50,6 +49,9 @@ class Placed:
         self._chunk: int | None = None
         self._indexing = False
         self._first: Any = None
+        self._script = embedding_ranks.Script()
+        # Megatron's own choices of ranks with embeddings, by the names under which a script gives its own.
+        self._own: dict[str, Callable[..., list[int]]] = {}
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """What to put in place of what."""
@@ -65,8 +67,8 @@ class Placed:
         if self._positions.folded:
             wraps |= {
                 patches.INITIALIZE: self._wrap_initialize,
-                patches.EMBEDDING_RANKS: _last_rank,
-                patches.POSITION_EMBEDDING_RANKS: _last_rank,
+                patches.EMBEDDING_RANKS: functools.partial(self._wrap_own_choice, embedding_ranks.CHOICES[0]),
+                patches.POSITION_EMBEDDING_RANKS: functools.partial(self._wrap_own_choice, embedding_ranks.CHOICES[1]),
                 patches.FIRST_STAGE: self._wrap_first_stage,
                 patches.DATA_ITERATORS: self._wrap_data_iterators,
                 patches.TIED_GRADIENTS: _wrap_tied_gradients,
@@ -118,14 +120,22 @@ class Placed:
         return counted
 
     def _wrap_initialize(self, initialize: Callable[..., None]) -> Callable[..., None]:
+        """Let what a script says of embeddings be judged where Megatron asks: it knows by then which ranks a pipeline has."""
         signature = inspect.signature(initialize)
 
         @functools.wraps(initialize)
         def initialized(*args: Any, **kwargs: Any) -> None:
-            refuse_ranks(self._positions, signature.bind(*args, **kwargs).arguments)
-            initialize(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            for name in embedding_ranks.CHOICES:
+                if given.arguments.get(name) is not None:
+                    given.arguments[name] = self._script.replaced(name, given.arguments[name], self._own[name])
+            initialize(*given.args, **given.kwargs)
 
         return initialized
+
+    def _wrap_own_choice(self, name: str, choose: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        self._own[name] = choose
+        return embedding_ranks.last_rank(choose)
 
     # -- models --------------------------------------------------------------------------------------------------------------------
 
@@ -151,7 +161,7 @@ class Placed:
 
     def _build(self, make: Callable[..., Any], groups: Any, given: dict[str, Any]) -> Any:
         """One chunk, as the stage that it is. `make` takes the groups to build with, and Megatron's flags."""
-        refuse_group(self._positions, groups)
+        embedding_ranks.refuse_group(self._positions, groups)
         chunk, last = given["vp_stage"], len(self._positions.mirrored) - 1
         seen = self._positions.seen(groups.pp.rank(), chunk)
         given |= {"pre_process": chunk == seen == 0, "post_process": (chunk, seen) == (last, self._positions.pipeline_size - 1)}
@@ -159,6 +169,7 @@ class Placed:
             view = copy.copy(groups)
             view.pp = self._view(groups.pp, chunk)
             model = make(view, **given)
+        self._script.check(model)
         # What is inside goes on counting layers with the view; the trainer communicates in the model's own.
         model.pg_collection = groups
         setattr(model, _BUILT_HERE, True)
@@ -242,16 +253,6 @@ def require_built_here(positions: Positions, models: Sequence[Any]) -> None:
                 "there: build it by megatron.training.training.get_model or megatron.training.models, after install(), or take a schedule "
                 "whose stages go round the ranks, such as grouped-interleaved"
             )
-
-
-def _last_rank(default_ranks: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Who has embeddings: a rank alone. Two, as by default, would wait for each other."""
-
-    @functools.wraps(default_ranks)
-    def ranks(pp_ranks: list[int]) -> list[int]:
-        return [pp_ranks[-1]]
-
-    return ranks
 
 
 def _wrap_tied_gradients(all_reduce: Callable[..., None]) -> Callable[..., None]:

@@ -117,22 +117,6 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
     assert json.loads((folders[1] / "rank_00000.json").read_text())["evictions"] == evictions
 
 
-@pytest.mark.timeout(90)
-def test_a_scripts_own_ranks_with_embeddings_are_refused_in_a_v(tmp_path: Path) -> None:
-    """Its build would wait for a rank that never comes; it ends before there is any group of processes, so one process is enough."""
-    plain = (ROOT / "tests/gloo/plain_script.py").read_text()
-    given = "        model_provider=model,\n"
-    assert plain.count(given) == 1
-    script = tmp_path / "script.py"
-    script.write_text(plain.replace(given, f"{given}        get_embedding_ranks=lambda ranks: [ranks[0], ranks[-1]],\n"))
-    command = ["-m", "megatron.scheduling.launch", str(script), *FOUR, "--num-layers", "8", *ITERATIONS, "--bpipe-schedule", "v-half"]
-    (process,) = start(1, command, tmp_path, _free_ports(1)[0], {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
-    outcome = finish([process], tmp_path, 80)
-    assert outcome.codes == [2]
-    assert "bpipe: error: get_embedding_ranks: the script says which ranks have embeddings, but" in outcome.logs[0]
-    assert "Traceback" not in outcome.logs[0]
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("asked", "said"),

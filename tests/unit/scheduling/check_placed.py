@@ -34,7 +34,7 @@ from megatron.training.models import dist_utils
 
 from bpipe.ir.layout import Layout, one_pipe
 from megatron.scheduling import patches, repairs, tied, twins
-from megatron.scheduling.embedding_ranks import refuse_group, refuse_ranks
+from megatron.scheduling.embedding_ranks import Refused, refuse_group
 from megatron.scheduling.placed import View, require_built_here, wraps_of
 from megatron.scheduling.positions import Positions
 
@@ -229,27 +229,75 @@ def two_pipes_read_each_their_samples() -> None:
                 training.build_train_valid_test_data_iterators(provider)
 
 
+PIPELINE = [2, 6, 10, 14]
+
+
+def first_and_last(pp_ranks: list[int]) -> list[int]:
+    return sorted({pp_ranks[0], pp_ranks[-1]})
+
+
+def chosen(**choices: Callable[[list[int]], list[int]]) -> dict[str, list[int]]:
+    """What Megatron is told of a V where a script gives these functions; its own set-up asks for every pipeline in turn."""
+    told: dict[str, list[int]] = {}
+
+    def initialize(get_embedding_ranks: Any = None, get_position_embedding_ranks: Any = None) -> None:
+        functions = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
+        told.update({name: function(PIPELINE) for name, function in functions.items() if function is not None})
+
+    with mock.patch.object(parallel_state, "initialize_model_parallel", initialize), of_rank(V, 0):
+        parallel_state.initialize_model_parallel(**choices)
+    return told
+
+
 def one_rank_has_both_embeddings() -> None:
     with of_rank(V, 0):
-        assert parallel_state.default_embedding_ranks([2, 6, 10, 14]) == [14]
-        assert parallel_state.default_position_embedding_ranks([2, 6, 10, 14]) == [14]
-        for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
-            with pytest.raises(ValueError, match=f"^{name}: the script says .* leave it out, or take a schedule whose stages go round"):
-                parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS, **{name: lambda ranks: ranks})
-    assert parallel_state.default_embedding_ranks([2, 6, 10, 14]) == [2, 14]
-    given = {"get_embedding_ranks": print, "get_position_embedding_ranks": print, "store": None}
-    with pytest.raises(ValueError, match=r"^get_embedding_ranks and get_position_embedding_ranks: "):
-        refuse_ranks(Positions.of(V), given)
-    refuse_ranks(Positions.of(WAVE), given)
-    refuse_ranks(Positions.of(V), {"get_embedding_ranks": None})
+        assert parallel_state.default_embedding_ranks(PIPELINE) == [14]
+        assert parallel_state.default_position_embedding_ranks(PIPELINE) == [14]
+    assert parallel_state.default_embedding_ranks(PIPELINE) == [2, 14]
+
+
+def it_takes_the_place_of_what_megatron_would_choose() -> None:
+    """Upstream's pretrain_gpt.py gives the ranks of the first stage and of the last: no V could be trained by it."""
+    assert chosen(get_embedding_ranks=first_and_last) == {"get_embedding_ranks": [14]}
+    assert chosen(get_embedding_ranks=lambda ranks: ranks[-1:]) == {"get_embedding_ranks": [14]}, "a script that was written for a V"
+    assert chosen(get_position_embedding_ranks=lambda ranks: ranks[:1]) == {"get_position_embedding_ranks": [14]}
+
+
+def another_choice_than_megatrons_is_refused_with_the_difference() -> None:
+    refusal = (
+        r"^get_embedding_ranks: of the pipeline of ranks 2, 6, 10, 14 the script chooses 6, 14, where Megatron's own chooses 2, 14\. In "
+        r"this schedule rank 14 has .* leave get_embedding_ranks out, or take a schedule whose stages go round"
+    )
+    with pytest.raises(Refused, match=refusal):
+        chosen(get_embedding_ranks=lambda ranks: ranks[1::2])
+    with pytest.raises(Refused, match=r"chooses none, where"):
+        chosen(get_embedding_ranks=lambda ranks: [])
+    with pytest.raises(Refused, match=r"^get_position_embedding_ranks: .* chooses 2, 14, where Megatron's own chooses 2\."):
+        chosen(get_position_embedding_ranks=first_and_last)
+
+
+def a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
+    """Upstream's script leaves the last stage out where no weight is tied. A tied one would go apart in stock, and not here."""
+
+    def initialize(get_embedding_ranks: Any, get_position_embedding_ranks: Any = None) -> None:
+        assert get_embedding_ranks(PIPELINE) == [14]
+
+    def provide(shared: bool) -> Callable[..., Chunk]:
+        return lambda pg_collection, pre_process, post_process, vp_stage: Chunk(pre_process, post_process, shared)
+
+    with mock.patch.object(parallel_state, "initialize_model_parallel", initialize), of_rank(V, 3) as groups:
+        parallel_state.initialize_model_parallel(get_embedding_ranks=lambda ranks: ranks[:1])
+        dist_utils.build_virtual_pipeline_stages(provide(shared=False), groups, 2)
+        with pytest.raises(Refused, match=r"^get_embedding_ranks: .* first stage's rank alone, .* or untie them"):
+            dist_utils.build_virtual_pipeline_stages(provide(shared=True), groups, 2)
 
 
 def two_ranks_that_add_up_one_weight_are_refused() -> None:
     """A script's own groups: in a V one of the two would wait for the other, for ever. Where they are given, and where they are used."""
     both, alone, outside = (SimpleNamespace(pp=Ranks(3), tp=Ranks(0, 1), embd=embd) for embd in (Ranks(0, 2), Ranks(0, 1), -100))
     refusal = r"^pg_collection\.embd: the script lets 2 ranks add up .* last rank alone, or None \(.*, or take a schedule"
-    with pytest.raises(ValueError, match=refusal):
-        refuse_ranks(Positions.of(V), {"pg_collection": both})
+    with pytest.raises(Refused, match=refusal):
+        refuse_group(Positions.of(V), both)
     wrapped = wraps_of(Positions.of(V))[patches.GET_MODEL](lambda provider, **given: provider(vp_stage=0, **given))
     with pytest.raises(ValueError, match=refusal):
         wrapped(lambda **given: pytest.fail("its constructor would wait"), pg_collection=both)
@@ -349,6 +397,9 @@ if __name__ == "__main__":
     the_last_rank_has_the_first_stages_data()
     two_pipes_read_each_their_samples()
     one_rank_has_both_embeddings()
+    it_takes_the_place_of_what_megatron_would_choose()
+    another_choice_than_megatrons_is_refused_with_the_difference()
+    a_copy_that_the_script_leaves_out_must_not_be_there()
     two_ranks_that_add_up_one_weight_are_refused()
     copies_of_a_tied_weight_stay_equal()
     a_copy_is_saved_once_and_loaded_apart()

@@ -122,6 +122,10 @@ def of_two_pipes(**more: Any) -> SimpleNamespace:
         ("chimera", {}, 2),
         ("chimera", {"num_virtual_stages_per_pipeline_rank": 1}, 2),
         ("bitpipe", {"num_virtual_stages_per_pipeline_rank": 2}, 4),
+        # Where nobody says how many, it takes the fewest, as a V does.
+        ("bitpipe", {}, 4),
+        ("bitpipe-early", {}, 4),
+        ("bitpipe", {"num_virtual_stages_per_pipeline_rank": 3, "num_layers": 24}, 6),
         # What says how many layers a stage has says the same of twice as many stages on half as many ranks.
         ("bitpipe", {"num_layers_per_virtual_pipeline_stage": 2}, None),
         ("bitpipe", {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"}, None),
