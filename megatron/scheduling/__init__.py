@@ -24,27 +24,20 @@ def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Inst
     before process groups and models are made. Raises RuntimeError where the installed Megatron differs from the one that was tried, naming
     what differs. Nothing was parsed, so the first iteration looks at the model's configuration: a ValueError says what of it cannot be
     balanced. The process groups may exist by then, so no rank is moved: that is `place`'s, before.
+    What needs Megatron's trainer (a report, a budget, the optimizer's state on other ranks) is refused by name, with a ValueError.
     `samples_by_chunk`: each chunk's data iterator has the samples of the replica that `samples_of` names. Raises ValueError for two pipes
     without it, because nothing could notice.
     """
+    config.refuse_what_needs_the_trainer()
     if config.positions.num_pipes > 1 and not samples_by_chunk:
         raise ValueError(
             "of two pipes each chunk reads the samples of the one that it serves, and a loop of your own feeds it: give chunk c's iterator "
             "the samples of the data-parallel replica samples_of(config, c), and install(config, samples_by_chunk=True)"
         )
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
-    from megatron.scheduling.driver import Driver
-    from megatron.scheduling.executor import Loop
-    from megatron.scheduling.hooks import Hooks
-    from megatron.scheduling.patches import install as install_patches
-    from megatron.scheduling.placed import wraps_of
+    from megatron.scheduling.composing import compose
 
-    driver = Driver(config)
-    loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
-    installed = install_patches(wraps_of(config.positions) | loop.wraps())
-    installed.closing(loop.close)
-    installed.closing(driver.close)
-    return installed
+    return compose(config).install()
 
 
 def samples_of(config: SchedulingConfig, chunk: int) -> int:

@@ -27,6 +27,21 @@ from megatron.scheduling.positions import Positions
 from megatron.scheduling.refusals import Settings, differ, end_where, reasons, refuse
 from megatron.scheduling.sizes import Sizes
 
+# What Megatron's trainer alone can be given, by the field that asks for it: what it is made of, and what to do in a loop of one's own.
+_BY_LAUNCHER = "launch a script that calls Megatron's pretrain by python -m megatron.scheduling.launch, with"
+_OF_REPORT = f"a record is written around Megatron's train_step: {_BY_LAUNCHER} --bpipe-report"
+BY_TRAINER = {
+    "report": _OF_REPORT,
+    "report_iterations": _OF_REPORT,
+    "peak_tflops": _OF_REPORT,
+    "metrics_interval": _OF_REPORT,
+    "memory": "a budget is planned by Megatron's arguments, and learned around its train_step: give how=BalanceConfig(...), as `bpipe "
+    f"simulate --memory` plans it, or {_BY_LAUNCHER} --bpipe-memory",
+    "costs": f"they are for a budget that is learned: leave them out, or {_BY_LAUNCHER} --bpipe-memory and --bpipe-cluster",
+    "optimizer_hosts": f"moments leave and come back around Megatron's train_step: {_BY_LAUNCHER} {FLAG}",
+    "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
+}
+
 # Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
 TIMERS_LEVEL = 2
 
@@ -115,6 +130,10 @@ class SchedulingConfig:
         name = default(self.num_chunks)
         full = FAMILIES[name].filling(self.num_ranks)
         return built(ScheduleConfig(name, self.num_ranks, full, self.num_chunks, self.balancing))
+
+    def refuse_what_needs_the_trainer(self) -> None:
+        """Raise ValueError, a line each, for what a loop of one's own would never see happen."""
+        end_where([f"{name} in the configuration: {reason}" for name, reason in BY_TRAINER.items() if getattr(self, name)])
 
     def flops(self, num_microbatches: int) -> float | None:
         """The model's FLOPs of one iteration of the whole world."""

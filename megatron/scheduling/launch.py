@@ -145,33 +145,14 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         starting.need_folder(config.report)
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
-    from megatron.scheduling.delaying import ask
-    from megatron.scheduling.driver import Driver
+    from megatron.scheduling.composing import compose
     from megatron.scheduling.embedding_ranks import Refused, refuse_group
-    from megatron.scheduling.executor import Loop
-    from megatron.scheduling.hooks import Hooks
-    from megatron.scheduling.learning import Learner
-    from megatron.scheduling.optimizer_state import OptimizerState
-    from megatron.scheduling.patches import LINEAR, install
-    from megatron.scheduling.placed import wraps_of
-    from megatron.scheduling.reporting import Reporter
 
     with _or_end():
         refuse_group(config.positions, given.get("pg_collection"))
-    driver = Driver(config)
-    reporter = Reporter(config, driver) if config.report is not None else None
-    loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
-    wraps = wraps_of(config.positions) | loop.wraps()
-    if LINEAR in wraps:
-        with _or_end():
-            wraps |= ask(args)
-    if reporter is not None:
-        wraps |= reporter.wraps()
-    if config.memory is not None and config.memory.learns:
-        wraps |= Learner(config, driver).wraps(wraps)
-    if config.optimizer_hosts:
-        wraps |= OptimizerState(config.optimizer_hosts).wraps(wraps)
-    installed = install(wraps)
+        composed = compose(config, args)
+        installed = composed.install()
+    reporter = composed.reporter
     watch = Watch()
     watch.begin()
     try:
@@ -190,8 +171,6 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     finally:
         watch.end()
         installed.remove()
-        loop.close()
-        driver.close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,58 @@
+"""Put together what a configuration asks for: the driver, whose loop runs, and who else replaces functions of Megatron.
+
+In: a configuration, and Megatron's arguments where there are any. Out: a `Composition`, which installs all of it and takes it out again.
+The only place that knows which parts there are: the launcher and `install` differ in what they were told, and in nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.scheduling import patches
+from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.delaying import ask
+from megatron.scheduling.driver import Driver
+from megatron.scheduling.executor import Loop
+from megatron.scheduling.hooks import Hooks
+from megatron.scheduling.learning import Learner
+from megatron.scheduling.optimizer_state import OptimizerState
+from megatron.scheduling.placed import wraps_of
+from megatron.scheduling.reporting import Reporter
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What belongs together for one training. `reporter` is None where nothing is to be written."""
+
+    driver: Driver
+    loop: Loop | Hooks
+    reporter: Reporter | None
+    wraps: dict[patches.Patch, patches.Wrap]
+
+    def install(self) -> patches.Installed:
+        """Replace Megatron's functions. Taking them out ends the loop and the driver, too. Raises Unfit for another Megatron."""
+        installed = patches.install(self.wraps)
+        installed.closing(self.driver.close)
+        installed.closing(self.loop.close)
+        return installed
+
+
+def compose(config: SchedulingConfig, args: Any = None) -> Composition:
+    """All that the configuration asks for. Without arguments of Megatron's, layers are not asked to put weights' gradients off themselves.
+
+    Raises ValueError for layers that cannot.
+    """
+    driver = Driver(config)
+    loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
+    wraps = wraps_of(config.positions) | loop.wraps()
+    if args is not None and patches.LINEAR in wraps:
+        wraps |= ask(args)
+    reporter = Reporter(config, driver) if config.report is not None else None
+    if reporter is not None:
+        wraps |= reporter.wraps()
+    if config.memory is not None and config.memory.learns:
+        wraps |= Learner(config, driver).wraps(wraps)
+    if config.optimizer_hosts:
+        wraps |= OptimizerState(config.optimizer_hosts).wraps(wraps)
+    return Composition(driver, loop, reporter, wraps)
