@@ -42,10 +42,13 @@ def repair() -> None:
 
 
 def leave_unrepaired() -> None:
-    """Leave Megatron as it is, and say so. Raises ValueError where it has been mended in this process."""
+    """Leave Megatron as it is, and say what nobody sees to then. Raises ValueError where it has been mended in this process."""
+    from megatron.scheduling import repairs
+
     if repair.cache_info().currsize:
         raise ValueError("--bpipe-no-repairs: this process has mended Megatron before these arguments were parsed; start another one")
-    _say("--bpipe-no-repairs: defects of the installed Megatron are left as they are")
+    left = "; ".join(repair.mends for repair in repairs.REPAIRS)
+    _say(f"--bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that {left}")
 
 
 def device_type() -> str:

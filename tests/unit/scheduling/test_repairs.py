@@ -48,7 +48,10 @@ def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_repairs_none_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     startup.leave_unrepaired()
-    assert capsys.readouterr().out == "bpipe: --bpipe-no-repairs: defects of the installed Megatron are left as they are\n"
+    assert capsys.readouterr().out == (
+        "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that what was broken works; nothing was broken; "
+        "state is saved; the last works\n"
+    )
 
 
 def test_repairs_that_were_made_cannot_be_left_out_any_more() -> None:
