@@ -1,7 +1,7 @@
 """Let one rank have the embeddings alone, where the first stage and the last are of one rank, whatever a script says of them.
 
-In: a script's functions that choose ranks, its process groups, and its models. Out: functions that choose that rank, or `Refused`, which
-says what differs. Megatron has one rank with the first stage's embedding and another with the output layer that shares its weight, and lets
+In: a script's functions that choose ranks, its process groups, and its models. Out: functions that choose that rank, or an error that says
+what differs. Megatron has one rank with the first stage's embedding and another with the output layer that shares its weight, and lets
 these two add it up together; in a V both are of one rank, and the other would be waited for in vain.
 """
 
@@ -74,12 +74,15 @@ class Script:
 
 
 def refuse_group(positions: Positions, groups: Any) -> None:
-    """Raises Refused where process groups of the script's own have one of several ranks for the embedding's weight."""
+    """Raises ValueError where process groups of the script's own have one of several ranks for the embedding's weight.
+
+    Only the ranks of that group see it, so it is no `Refused`.
+    """
     group: Any = getattr(groups, "embd", None)
     # A rank outside of a group has a number in its place.
     size = group.size() if hasattr(group, "size") else 1
     if positions.folded and size > 1:
-        raise Refused(
+        raise ValueError(
             f"pg_collection.embd: the script lets {size} ranks add up the weight of the embedding and of the output layer, but where the "
             "first stage and the last are of one rank, as in a V, that one has both copies: make it a group of the pipeline's last rank "
             f"alone, or None (Megatron's own is, where install() comes before process groups), {_WAY_OUT}"

@@ -296,8 +296,9 @@ def two_ranks_that_add_up_one_weight_are_refused() -> None:
     """A script's own groups: in a V one of the two would wait for the other, for ever. Where they are given, and where they are used."""
     both, alone, outside = (SimpleNamespace(pp=Ranks(3), tp=Ranks(0, 1), embd=embd) for embd in (Ranks(0, 2), Ranks(0, 1), -100))
     refusal = r"^pg_collection\.embd: the script lets 2 ranks add up .* last rank alone, or None \(.*, or take a schedule"
-    with pytest.raises(Refused, match=refusal):
+    with pytest.raises(ValueError, match=refusal) as refused:
         refuse_group(Positions.of(V), both)
+    assert not isinstance(refused.value, Refused), "ranks outside of the group do not see it, and go on"
     wrapped = wraps_of(Positions.of(V))[patches.GET_MODEL](lambda provider, **given: provider(vp_stage=0, **given))
     with pytest.raises(ValueError, match=refusal):
         wrapped(lambda **given: pytest.fail("its constructor would wait"), pg_collection=both)
