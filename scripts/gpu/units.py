@@ -1,12 +1,15 @@
 """How much copies that occupy compute units slow matrix products down, and how much copies by copy engines do.
 
-In: a device. Out: for each number of units, the time of the same products with the copies beside them over the time without, in turn.
+In: a device. Out: for each number of units, the time of the same products with the copies beside them over the time without, in turn. They
+are computed by the library's kernels, and by a persistent one with a program for each unit, which may take twice as long beside a receive
+that waits for its sender.
 The copies move bytes inside the device's memory only to occupy units and memory bandwidth, as NCCL's kernels would: how fast they are is
 not a transfer rate and is not reported.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,16 +37,38 @@ SIZES = {
 
 
 class Products:
-    """The same products, every time."""
+    """The same products, every time, by the library's kernels."""
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
-        self._left, self._right = (torch.randn(sizes.matrix, sizes.matrix, device=device).to(torch.bfloat16) for _ in range(2))
-        self._target = torch.empty_like(self._left)
-        self._count = sizes.products
+        self.left, self.right = (torch.randn(sizes.matrix, sizes.matrix, device=device).to(torch.bfloat16) for _ in range(2))
+        self.target = torch.empty_like(self.left)
+        self.count = sizes.products
 
     def __call__(self) -> None:
-        for _ in range(self._count):
-            torch.mm(self._left, self._right, out=self._target)
+        for _ in range(self.count):
+            torch.mm(self.left, self.right, out=self.target)
+
+
+class PersistentProducts:
+    """The same by a persistent kernel."""
+
+    def __init__(self, products: Products, device: torch.device) -> None:
+        self._products = products
+        self._programs = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(self) -> None:
+        from gpu import persistent_kernel
+
+        products = self._products
+        for _ in range(products.count):
+            persistent_kernel.multiply(products.left, products.right, products.target, self._programs)
+
+    def is_right(self) -> bool:
+        """Return whether its products are those of the library, within what a sum in another order changes."""
+        self()
+        expected = self._products.left.float() @ self._products.right.float()
+        largest = float(expected.abs().max())
+        return float((self._products.target.float() - expected).abs().max()) <= 0.01 * largest
 
 
 def run(device: torch.device, sizes: Sizes, until: float) -> Result:
@@ -53,6 +78,8 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
 
     result = Result()
     products = Products(device, sizes)
+    persistent = PersistentProducts(products, device)
+    result.check("products of a persistent kernel", persistent.is_right(), "within 1 % of the largest")
     source = torch.randint(0, 1 << 30, (sizes.copy_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     out, home = (host_bytes(sizes.copy_bytes, device) for _ in range(2))
@@ -65,21 +92,22 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     copies: dict[str, Callable[[int], None]] = {"copy engines, to and from pinned host memory, in turn": by_engines}
     for units in sizes.units:
         copies[f"{units} compute units"] = lambda times, units=units: copy_kernel.start(source, target, units, times)  # type: ignore[misc]
-    share = (until - time.monotonic()) / len(copies)
-    for name, copy in copies.items():
-        found = _slowed(device, products, copy, sizes.repeats, time.monotonic() + share)
+    works: dict[str, Callable[[], None]] = {"products": products, "products of a persistent kernel": persistent}
+    share = (until - time.monotonic()) / (len(copies) * len(works))
+    for (work, compute), (name, copy) in itertools.product(works.items(), copies.items()):
+        found = _slowed(device, compute, copy, sizes.repeats, time.monotonic() + share)
         if found is None:
-            result.row(name, "not measured: the copies ended before the products in every run")
+            result.row(f"{work} beside {name}", "not measured: the copies ended first in every run")
             continue
-        result.row(f"products beside {name} / alone", found.text(digits=5))
-        result.facts[name] = found.facts()
+        result.row(f"{work} beside {name} / alone", found.text(digits=5))
+        result.facts[f"{work} beside {name}"] = found.facts()
     if not torch.equal(source, target):
         result.check("what the copy kernel copied", False, "differs from its source")
     result.row("what this is", "copies inside the device's memory, only to occupy units; no transfer, and no rate of a link")
     return result
 
 
-def _slowed(device: torch.device, products: Products, copy: Callable[[int], None], most: int, until: float) -> Spread | None:
+def _slowed(device: torch.device, products: Callable[[], None], copy: Callable[[int], None], most: int, until: float) -> Spread | None:
     """Time with copies over time without. Only runs count in which the copies lasted longer than the products."""
     clock, beside = Clock(device), Beside(device)
     seconds(device, products)

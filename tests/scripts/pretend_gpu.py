@@ -81,7 +81,10 @@ class Cuda:
         }
         self.answer("memory_stats", lambda *arguments: stats)
         self.answer("memory_snapshot", lambda: [{"is_expandable": True}])
-        self.answer("get_device_properties", lambda *arguments: SimpleNamespace(name="none", major=9, minor=0, total_memory=4 << 20))
+        self.answer(
+            "get_device_properties",
+            lambda *arguments: SimpleNamespace(name="none", major=9, minor=0, total_memory=4 << 20, multi_processor_count=132),
+        )
         self.answer("current_stream", lambda *arguments: Stream())
         for name, value in (("Stream", Stream), ("Event", Event), ("stream", _inside)):
             monkeypatch.setattr(torch.cuda, name, value)

@@ -198,9 +198,45 @@ def test_compute_units(check: ModuleType, cuda: Cuda, monkeypatch: pytest.Monkey
         target.copy_(source)
         copied.append(programs)
 
+    from gpu import persistent_kernel
+
     monkeypatch.setattr(copy_kernel, "start", start)
-    assert run(check, "compute_units").rows
+    programs: list[int] = []
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor, number: int) -> None:
+        product.copy_(left @ right)
+        programs.append(number)
+
+    monkeypatch.setattr(persistent_kernel, "multiply", multiply)
+    result = run(check, "compute_units")
     assert set(copied) == {1, 2}
+    assert set(programs) == {132}, "a program for each compute unit"
+    works = {name.partition(" beside ")[0] for name, _ in result.rows if " beside " in name}
+    assert works == {"products", "products of a persistent kernel"}
+
+
+INTERPRETED = """
+import sys, torch
+sys.path.insert(0, "scripts")
+from gpu import persistent_kernel as kernel
+kernel.ROWS, kernel.COLUMNS, kernel.DEPTH = 16, 32, 16
+left, right, product = torch.randn(40, 48), torch.randn(48, 70), torch.zeros(40, 70)
+kernel.multiply(left, right, product, 3)
+torch.testing.assert_close(product, left @ right)
+"""
+
+
+def test_the_persistent_kernel_multiplies() -> None:
+    """By Triton's interpreter; on a GPU it has not run. Edges that tiles do not divide, and fewer programs than tiles."""
+    pytest.importorskip("triton")
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 # The stand-in for CUDA that Megatron gets on a CPU stays in its process. There memory is never allocated: here it is, more each time.
