@@ -193,7 +193,18 @@ def copying_on(device: torch.device) -> Device:
         # "cuda" alone means the current one, whose number CUDA's runtime wants to be told.
         index = cast(int | None, device.index)
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    return Device(device, lanes, posting, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream), torch.cuda.empty_cache)
+    apart = functools.partial(_apart, device)
+    return Device(device, lanes, posting, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream), torch.cuda.empty_cache, apart)
+
+
+@contextlib.contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Issue what is inside to a stream of its own. A thread's current device and stream are its own, too."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 def total_bytes(device: torch.device) -> int:

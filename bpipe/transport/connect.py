@@ -6,6 +6,7 @@ Knows no schedule.
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from bpipe.transport.base import Transport
 from bpipe.transport.control import About, Control
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.distributed import Distributed, PairGroups, destroy_groups, new_group, pair_groups
+from bpipe.transport.distributed import Distributed, PairGroups, abort_groups, destroy_groups, new_group, pair_groups
 from bpipe.transport.headed import Headed
 from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
 from bpipe.transport.lanes import CopyLane
@@ -115,7 +116,7 @@ class Connection:
         self._groups = dict(groups)
         self._device = device
         self._lanes = lanes
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._posting: CopyLane | None = None
 
     def transport(self, name: str | None = None, differing: bool = False) -> Transport:
@@ -136,17 +137,23 @@ class Connection:
     def _posting_lane(self) -> CopyLane:
         """All programs' transfers of a direction go through one, in the order in which they are asked for."""
         if self._posting is None:
-            self._posting = self._device.posting(self._device.device, self._timeout_s)
+            self._posting = self._device.posting(self._device.device, self.timeout_s)
         return self._posting
 
     def settle(self, link: MeasuredLink) -> None:
         """Keep to this link. Both ranks call it with the same one.
 
-        A communicator takes hundreds of megabytes of a GPU, so those that lost go. One that failed stays: to end it may take for ever.
+        A communicator takes hundreds of megabytes of a GPU, so those that lost go. One that failed stays, aborted or not: to destroy it may
+        take for ever.
         """
         self.link = link
         for name in [name for name in self._groups if name in link.bytes_per_s and name != link.transport]:
             destroy_groups(self._groups.pop(name))
+
+    def abort(self, name: str) -> None:
+        """Give up what is under way by this transport, if that can be done: copies that a rank makes by itself cannot."""
+        if name in self._groups:
+            abort_groups(self._groups[name])
 
     def close(self) -> None:
         for lane in (*self._lanes, *([self._posting] if self._posting else [])):
@@ -233,7 +240,7 @@ def connect_all(
     connections: dict[int, Connection] = {}
     for low, high in sorted(pairs):
         group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
-        groups = {name: pair_groups(low, high, name, timeout_s, device.device) for name in names if name in TWO_SIDED}
+        groups = {name: pair_groups(low, high, name, timeout_s) for name in names if name in TWO_SIDED}
         if rank in (low, high):
             partner = high if rank == low else low
             mine = {name: made for name, made in groups.items() if made is not None}
@@ -294,7 +301,8 @@ def _find_link(
     for name in names:
         why = obstacle(name, mine, theirs, ranks in passing)
         if why is None:
-            speed, why = measure(connection.transport(name), connection.control, device, evictor=rank < partner)
+            ends = connection.transport(name), connection.control, device, rank < partner
+            speed, why = measure(*ends, connection.timeout_s / 2, functools.partial(connection.abort, name))
             if why is None:
                 measured[name] = speed
         if why is not None:

@@ -115,25 +115,29 @@ def destroy_groups(groups: PairGroups) -> None:
         dist.destroy_process_group(group)
 
 
-def pair_groups(
-    low: int, high: int, backend: str, timeout_s: float, device: torch.device, purpose: str = "", few_units: bool = True
-) -> PairGroups | None:
-    """The pair's groups, one a direction; None on any other rank. Collective over the world; arguments as of `new_group`.
+def abort_groups(groups: PairGroups) -> None:
+    """End whatever is under way in a pair's groups, and them. What waits on the device goes on; nobody may use them again."""
+    for group in (groups.sending, groups.receiving):
+        group.abort()
 
-    The pair exchanges one byte in each direction, so that a network that does not connect fails here and not in the middle of a step.
-    """
+
+def pair_groups(low: int, high: int, backend: str, timeout_s: float, purpose: str = "", few_units: bool = True) -> PairGroups | None:
+    """The pair's groups, one a direction; None on any other rank. Collective over the world; arguments as of `new_group`."""
     names = (f"{purpose}{direction}_{low}_{high}" for direction in ("UP", "DOWN"))
     upward, downward = (new_group([low, high], backend, timeout_s, name, few_units) for name in names)
     rank = dist.get_rank()
     if rank not in (low, high):
         return None
     partner, sending, receiving = (high, upward, downward) if rank == low else (low, downward, upward)
-    groups = PairGroups(partner, sending, receiving, timeout_s)
+    return PairGroups(partner, sending, receiving, timeout_s)
+
+
+def try_out(groups: PairGroups, device: torch.device) -> None:
+    """Exchange one byte in each direction, so that a network that does not connect fails here and not in the middle of a step."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     send, receive = (dist.isend, byte, groups.sending), (dist.irecv, torch.empty_like(byte), groups.receiving)
-    for operation, tensor, group in (send, receive) if rank == low else (receive, send):
+    for operation, tensor, group in (send, receive) if dist.get_rank() < groups.partner else (receive, send):
         batched(operation, [tensor], groups.partner, group).wait()
-    return groups
 
 
 def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:

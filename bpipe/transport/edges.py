@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bpipe.ir.action import Kind
 from bpipe.ir.program import Message
 from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
-from bpipe.transport.distributed import PairGroups, Works, batched, pair_groups, within
+from bpipe.transport.distributed import PairGroups, Works, batched, pair_groups, try_out, within
 
 # What a stage makes in its forward, or in its backward: the same for every micro-batch.
 Sort = tuple[int, Kind]
@@ -31,8 +31,9 @@ def connect_edges(pairs: Iterable[tuple[int, int]], backend: str, timeout_s: flo
     """This rank's groups by neighbour, one a direction. Collective over the world: every rank names the same pairs in the same order."""
     found = {}
     for low, high in pairs:
-        groups = pair_groups(low, high, backend, timeout_s, device, "EDGE_", few_units=False)
+        groups = pair_groups(low, high, backend, timeout_s, "EDGE_", few_units=False)
         if groups is not None:
+            try_out(groups, device)
             found[groups.partner] = groups
     return found
 

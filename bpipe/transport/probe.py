@@ -1,12 +1,15 @@
 """Measure a pair's link through a transport, and see that what comes back is what was sent.
 
-In: a transport that nothing has used yet, on both ranks at once. Out: bytes a second there and back, or why it did not work.
+In: a transport that nothing has used yet, on both ranks at once. Out: bytes a second there and back, or why it did not work. A trial runs
+in a thread and on a stream of its own: one that hangs is given up and the run goes on.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -20,15 +23,48 @@ PROBE_BYTES = 16 << 20
 PROBES = 4
 
 
-def measure(transport: Transport, control: Control, device: Device, evictor: bool) -> tuple[float, str | None]:
-    """The speed, or why there is none; the lower rank is the evictor. It ends with both telling how it went."""
-    speed, why = 0.0, None
-    try:
-        seconds = _rounds(transport, device, evictor)
-        # The first also connects, allocates and touches pages.
-        speed = 2 * PROBE_BYTES / statistics.median(seconds[1:])
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+# How long an aborted trial may take to end, before nobody waits for it any more.
+GRACE_S = 10.0
+
+
+class _Trial:
+    """Rounds in a thread of their own: a communicator that is never made holds up its caller, and a copy that never comes the stream."""
+
+    def __init__(self, transport: Transport, device: Device, evictor: bool) -> None:
+        self._seconds: list[float] = []
+        self._why: str | None = None
+
+        def run() -> None:
+            try:
+                with device.apart():
+                    self._seconds = _rounds(transport, device, evictor)
+            except Exception as error:
+                self._why = f"{type(error).__name__}: {error}"
+
+        # A daemon: one that hangs must not hold up the end of the process.
+        self._thread = threading.Thread(target=run, name="bpipe-probe", daemon=True)
+        self._thread.start()
+
+    def seconds(self, within_s: float, abort: Callable[[], None]) -> tuple[list[float], str | None]:
+        """Return the seconds of every round, or why there are none. What takes longer than `within_s` is aborted."""
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            abort()
+            self._thread.join(GRACE_S)
+            return [], f"nothing came through within {within_s:g} s, half of --bpipe-timeout, and it was given up"
+        return self._seconds, self._why
+
+
+def measure(
+    transport: Transport, control: Control, device: Device, evictor: bool, within_s: float, abort: Callable[[], None]
+) -> tuple[float, str | None]:
+    """Return the speed, or why there is none; the lower rank is the evictor. It ends with both telling how it went.
+
+    `within_s` is less than what a watchdog waits before it ends the process; `abort()` ends what the transport has under way.
+    """
+    seconds, why = _Trial(transport, device, evictor).seconds(within_s, abort)
+    # The first also connects, allocates and touches pages.
+    speed = 0.0 if why else 2 * PROBE_BYTES / statistics.median(seconds[1:])
     other = control.exchange(About.PROBE, why)
     if not why and not other:
         transport.release()

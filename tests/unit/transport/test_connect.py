@@ -65,11 +65,11 @@ def test_peer_needs_one_machine_and_one_process_namespace(theirs: Facts, why: st
 
 def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks pinned 9 GiB each, and a node ended: nobody had looked whether it had them."""
-    monkeypatch.setattr(connect, "measure", lambda transport, control, device, evictor: (1e9 if transport == "peer" else 9e9, None))
+    monkeypatch.setattr(connect, "measure", lambda transport, *_: (1e9 if transport == "peer" else 9e9, None))
     found: dict[int, dict[str, Any]] = {}
 
     def end(rank: int, control: Any) -> None:
-        connection = SimpleNamespace(partner=1 - rank, control=control, transport=lambda name: name)
+        connection = SimpleNamespace(partner=1 - rank, control=control, transport=lambda name: name, timeout_s=1.0, abort=print)
         facts = replace(HERE, no_room="too little") if rank else HERE
         found[rank] = connect._find_link(connection, ("peer", "host"), rank, None, facts)  # type: ignore[arg-type]
 

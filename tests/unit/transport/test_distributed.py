@@ -21,6 +21,7 @@ from bpipe.transport.distributed import (
     nccl_options,
     new_group,
     pair_groups,
+    try_out,
 )
 
 CPU = torch.device("cpu")
@@ -75,15 +76,17 @@ def dist(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
 
 def test_every_rank_makes_every_group_and_the_two_of_a_pair_try_it(dist: Recorded) -> None:
     """A network that does not connect fails here, within the time-out, and not in the middle of a step."""
-    groups = pair_groups(0, 1, "gloo", 7.0, CPU)
+    groups = pair_groups(0, 1, "gloo", 7.0)
     assert [call for call in dist.calls if call[0] == "group"] == [
         ("group", (0, 1), "gloo", 7.0, "BPIPE_UP_0_1"),
         ("group", (0, 1), "gloo", 7.0, "BPIPE_DOWN_0_1"),
     ]
+    assert dist.waited == []
     if dist.rank == 2:
         assert groups is None
-        assert dist.waited == []
         return
+    assert groups is not None
+    try_out(groups, CPU)
     # One direction after the other, so that what one rank sends first the other receives first.
     up, down = "BPIPE_UP_0_1", "BPIPE_DOWN_0_1"
     if dist.rank == 0:
@@ -197,5 +200,5 @@ def test_this_torch_has_all_settings() -> None:
 def test_both_ranks_destroy_their_groups_in_one_order(dist: Recorded) -> None:
     if dist.rank == 2:
         return
-    destroy_groups(pair_groups(0, 1, "gloo", 7.0, CPU))  # type: ignore[arg-type]
+    destroy_groups(pair_groups(0, 1, "gloo", 7.0))  # type: ignore[arg-type]
     assert dist.destroyed == ["BPIPE_UP_0_1", "BPIPE_DOWN_0_1"]

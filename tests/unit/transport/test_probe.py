@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from bpipe.transport import device_memory, probe
+from bpipe.transport.base import Done, Pending, Sizes
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.one_sided import Peer, Reaching
 from bpipe.transport.probe import measure
 from tests.unit.transport.fake_cuda import Error, FakeCuda
-from tests.unit.transport.loopback import AtOnce, controls
+from tests.unit.transport.loopback import CPU, AtOnce, controls
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
 
     def end(control: object, evictor: bool) -> None:
         transport = Reaching(Peer(control, DeviceMemory(cuda.device())), AtOnce(), AtOnce())  # type: ignore[arg-type]
-        found[evictor] = measure(transport, control, device, evictor)  # type: ignore[arg-type]
+        found[evictor] = measure(transport, control, device, evictor, 20.0, lambda: None)  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=end, args=each) for each in zip(controls(rendezvous=True), (True, False), strict=True)]
     for thread in threads:
@@ -56,3 +59,55 @@ def test_a_trial_that_fails_leaves_nothing_and_both_say_why(cuda: FakeCuda, call
         assert why is not None
         assert f"{call} failed: cudaErrorMapBufferObjectFailed" in why
     assert (cuda.allocated, cuda.opened) == ({}, [])
+
+
+class Hanging:
+    """A two-sided transport of which nothing comes back until it is aborted, as of a network that loses what is sent."""
+
+    one_sided: Literal[False] = False
+
+    def __init__(self, *, is_aborted_at_all: bool) -> None:
+        self._aborted, self._ends = threading.Event(), is_aborted_at_all
+        self.num_aborts = 0
+
+    def announce(self, sizes: Sizes) -> Pending:
+        return Done()
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def put(self, host_buffer: int, tensors: Any) -> Pending:
+        self._aborted.wait(60.0)
+        raise RuntimeError("the communicator was aborted")
+
+    get = host = give_back = put
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        if self._ends:
+            self._aborted.set()
+
+    def withdraw(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("is_aborted_at_all", [True, False])
+def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(is_aborted_at_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hung until NCCL's watchdog ended the process, with peer and host yet to be tried."""
+    monkeypatch.setattr(probe, "GRACE_S", 0.1)
+    transports = [Hanging(is_aborted_at_all=is_aborted_at_all) for _ in range(2)]
+    found: dict[bool, tuple[float, str | None]] = {}
+
+    def end(control: Any, transport: Any, evictor: bool) -> None:
+        found[evictor] = measure(transport, control, CPU, evictor, 0.2, transport.abort)
+
+    threads = [threading.Thread(target=functools.partial(end, *each)) for each in zip(controls(), transports, (True, False), strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert [one.num_aborts for one in transports] == [1, 1]
+    for speed, why in found.values():
+        assert speed == 0.0
+        assert why == "nothing came through within 0.2 s, half of --bpipe-timeout, and it was given up"
