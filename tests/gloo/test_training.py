@@ -259,7 +259,7 @@ def test_a_checkpoint_does_not_know_of_balancing(four: Outcome, saved: str, resu
 
 
 @pytest.mark.timeout(300)
-def test_eight_stages_hold_five_each_and_wait_for_no_communicator(run_cases: Callable[..., Outcome]) -> None:
+def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
     """With NCCL's first batch of messages, for which all ranks of a pipeline wait, no run with 8 stages came through its first iteration.
 
     Rank 6 first waited for what rank 1 tells when it has run, which waited for rank 0's message, which waited there for rank 6.
