@@ -34,7 +34,7 @@ from bpipe.generate.families import (
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.document import write_json
 from bpipe.ir.grid import write_grid
-from bpipe.ir.host_buffers import num_own_buffers, num_passed_on
+from bpipe.ir.host_buffers import num_own_buffers
 from bpipe.ir.hosts import ARRANGEMENTS, in_own_memory
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.listing import write_listing, write_listing_json
@@ -360,8 +360,5 @@ def _remarks(schedule: Schedule, given: Times) -> str:
     remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
     if in_own_memory(schedule.hosts):
         remark += f" own_memory={','.join(str(num_own_buffers(schedule, rank)) for rank in range(schedule.num_ranks))}"
-    passed_on = [num_passed_on(schedule, rank) for rank in range(schedule.num_ranks)]
-    if any(passed_on):
-        remark += f" passed_on={','.join(map(str, passed_on))}"
     found = times_of(schedule, *given) if any(given) or schedule.split_stages else None
     return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")

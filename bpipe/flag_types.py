@@ -22,8 +22,7 @@ AUTO = "auto"
 # What the arrangements of hosts mean (`ir.hosts`), in the help of every command that has them.
 HOSTS_SAID = (
     "pair: to the other of its pair; pool: to any rank with room; host: into its own node's memory; all: to any rank with room, and what "
-    "none has room for into its own node's memory; ports: into a node's memory, every second one through a rank that sends nothing "
-    "(default pair)"
+    "none has room for into its own node's memory (default pair)"
 )
 
 

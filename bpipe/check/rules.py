@@ -14,7 +14,7 @@ from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.check.replicas import check_mirror_images, check_reduction_order, check_sum_order
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, own_buffers
-from bpipe.ir.hosts import OWN_MEMORY, is_through, other_ranks, written
+from bpipe.ir.hosts import OWN_MEMORY, other_ranks, written
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Exchange
@@ -60,20 +60,14 @@ def check_shape(case: Case) -> None:
 
 
 def check_hosts(case: Case) -> None:
-    """Every host is another rank's device or, through it, its node's memory, not both; or the rank's own host memory."""
+    """Every host is another rank, or the rank's own host memory."""
     rule, num_ranks, hosts = "hosts", case.schedule.num_ranks, case.schedule.hosts
     if hosts is not None and len(hosts) != num_ranks:
         raise ScheduleError(rule, f"hosts of {len(hosts)} ranks for {num_ranks}: say where each may evict to")
     for rank, of_rank in enumerate(hosts or ()):
         for host in of_rank:
-            for other in other_ranks([host]):
-                if not (0 <= other < num_ranks and other != rank):
-                    raise ScheduleError(rule, f"rank {rank}: host {written(host)} is no other rank of 0 to {num_ranks - 1}", rank)
-                if is_through(host) and other in of_rank:
-                    reason = (
-                        f"rank {rank}: rank {other} keeps what comes on its device or in its node's memory ({written(host)}): say which"
-                    )
-                    raise ScheduleError(rule, reason, rank)
+            if host != OWN_MEMORY and not (0 <= host < num_ranks and host != rank):
+                raise ScheduleError(rule, f"rank {rank}: host {written(host)} is no other rank of 0 to {num_ranks - 1}", rank)
 
 
 def check_once(case: Case) -> None:

@@ -14,12 +14,8 @@ from itertools import repeat
 from typing import NamedTuple
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import OWN_MEMORY, other_ranks, through
+from bpipe.ir.hosts import OWN_MEMORY, other_ranks
 from bpipe.ir.schedule import Schedule, Slot
-
-# Where a rank's device only passes on what it hosts, the buffers there for each rank it does so for: what comes in and what goes out are
-# under way at once, and of one direction one after the other.
-STAGING = 2
 
 
 class Hosting(NamedTuple):
@@ -36,19 +32,6 @@ def host_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
     Of several ranks that it hosts for each has its own numbers.
     """
     return _numbered(schedule.ranks[rank], (Kind.HOST, Kind.RETURN), schedule.layout.rank_of)
-
-
-def device_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
-    """Those of them on the rank's device: not of what it passes on into its node's memory."""
-    found = host_buffers(schedule, rank)
-    behind = set(passed_on_for(schedule, rank))
-    return {stay: buffer for stay, buffer in found.items() if schedule.layout.rank_of(stay.stage, stay.microbatch) not in behind}
-
-
-def passed_on_for(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """The ranks whose activations go through this one into its node's memory, ascending."""
-    hosts = () if schedule.hosts is None else schedule.hosts
-    return tuple(guest for guest, of_rank in enumerate(hosts) if through(rank) in of_rank)
 
 
 def own_buffers(schedule: Schedule, rank: int) -> dict[Hosting, int]:
@@ -161,12 +144,6 @@ def num_buffers_for(schedule: Schedule, host: int) -> dict[int, int]:
     return {guest: len(buffers) for guest, buffers in sorted(taken.items())}
 
 
-def returned_to(schedule: Schedule, host: int, guest: int) -> list[tuple[int, int]]:
-    """Stage and micro-batch of all that a rank gives back to another, in order."""
-    returned = ((one.stage, one.microbatch) for cell in schedule.ranks[host] for one in cell.transfers if one.kind is Kind.RETURN)
-    return [each for each in returned if schedule.layout.rank_of(*each) == guest]
-
-
 def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, int]:
     """By what leaves a rank for a host, in that order: how many of its stages that ever do have run a forward before it leaves.
 
@@ -194,17 +171,12 @@ def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, i
 
 def num_host_buffers(schedule: Schedule, rank: int) -> int:
     """How many host buffers the rank has to preallocate on its device."""
-    return len(set(device_buffers(schedule, rank).values())) + STAGING * len(passed_on_for(schedule, rank))
+    return len(set(host_buffers(schedule, rank).values()))
 
 
 def num_own_buffers(schedule: Schedule, rank: int) -> int:
     """How many it has to preallocate in its own host memory."""
     return max(own_buffers(schedule, rank).values(), default=-1) + 1
-
-
-def num_passed_on(schedule: Schedule, rank: int) -> int:
-    """How many it has in its node's memory for what others send there through it."""
-    return len(set(host_buffers(schedule, rank).values())) - len(set(device_buffers(schedule, rank).values()))
 
 
 def stages_in_buffers(hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:

@@ -1,7 +1,6 @@
 """Say where evicted activations may go. In: peaks, partners, or text. Out: hosts by rank, or the partners they are. Knows no placement.
 
 `hosts[rank]` are the ranks that may hold what the rank evicts, and OWN_MEMORY where that may be its own host memory, behind its device's.
-`through(other)` is another rank that keeps it in its node's memory: the device only passes it on, through its port there.
 Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement is a pool, own memory included.
 """
 
@@ -15,30 +14,19 @@ Hosts = tuple[tuple[int, ...], ...]
 OWN_MEMORY = -1
 
 
-def through(rank: int) -> int:
-    """The host that is a node's memory behind this rank's device."""
-    return OWN_MEMORY - 1 - rank
-
-
-def is_through(host: int) -> bool:
-    """Whether a host is a node's memory behind another rank's device."""
-    return host < OWN_MEMORY
-
-
 def other_ranks(of_rank: Sequence[int]) -> tuple[int, ...]:
     """Of a rank's hosts, the ranks that have the other ends of its transfers: not its own memory."""
-    return tuple(through(host) if is_through(host) else host for host in of_rank if host != OWN_MEMORY)
+    return tuple(host for host in of_rank if host != OWN_MEMORY)
 
 
 # Where what leaves a rank may go, as commands and files say it: to the other rank of a pair; to any rank with room; into its own node's
-# memory; to any rank with room and, what none has room for, into its own node's memory; or into a node's memory, every second one through
-# another rank's port.
-PAIR, POOL, HOST, ALL, PORTS = ARRANGEMENTS = ("pair", "pool", "host", "all", "ports")
+# memory; or to any rank with room and, what none has room for, into its own node's memory.
+PAIR, POOL, HOST, ALL = ARRANGEMENTS = ("pair", "pool", "host", "all")
 # Those with which a node's memory takes what leaves.
-IN_NODES = (HOST, ALL, PORTS)
+IN_NODES = (HOST, ALL)
 
-# In text: joins the hosts of one rank; a rank's own host memory; a rank without hosts; before the rank it goes through.
-_BESIDE, _OWN, _NOBODY, _THROUGH = "+", "own", "none", "via"
+# In text: joins the hosts of one rank; a rank's own host memory; a rank without hosts.
+_BESIDE, _OWN, _NOBODY = "+", "own", "none"
 
 
 def in_pairs(partners: Sequence[int]) -> Hosts:
@@ -106,15 +94,13 @@ def in_own_memory(hosts: Hosts | None) -> bool:
 
 
 def write_hosts(hosts: Hosts) -> str:
-    """A pool in one word: `1+2,via3+own,none`."""
+    """A pool in one word: `1+2,3+own,none`."""
     return ",".join(_BESIDE.join(map(written, of_rank)) or _NOBODY for of_rank in hosts)
 
 
 def written(host: int) -> str:
     """One host in text."""
-    if host == OWN_MEMORY:
-        return _OWN
-    return f"{_THROUGH}{through(host)}" if is_through(host) else str(host)
+    return _OWN if host == OWN_MEMORY else str(host)
 
 
 def read_hosts(text: str) -> Hosts:
@@ -129,12 +115,6 @@ def read_hosts(text: str) -> Hosts:
 def _host(word: str) -> int:
     if word == _OWN:
         return OWN_MEMORY
-    if word.startswith(_THROUGH):
-        return through(_rank(word.removeprefix(_THROUGH)))
-    return _rank(word)
-
-
-def _rank(word: str) -> int:
     if not (word.isascii() and word.isdecimal() and str(int(word)) == word and len(word) < 10):
         raise ValueError(word)
     return int(word)

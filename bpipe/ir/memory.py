@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import through
 from bpipe.ir.schedule import Schedule
 
 # A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
@@ -173,9 +172,7 @@ def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
 
 def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
     """Bytes of activations the rank holds during each slot."""
-    changes, rank_of = memory.changes, schedule.layout.rank_of
-    # Ranks whose activations the device only passes on.
-    behind = {guest for guest, of_rank in enumerate(schedule.hosts or ()) if through(rank) in of_rank}
+    changes = memory.changes
     held = 0
     curve = []
     for slot in schedule.ranks[rank]:
@@ -190,8 +187,6 @@ def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]
                 held += takes
                 freed += gives
         for transfer in slot.transfers:
-            if behind and rank_of(transfer.stage, transfer.microbatch) in behind:
-                continue
             takes, gives = changes[transfer.kind][transfer.stage]
             held += takes
             freed += gives
@@ -209,12 +204,6 @@ class TimedAction(Protocol):
     def start_s(self) -> int | float | Fraction: ...
     @property
     def end_s(self) -> int | float | Fraction: ...
-
-
-def held_here[Timed: TimedAction](rows: Iterable[Timed], schedule: Schedule, rank: int) -> Iterable[Timed]:
-    """Those of a rank's rows that take or give memory of its device: not the ends of what it passes on."""
-    ends = (Kind.HOST, Kind.RETURN)
-    return (row for row in rows if not (row.action.kind in ends and schedule.passes_on(rank, row.action)))
 
 
 def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[int | float | Fraction, int]]:

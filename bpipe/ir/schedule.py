@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from bpipe.ir.action import Action, Kind, by_microbatch
-from bpipe.ir.hosts import Hosts, partners_of, through, write_hosts
+from bpipe.ir.hosts import Hosts, partners_of, write_hosts
 from bpipe.ir.layout import Layout
 
 
@@ -82,10 +82,6 @@ class Schedule:
     def is_pooled(self) -> bool:
         """Whether ranks host otherwise than in pairs."""
         return self.hosts is not None and partners_of(self.hosts) is None
-
-    def passes_on(self, rank: int, action: Action) -> bool:
-        """Whether a rank keeps what it hosts by this HOST or RETURN in its node's memory, and its device only passes it on."""
-        return self.hosts is not None and through(rank) in self.hosts[self.layout.rank_of(action.stage, action.microbatch)]
 
     @property
     def num_ranks(self) -> int:

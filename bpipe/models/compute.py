@@ -11,7 +11,7 @@ from operator import mul
 from typing import NamedTuple
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, is_through, mirrored, other_ranks, through
+from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, mirrored, other_ranks
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models import scan
@@ -311,8 +311,7 @@ def _host_bytes_per_s(setup: Setup) -> float:
     if device.host_node_bytes_per_s is None:
         return device.host_bytes_per_s
     hosts = _hosts(setup)
-    helps = {through(host) for of_rank in hosts for host in of_rank if is_through(host)}
-    sends = [OWN_MEMORY in of_rank or rank in helps for rank, of_rank in enumerate(hosts)]
+    sends = [OWN_MEMORY in of_rank for of_rank in hosts]
     nodes = setup.nodes()
     # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it does.
     part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from operator import gt
 
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL, PORTS
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.memory import RESERVE, Memory, memory_of
 from bpipe.models.context_parallel import exchange_bytes
 from bpipe.models.held import HeldCounts, held_within
@@ -314,7 +314,7 @@ def _held_of(setup: Setup) -> tuple[HeldCounts, ...]:
 
 def keeps_own(setup: Setup) -> bool:
     """Whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all ranks hold alike, too."""
-    return setup.balance != "none" and setup.how.hosts in (HOST, ALL, PORTS)
+    return setup.balance != "none" and setup.how.hosts in (HOST, ALL)
 
 
 def moves_anything(setup: Setup) -> bool:

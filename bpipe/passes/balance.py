@@ -14,7 +14,7 @@ from math import ceil
 from operator import add
 
 from bpipe.ir.action import OTHER_END, Action
-from bpipe.ir.host_buffers import STAGING, Hosting, device_buffers, host_buffers, passed_on_for, stages_in_buffers
+from bpipe.ir.host_buffers import Hosting, host_buffers, stages_in_buffers
 from bpipe.ir.hosts import default_partners, halved, in_pairs, pairing
 from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
@@ -55,19 +55,7 @@ def occupied_counts(schedule: Schedule) -> tuple[Count, ...]:
 
 def occupied(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
     """What a run allocates on a rank: for its own micro-batches at their most, and for host buffers, which stay."""
-    return max(own_bytes(schedule, rank, memory), default=0), _hosting_bytes(schedule, rank, memory)
-
-
-def _hosting_bytes(schedule: Schedule, rank: int, memory: Memory) -> int:
-    """Of host buffers on its device, and of those through which it passes on what goes into its node's memory."""
-    kept = buffer_bytes(schedule, device_buffers(schedule, rank), memory)
-    behind = passed_on_for(schedule, rank)
-    if not behind:
-        return kept
-    hosted = host_buffers(schedule, rank)
-    rank_of = schedule.layout.rank_of
-    stages = ({stay.stage for stay in hosted if rank_of(stay.stage, stay.microbatch) == guest} for guest in behind)
-    return kept + STAGING * sum(map(memory.buffer_bytes, stages))
+    return max(own_bytes(schedule, rank, memory), default=0), buffer_bytes(schedule, host_buffers(schedule, rank), memory)
 
 
 def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:

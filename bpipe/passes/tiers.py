@@ -1,6 +1,6 @@
 """Let what must leave a rank go to its own node's memory: all of it, or only what no device has room for.
 
-In: a compute-only Schedule, rooms and sizes. Out: one with transfers, each to a rank, OWN_MEMORY or through a rank.
+In: a compute-only Schedule, rooms and sizes. Out: one with transfers, each to a rank or OWN_MEMORY.
 
 What leaves is what `pool` sends, so it is as little as can be wherever it goes. With other devices first, as few bytes of it as can be stay
 behind: of a rank that has so many host buffers on devices, those micro-batches are kept out that stay away longest where they are too many
@@ -15,8 +15,7 @@ from math import ceil
 from typing import NamedTuple
 
 from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import STAGING
-from bpipe.ir.hosts import ALL, HOST, OWN_MEMORY, POOL, PORTS, through
+from bpipe.ir.hosts import ALL, HOST, OWN_MEMORY, POOL
 from bpipe.ir.memory import Memory, counts_of, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import check_input
@@ -64,28 +63,6 @@ def in_own_memory(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -
     return with_hosts(schedule, plans, {(stay.stage, stay.microbatch): OWN_MEMORY for stay in stays}, rooms)
 
 
-def through_two_ports(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -> Schedule:
-    """All that leaves goes to a node's memory, every second micro-batch through a rank of the node that sends nothing. Raises NoRoom.
-
-    Such a rank passes on for one other at most, for its port carries no more than that one's does, and has room for the buffers that takes.
-    """
-    plans, spare = leaving(schedule, rooms)
-    cost = distances(schedule, nodes)
-    free = {rank for rank in range(schedule.num_ranks) if rank not in plans}
-    host_of: dict[Stay, int] = {}
-    for rank, plan in sorted(plans.items()):
-        stays = _away(plan)
-        needed = STAGING * rooms.memory.buffer_bytes({stay.stage for stay in stays})
-        able = [other for other in free if spare[other] >= needed and not (nodes and nodes[rank] != nodes[other])]
-        ways = [OWN_MEMORY]
-        if able and len(stays) > 1:
-            helper = min(able, key=lambda other: (cost(rank, other), other))
-            free.remove(helper)
-            ways.append(through(helper))
-        host_of |= {(stay.stage, stay.microbatch): ways[number % len(ways)] for number, stay in enumerate(stays)}
-    return with_hosts(schedule, plans, host_of, rooms)
-
-
 def in_tiers(schedule: Schedule, rooms: Rooms, nodes: Sequence[int] = ()) -> Schedule:
     """What leaves goes to any rank with room, as in a pool; what none has room for, to its own node's memory. Raises NoRoom."""
     plans, spare = leaving(schedule, rooms)
@@ -112,13 +89,11 @@ _ARRANGED: Mapping[str, Callable[[Schedule, Rooms, Sequence[int]], Schedule]] = 
     POOL: pool,
     HOST: in_own_memory,
     ALL: in_tiers,
-    PORTS: through_two_ports,
 }
 _NAMES = {
     POOL: "a pool",
     HOST: "a node's own memory",
     ALL: "a pool with a node's own memory behind it",
-    PORTS: "a node's memory through two ports",
 }
 
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import guests_of, hosts_of
-from bpipe.ir.hosts import ALL, IN_NODES, PAIR, POOL, PORTS
+from bpipe.ir.hosts import ALL, IN_NODES, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
@@ -269,7 +269,7 @@ def predicted(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MI
     """What is predicted of a setup."""
     budgets = spread(budget_bytes, setup.pipeline)
     plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
-    nodes = setup.how.hosts in (POOL, ALL, PORTS) and len(set(moving.nodes())) > 1
+    nodes = setup.how.hosts in (POOL, ALL) and len(set(moving.nodes())) > 1
     return Devices(
         build(plain.program()),
         sizes_of(setup, minimum_bytes),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bpipe.generate.families import default
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL, PORTS
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.models.cluster import Cluster, gib
 from bpipe.models.compute import update_seconds
 from bpipe.models.kernel_shapes import kernel_shapes
@@ -36,7 +36,6 @@ HOSTS = {
     POOL: " in a pool",
     HOST: " with node memory",
     ALL: " in a pool with node memory",
-    PORTS: " with node memory through two ports",
 }
 
 

@@ -18,7 +18,6 @@ from bpipe.ir.host_buffers import (
     num_buffers_for,
     num_own_buffers,
     own_buffers,
-    passed_on_for,
     stays_by_host,
 )
 from bpipe.ir.hosts import in_own_memory
@@ -90,7 +89,6 @@ def document(found: Fit) -> dict[str, Any]:
         **({"own_bytes": list(found.own_bytes)} if in_own_memory(schedule.hosts) else {}),
         "hosts": [
             {"rank": rank, "host": host, "evictions": len(stays), "moved_bytes": found.stays_bytes(stays)}
-            | ({"passed_on": True} if rank in passed_on_for(schedule, host) else {})
             for rank in range(schedule.num_ranks)
             for host, stays in stays_by_host(schedule, rank).items()
             if found.stays_bytes(stays)
@@ -130,7 +128,7 @@ def _waiting(found: Fit) -> list[str]:
 def _where(found: Fit, rank: int, host: int) -> str:
     if host == rank:
         return "its own node"
-    return f"through rank {host} that one's node" if rank in passed_on_for(found.schedule, host) else f"rank {host}"
+    return f"rank {host}"
 
 
 def _hosting(found: Fit, rank: int) -> str:

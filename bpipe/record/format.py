@@ -310,8 +310,7 @@ class Iteration:
 
     `after_input_bytes` too: what is held between the halves of a backward, of stages whose backwards have any.
     `shard_bytes`: what a shard of the vocabulary holds of one micro-batch between its passes, S and T.
-    `host_bytes`: of its host buffers for others, on its device; `own_bytes`: of those for itself in its node's memory, and
-    `passed_on_bytes`: of those there for what others send through it.
+    `host_bytes`: of its host buffers for others, on its device; `own_bytes`: of those for itself in its node's memory.
     `kept_bytes`: all that a forward keeps for its backward, of stages that leave, as the run counted it in its first iteration.
     Where micro-batches differ in size these are of the largest. Such as were to leave and found too little room have `stayed`, and by so
     many at once and so many bytes the bound was `passed` at most.
@@ -330,7 +329,6 @@ class Iteration:
     received_bytes: Bytes = 0
     host_bytes: Bytes = 0
     own_bytes: Bytes = 0
-    passed_on_bytes: Bytes = 0
     stayed_microbatches: Whole = 0
     stayed_bytes: Bytes = 0
     passed_microbatches: Whole = 0
@@ -368,8 +366,7 @@ class TrainingStep:
 class RankSummary:
     """One rank over all of its iterations. Bytes of activations and of the host buffers for the partner; transfers are per iteration.
 
-    `own_buffers`, `own_bytes`: the host buffers in its own node's memory, of which its device has nothing; `passed_on_buffers`,
-    `passed_on_bytes`: those there for what others send through it.
+    `own_buffers`, `own_bytes`: the host buffers in its own node's memory, of which its device has nothing.
     `moved_fraction` is the smallest of its stages': what of a forward's activations leaves with its micro-batch.
     Where micro-batches differ in size: how many of all iterations `stayed` because they found too little room, and their bytes; by how much
     at most the bound was `passed` at once; the largest by stage that was to leave, `largest_bytes`, as a host buffer takes it; and how
@@ -389,8 +386,6 @@ class RankSummary:
     loads: Whole | None = None
     own_buffers: Whole = 0
     own_bytes: Bytes = 0
-    passed_on_buffers: Whole = 0
-    passed_on_bytes: Bytes = 0
     moved_fraction: Annotated[float, number(0, 1)] | None = None
     stayed_microbatches: Whole = 0
     stayed_bytes: Bytes = 0

@@ -38,7 +38,7 @@ def _line(value: Any) -> str:
     return json.dumps(_keys(value), separators=separators) + "\n"
 
 
-_OWN_MEMORY = ("own_buffers", "own_bytes", "passed_on_buffers", "passed_on_bytes")
+_OWN_MEMORY = ("own_buffers", "own_bytes")
 _DIFFERING = ("stayed_microbatches", "stayed_bytes", "passed_microbatches", "passed_bytes", "largest_bytes", "times_grown")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.ir.host_buffers import STAGING, num_buffers_for, num_own_buffers, passed_on_for, stays_by_host
+from bpipe.ir.host_buffers import num_buffers_for, num_own_buffers, stays_by_host
 from bpipe.ir.memory import num_transfers
 from bpipe.report.compare import Comparison, StageRow
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
@@ -95,8 +95,6 @@ def _where(comparison: Comparison, rank: int, host: int) -> str:
         in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
         places = counted(num_own_buffers(schedule, rank), "host buffer")
         return f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's memory, in {places}{in_all}"
-    if rank in passed_on_for(schedule, host):
-        return f"Stage {rank} sends {count} of its {own} micro-batches {_through(comparison, rank, host)}"
     where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
     if sizes is None:
         return where
@@ -105,16 +103,6 @@ def _where(comparison: Comparison, rank: int, host: int) -> str:
     buffers = num_buffers_for(schedule, host)
     others = "" if len(buffers) == 1 else ", others' included"
     return f"{where} in {counted(buffers[rank], 'host buffer')} of {bytes_text(sizes.host_bytes)} in all{others}"
-
-
-def _through(comparison: Comparison, rank: int, host: int) -> str:
-    """Where what one stage sends goes that another passes on."""
-    sizes = comparison.prediction.sizes[host]
-    where = f"through stage {host} into that one's node's memory"
-    if sizes is None:
-        return where
-    places = counted(num_buffers_for(comparison.measured.schedule, host)[rank], "host buffer")
-    return f"{where}, in {places} of {bytes_text(sizes.passed_on_bytes)} there and {STAGING} of {bytes_text(sizes.host_bytes)} on the way"
 
 
 def _too_large(comparison: Comparison) -> str:

@@ -22,8 +22,7 @@ class RankSizes:
     """What one rank measured: of one micro-batch by stage, what it receives for one, and what its host buffers occupy.
 
     `after_input_bytes`: of stages whose backward is split, what is held between its halves. `shard_bytes`: what a shard of the vocabulary
-    holds between its passes. `own_bytes`: of its host buffers in its own node's memory; `passed_on_bytes`: of those there for
-    what others send through it.
+    holds between its passes. `own_bytes`: of its host buffers in its own node's memory.
     """
 
     saved_bytes: Mapping[int, int]
@@ -33,7 +32,6 @@ class RankSizes:
     after_input_bytes: Mapping[int, int] = field(default_factory=dict)
     shard_bytes: int = 0
     own_bytes: int = 0
-    passed_on_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

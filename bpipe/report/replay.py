@@ -172,9 +172,7 @@ def _sizes(measured: Measured, place: int) -> RankSizes | None:
     if not found:
         return None
     one = max(found, key=lambda iteration: sum(iteration.saved_bytes.values()))
-    host_bytes, own_bytes, passed_on_bytes = (
-        max(sizes) for sizes in zip(*((each.host_bytes, each.own_bytes, each.passed_on_bytes) for each in found), strict=True)
-    )
+    host_bytes, own_bytes = (max(sizes) for sizes in zip(*((each.host_bytes, each.own_bytes) for each in found), strict=True))
     return RankSizes(
         saved_bytes=one.saved_bytes,
         moved_bytes=one.moved_bytes,
@@ -183,7 +181,6 @@ def _sizes(measured: Measured, place: int) -> RankSizes | None:
         after_input_bytes=one.after_input_bytes,
         shard_bytes=one.shard_bytes,
         own_bytes=own_bytes,
-        passed_on_bytes=passed_on_bytes,
     )
 
 

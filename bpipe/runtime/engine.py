@@ -74,8 +74,8 @@ class Engine:
         streams: Streams | None = None,
     ) -> None:
         """`transport` is that to the rank's partner, or one to each rank that it sends to or hosts for, by rank; under its own rank one
-        into its own node's memory, and to a rank for which this one passes on a `Passing`. `streams` are those of other programs of this
-        process, which never run beside this one; by default its own."""
+        into its own node's memory. `streams` are those of other programs of this process, which never run beside this one; by default its
+        own."""
         self.schedule = schedule
         self._rank = rank
         self._config = config
@@ -153,11 +153,6 @@ class Engine:
     def own_memory(self) -> tuple[int, int]:
         """How many host buffers are preallocated in its own node's memory, and their bytes."""
         return self._partners.own_memory
-
-    @property
-    def passed_on(self) -> tuple[int, int]:
-        """How many host buffers are preallocated there for what others send through it, and their bytes."""
-        return self._partners.passed_on
 
     # -- the calls -----------------------------------------------------------------------------------------------------------------
 

@@ -21,22 +21,17 @@ from bpipe.ir.host_buffers import (
     host_buffers,
     hosts_of,
     num_measured,
-    passed_on_for,
-    returned_to,
     stages_in_buffers,
 )
-from bpipe.ir.hosts import through, written
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import Claims
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.kept import Kept
-from bpipe.runtime.passing_on import PassingAcceptor
 from bpipe.runtime.several import SeveralGuests, SeveralHosts
 from bpipe.runtime.streams import Streams
 from bpipe.transport.base import Pending, Transport
-from bpipe.transport.passing import Passing
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,6 @@ class Partners:
         """Raises ValueError for transfers that there is no transport for."""
         self._rank_of, self._rank, self._moving = schedule.layout.rank_of, rank, moving
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
-        _check_passed_on(schedule, moving)
-        # By those for whom this rank only passes on what it hosts: what it gives back to them, in order.
-        self._returned = {guest: returned_to(schedule, rank, guest) for guest in passed_on_for(schedule, rank)}
-        # The ranks whose devices only pass on what this one sends to them.
-        self._through = {host for host in hosts.values() if rank in passed_on_for(schedule, host)}
         self._host_of = _only_hosts(hosts, moving.name)
         self._transports = _by_rank(schedule, rank, transports)
         others = sorted({*guests, *hosts.values()})
@@ -106,10 +96,7 @@ class Partners:
             sent, *roles, moving.minimum_bytes, moving.poison, moving.wait, moving.kept, claims, moving.differing, moving.parts
         )
         acceptor: Acceptor
-        if other in self._returned:
-            assert isinstance(transport, Passing), "whoever passes on has a transport that does"
-            acceptor = PassingAcceptor(hosted, self._returned[other], transport, streams.others(other), moving.device, moving.wait)
-        elif transport.one_sided:
+        if transport.one_sided:
             acceptor = LendingAcceptor(hosted, transport)
         else:
             acceptor = ReceivingAcceptor(hosted, transport, streams, moving.device, moving.wait)
@@ -138,10 +125,7 @@ class Partners:
     def named(self, action: Action) -> str:
         """The same in an error."""
         other = self.other(action)
-        if other == self._rank:
-            return "its own node's memory"
-        sent = action.kind in (Kind.EVICT, Kind.LOAD)
-        return f"a node's memory through stage {other}" if sent and other in self._through else f"stage {other}"
+        return "its own node's memory" if other == self._rank else f"stage {other}"
 
     @property
     def own_memory(self) -> tuple[int, int]:
@@ -153,12 +137,6 @@ class Partners:
     def lent_bytes(self) -> int:
         """Return the bytes of host buffers that other ranks reach into by themselves: on a device its allocator does not count them."""
         return sum(partner.acceptor.host_buffer_bytes for partner in self._partners.values() if partner.transport.one_sided)
-
-    @property
-    def passed_on(self) -> tuple[int, int]:
-        """How many host buffers it has there for what others send through it, and their bytes."""
-        slots = [one.acceptor.slots for one in self._partners.values() if isinstance(one.acceptor, PassingAcceptor)]
-        return sum(count for count, _ in slots), sum(nbytes for _, nbytes in slots)
 
     def sees(self, action: Action) -> bool:
         """Whether this rank has to write it down: with a one-sided transport a host sees nothing of its host buffers' transfers."""
@@ -198,25 +176,6 @@ class Partners:
         for partner in self._partners.values():
             for role in (partner.evictor, partner.acceptor, partner.transport):
                 role.abandon()
-
-
-def _check_passed_on(schedule: Schedule, moving: Moving) -> None:
-    """Raises ValueError, on all ranks alike, for what nobody runs of what goes through a rank into its node's memory."""
-    for host in range(schedule.num_ranks):
-        for guest in passed_on_for(schedule, host):
-            what = (
-                f"{moving.name}: what leaves stage {guest} goes through stage {host} into a node's memory (host {written(through(host))})"
-            )
-            if guest in hosts_of(schedule, host).values():
-                raise ValueError(
-                    f"{what}, and stage {host} sends to stage {guest}, too: what comes to it would have to keep two orders at once. Let it "
-                    "send to another rank, or into its own node's memory"
-                )
-            if moving.differing:
-                raise ValueError(
-                    f"{what}, and micro-batches differ in size: stage {host} would have to hear how large each is before it can pass it "
-                    "on, and hold up what else it issues for that. Take --bpipe-hosts host, or pad micro-batches to one size"
-                )
 
 
 def _by_rank(schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None) -> Mapping[int, Transport]:

@@ -37,23 +37,14 @@ class Streams:
     streams share.
     """
 
-    def __init__(self, device: torch.device, timed_as: Streams | None = None) -> None:
-        """`timed_as`: copies are timed when those on these are."""
+    def __init__(self, device: torch.device) -> None:
         self.timed = False
-        self._timed_as = timed_as or self
         self._device = device
-        self._others: dict[int, Streams] = {}
         self._cuda = device.type == "cuda"
         if self._cuda:
             # High priority: a transfer's few blocks must not queue behind a whole layer's.
             self._outbound = torch.cuda.Stream(device, priority=-1)
             self._inbound = torch.cuda.Stream(device, priority=-1)
-
-    def others(self, rank: int) -> Streams:
-        """Return two more, for transfers of that other rank that must not hold up those on these."""
-        if rank not in self._others:
-            self._others[rank] = Streams(self._device, self._timed_as)
-        return self._others[rank]
 
     @contextlib.contextmanager
     def outbound(self) -> Iterator[None]:
@@ -73,7 +64,7 @@ class Streams:
             yield
             return
         stream.wait_event(torch.cuda.current_stream().record_event())
-        before = _timed.set(self._timed_as.timed)
+        before = _timed.set(self.timed)
         try:
             with torch.cuda.stream(stream):
                 yield

@@ -12,8 +12,6 @@ Every rank follows its program (`passes.lower`) and waits as the runtime does; t
       the rank goes on when it has passed
   [6] a collective starts when all who have a part in it are there, and the one before it of its sort is over
   [7] gradients are reduced over replicas behind or beside all that (`reductions`), and then all ranks update their weights
-  [8] what goes into a node's memory through another rank has left when it is on that one's device, which passes it on and takes the next
-      no earlier; what comes back next is brought to the device ahead, once the one before it has gone. Both ends are posted
 What a rank keeps in its own node's memory has no other end, and takes the rank's link there: one port out and one in.
 Messages that share a port take turns, first ready first, outputs before gradients. A transfer pauses while a message passes one of its
 ports: it is hundreds of times as long, and the bandwidth it loses is the same as if both shared it.
@@ -29,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import through
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.needs import Needs
 from bpipe.ir.program import Do, Exchange, Program, Transfer
@@ -64,7 +61,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 class _Transfer:
     """One move of a micro-batch's activations from `sender` to `receiver`. `behind` is what brought there what comes back now.
 
-    `behind_s`: how long the port of a rank that passes it on takes, to its node's memory or from there.
     Behind the ranks are the two ends of each rank's link to its node's memory, on its device and there: p + rank and 2p + rank.
     """
 
@@ -73,7 +69,6 @@ class _Transfer:
     receiver: int
     seconds: Number
     actions: dict[int, Action]
-    behind_s: Number = 0
     behind: _Transfer | None = None
     num_posted: int = 0
     is_let: bool = False
@@ -234,8 +229,6 @@ class _Run:
         self.over[transfer.event] = transfer.end
         for port in {port_out, port_in}:
             del self.under_way[port]
-        if transfer.behind_s:
-            self.port_free[port_in if transfer.behind is None else port_out] = transfer.end + transfer.behind_s
         if self.held_up.get(port_in):
             following, out_of = self.held_up[port_in].popleft()
             heapq.heappush(self.ready, (transfer.end, following.event, out_of, port_in, 0))
@@ -330,9 +323,7 @@ class _Run:
     def _post_end(self, transfer: _Transfer, action: Action, clock: Number) -> None:
         """[3] One end of a transfer is posted. Of a one-sided one the evictor's end is all there is."""
         evictor = self.schedule.layout.rank_of(action.stage, action.microbatch)
-        by_both = {transfer.sender, transfer.receiver} - {evictor}
-        behind = any(self._passes_on(evictor, other) for other in by_both)
-        alone = (evictor in self.costs.one_sided and not behind) or transfer.sender >= self.schedule.num_ranks
+        alone = evictor in self.costs.one_sided or transfer.sender >= self.schedule.num_ranks
         there, back = (_EVICT, _LOAD) if alone else (_HOST, _RETURN)
         if alone and action.kind not in (there, back):
             return
@@ -356,13 +347,10 @@ class _Run:
             cost = self.costs.stages[action.stage]
             links = self.costs.links
             seconds = links.link(sender, receiver).seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s
-            behind_s: Number = 0
-            if self._passes_on(sender, receiver) or self._passes_on(receiver, sender):
-                behind_s = links.host.seconds(cost.moved_bytes)  # [8]
             p, ends = self.schedule.num_ranks, (sender, receiver)
             if sender == receiver:
                 ends = (p + rank, 2 * p + rank) if action.kind is _EVICT else (2 * p + rank, p + rank)
-            transfer = _Transfer(len(self.over), *ends, seconds, {}, behind_s)
+            transfer = _Transfer(len(self.over), *ends, seconds, {})
             self.over.append(None)
             self.transfers.append(transfer)
             if sender != receiver:
@@ -380,25 +368,7 @@ class _Run:
         if transfer.behind is not None and self.over[transfer.behind.event] is None:
             return
         transfer.is_let = True
-        here = now
-        if transfer.behind is not None and transfer.behind_s:
-            # What brought it there has passed it on, and it has come to the device again.
-            here = self._end(transfer.behind.event) + 2 * transfer.behind_s
-        heapq.heappush(self.ready, (max(transfer.ready, now, here), transfer.event, *self._transfer_ports(sender, transfer.receiver), 0))
-
-    def _passes_on(self, evictor: int, other: int) -> bool:
-        """Whether what leaves a rank for another goes on into that one's node's memory."""
-        hosts = self.schedule.hosts
-        return hosts is not None and max(evictor, other) < len(hosts) and through(other) in hosts[evictor]
-
-    def _transfer_ports(self, sender: int, receiver: int) -> tuple[int, int]:
-        """As a message's; through a rank into its node's memory, the evictor's and that rank's one there."""
-        p = self.schedule.num_ranks
-        if sender < p and self._passes_on(sender, receiver):
-            return self._ports(sender, receiver)[0], host_port(receiver, p, True)
-        if sender < p and self._passes_on(receiver, sender):
-            return host_port(sender, p, False), self._ports(sender, receiver)[1]
-        return self._ports(sender, receiver)
+        heapq.heappush(self.ready, (max(transfer.ready, now), transfer.event, *self._ports(sender, transfer.receiver), 0))
 
     def report(self) -> Simulation:
         moves: list[list[Timed]] = [[] for _ in range(self.schedule.num_ranks)]
@@ -426,7 +396,7 @@ class _Run:
         """By port, when messages and transfers pass it. Asked for only where reductions run beside computations."""
         busy = self.messages
         for transfer in self.transfers if self.costs.eager else ():
-            for port in self._transfer_ports(transfer.sender, transfer.receiver):
+            for port in self._ports(transfer.sender, transfer.receiver):
                 busy.setdefault(port, []).append((transfer.start, transfer.end))
         return busy
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from bpipe.ir.action import Action
-from bpipe.ir.memory import changes_in_time, held_here
+from bpipe.ir.memory import changes_in_time
 from bpipe.ir.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number
 
@@ -89,9 +89,7 @@ class Simulation:
 
     def levels(self, rank: int) -> tuple[Level, ...]:
         """Bytes of activations the rank holds over time, its own and hosted ones."""
-        return levels_of(
-            changes_in_time((*self.computations[rank], *held_here(self.transfers[rank], self.schedule, rank)), self.costs.memory)
-        )
+        return levels_of(changes_in_time((*self.computations[rank], *self.transfers[rank]), self.costs.memory))
 
     def peak_bytes(self, rank: int) -> int:
         """The most of `levels`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import SharedMemory
 from bpipe.transport.one_sided import Host, Peer, Reaching
-from bpipe.transport.passing import Passing
 from bpipe.transport.probe import measure, measure_alone
 
 TWO_SIDED = ("nccl", "gloo")
@@ -72,15 +71,8 @@ def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
     return (wanted,)
 
 
-def obstacle(name: str, mine: Facts, theirs: Facts, passes_on: bool = False) -> str | None:
-    """Why two ranks cannot use a transport, or None where they may. `passes_on`: one of them has to pass on what comes to it."""
-    if passes_on and name not in TWO_SIDED:
-        return "one of the two passes on what comes to it into its node's memory, and would not hear when it has come"
-    if passes_on and mine.boot != theirs.boot:
-        return (
-            f"{mine.host} and {theirs.host} are two machines, and what goes through another rank's port is for the same node's memory: "
-            "--bpipe-memory knows which ranks share one"
-        )
+def obstacle(name: str, mine: Facts, theirs: Facts) -> str | None:
+    """Why two ranks cannot use a transport, or None where they may."""
     if name == "host":
         return mine.no_room or theirs.no_room
     if name != "peer":
@@ -166,9 +158,6 @@ class OwnMemory:
     def __init__(self, device: Device, budget: Budget, timeout_s: float) -> None:
         self._device, self._budget = device, budget
         self._lanes = device.lanes(device.device, timeout_s)
-        self._timeout_s = timeout_s
-        # By the rank for which this one passes on.
-        self._passing: dict[int, tuple[CopyLane, CopyLane]] = {}
         rank = dist.get_rank()
         self.link = MeasuredLink((rank, rank), "host", {"host": measure_alone(self.transport(), device)})
 
@@ -176,25 +165,13 @@ class OwnMemory:
         """A transport for one program; all of them share lanes. It is always the same one, and takes any sizes."""
         return Reaching(self._host(), *self._lanes)
 
-    def passing(self, connection: Connection) -> Passing:
-        """The transport for one program in which this rank passes on what comes from that other rank."""
-        inner = connection.transport()
-        if inner.one_sided:
-            raise RuntimeError(f"this pair was connected by {connection.link}, of whose transfers the rank in between hears nothing")
-        lanes = self._passing.get(connection.partner)
-        if lanes is None:
-            outbound, inbound = self._device.lanes(self._device.device, self._timeout_s)
-            lanes = self._passing[connection.partner] = inbound, outbound
-        return Passing(inner, Reaching(self._host(), *lanes), *lanes)
-
     def _host(self) -> Host:
         wanted, way_out = "--bpipe-hosts", "Let less leave (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)"
         return Host(self._device, self._budget, wanted, way_out)
 
     def close(self) -> None:
-        for lanes in (self._lanes, *self._passing.values()):
-            for lane in lanes:
-                lane.close()
+        for lane in self._lanes:
+            lane.close()
 
 
 def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[OwnMemory | None, list[MeasuredLink]]:
@@ -225,14 +202,12 @@ def connect_all(
     device: Device,
     buffers: Buffers | None = None,
     own_memory: bool = False,
-    passing: Container[tuple[int, int]] = (),
 ) -> tuple[dict[int, Connection], list[MeasuredLink]]:
     """Connect all pairs: this rank's connections by the other's rank, ascending, and every pair's link, the same on all ranks.
 
     `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together, and two ranks that are in
     several pairs come to those in one order. `buffers` are what this rank would keep in the host's memory; with `own_memory` that is for
-    what goes to no other rank. Of pairs in `passing` one passes on what comes to it into its node's memory. Raises ValueError or
-    RuntimeError on every rank alike where a pair has no transport.
+    what goes to no other rank. Raises ValueError or RuntimeError on every rank alike where a pair has no transport.
     """
     names = tuple(name for name in candidates(wanted, device.device.type) if not (own_memory and name == "host"))
     rank = dist.get_rank()
@@ -250,7 +225,7 @@ def connect_all(
     # it fits in any case.
     here = Facts.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)
     connections = dict(sorted(connections.items()))
-    links = _all_links([_find_link(connection, names, rank, device, here, passing) for connection in connections.values()])
+    links = _all_links([_find_link(connection, names, rank, device, here) for connection in connections.values()])
     _refuse_without_transport(links, connections.values())
     on_host = {rank for link in links if link.transport == "host" for rank in link.ranks}
     budget = Budget(everyone[rank], [each for number, each in enumerate(everyone) if number in on_host])
@@ -289,9 +264,7 @@ def _refuse_without_transport(links: Sequence[MeasuredLink], connections: Iterab
         raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 
-def _find_link(
-    connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Facts, passing: Container[tuple[int, int]] = ()
-) -> dict[str, Any]:
+def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Facts) -> dict[str, Any]:
     """Try every candidate with the partner and agree on one. Returns a `MeasuredLink`'s fields, the same on both ranks."""
     partner = connection.partner
     ranks = min(rank, partner), max(rank, partner)
@@ -299,7 +272,7 @@ def _find_link(
     measured: dict[str, float] = {}
     refused: dict[str, str] = {}
     for name in names:
-        why = obstacle(name, mine, theirs, ranks in passing)
+        why = obstacle(name, mine, theirs)
         if why is None:
             ends = connection.transport(name), connection.control, device, rank < partner
             speed, why = measure(*ends, connection.timeout_s / 2, functools.partial(connection.abort, name))

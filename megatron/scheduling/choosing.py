@@ -14,21 +14,20 @@ from typing import Any
 from bpipe.check.order import check_microbatch_order
 from bpipe.generate.families import FAMILIES, default, that_take_delays, that_take_groups, that_take_shards
 from bpipe.generate.family import ALIKE, Family, UnitCosts
-from bpipe.ir.hosts import HOST, PAIR, PORTS
+from bpipe.ir.hosts import HOST, PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
-from bpipe.record.format import ONE_SIDED
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import budgets, upstream
 from megatron.scheduling.following import of_file
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import PLACED, SHARDED, differ, reasons_of
+from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
 from megatron.scheduling.sizes import Sizes
 
 _WAY_OUT = "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
@@ -136,23 +135,8 @@ def _check_hosts(args: Any, balance: BalanceConfig | None) -> None:
     if args.bpipe_hosts == HOST:
         if args.bpipe_transport not in (AUTO, HOST):
             raise ValueError(f"{wanted}: nothing goes to another rank, so --bpipe-transport {args.bpipe_transport} has nothing to carry")
-    elif args.bpipe_hosts == PORTS:
-        _check_ports(args, wanted)
     elif args.bpipe_transport == "host":
         raise ValueError(f"{wanted}: with --bpipe-transport host each rank keeps what leaves in its host's memory: leave one of them out")
-
-
-def _check_ports(args: Any, wanted: str) -> None:
-    if args.bpipe_transport in ONE_SIDED:
-        raise ValueError(
-            f"{wanted}: a rank that passes on what comes to it has to hear when it has come, and with --bpipe-transport "
-            f"{args.bpipe_transport} it would not: leave that out"
-        )
-    if args.bpipe_differing_sizes or differ(args):
-        raise ValueError(
-            f"{wanted}: where micro-batches differ in size, a rank that passes on would have to hear how large each is first, and hold up "
-            f"what else it issues for that: take --bpipe-hosts {HOST}, or pad them to one size"
-        )
 
 
 def _listed(bounds: tuple[int, ...]) -> str:

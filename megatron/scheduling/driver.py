@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import links_of, passed_on_for
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
@@ -266,17 +266,7 @@ class Driver:
         self.links += found
         used = {frozenset(pair) for pair in links_of(schedule)}
         mine = {place: one for place, one in self._connections.items() if frozenset((self.rank, place)) in used}
-        return {
-            place: self._passing(one) if place in passed_on_for(schedule, self.rank) else one.transport(differing=differing)
-            for place, one in mine.items()
-        }
-
-    def _passing(self, connection: Connection | OwnMemory) -> Transport:
-        """To a rank for which this one passes on what it sends."""
-        memory = self._connections[self.rank]
-        assert isinstance(memory, OwnMemory)
-        assert isinstance(connection, Connection)
-        return memory.passing(connection)
+        return {place: one.transport(differing=differing) for place, one in mine.items()}
 
     def close(self) -> None:
         """Training is over: end the threads that copy."""
@@ -313,7 +303,6 @@ class Driver:
             received_bytes=self._meter.received_bytes,
             host_bytes=engine.host_bytes,
             own_bytes=engine.own_memory[1],
-            passed_on_bytes=engine.passed_on[1],
             peak_bytes=self._meter.peak_bytes,
             shares=engine.shares,
             stayed=StayedAtHome() if sizing is None else sizing.stayed,
@@ -376,7 +365,6 @@ class Driver:
             num_host_buffers=engine.num_host_buffers,
             host_bytes=engine.host_bytes,
             own_memory=engine.own_memory,
-            passed_on=engine.passed_on,
             shares=engine.shares,
             balanced=self._config.balance,
             pipeline=pipeline,

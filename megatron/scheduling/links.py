@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from bpipe.ir.host_buffers import links_of, num_buffers_for, num_own_buffers, num_passed_on, passed_on_for, stays_by_host
+from bpipe.ir.host_buffers import links_of, num_buffers_for, num_own_buffers, stays_by_host
 from bpipe.ir.hosts import in_own_memory
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
@@ -78,8 +78,7 @@ def connect_pairs(
 ) -> tuple[dict[int, Connection | OwnMemory], list[MeasuredLink], str]:
     """This rank's connections, by the place of the other; every pair's link; and the table of them. Collective over the world.
 
-    Only of pairs of global ranks that are not `known`. A rank that keeps what leaves in its own node's memory, or what others send there
-    through it, is a pair with itself.
+    Only of pairs of global ranks that are not `known`. A rank that keeps what leaves in its own node's memory is a pair with itself.
     """
     stages = {pair: places for pair, places in stages_of_pairs(schedule, positions).items() if pair not in known}
     if not stages:
@@ -90,11 +89,8 @@ def connect_pairs(
     links: list[MeasuredLink] = []
     connections: dict[int, Connection | OwnMemory] = {}
     if pairs:
-        passing = {
-            pair for pair, (low, high) in stages.items() if high in passed_on_for(schedule, low) or low in passed_on_for(schedule, high)
-        }
         buffers = host_buffers(schedule, here, total_bytes(device))
-        found, links = connect_all(pairs, wanted, timeout_s, copying, buffers, own, passing)
+        found, links = connect_all(pairs, wanted, timeout_s, copying, buffers, own)
         connections |= {mine.index(other): connection for other, connection in found.items()}
     if len(pairs) < len(stages):
         buffers = own_buffers(schedule, here, total_bytes(device)) if (rank, rank) in stages else Buffers(0)
@@ -110,18 +106,16 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
     As many micro-batches as it ever holds fit into its device together, so none is larger than their part of it.
     """
     others = [host for host in stays_by_host(schedule, rank) if host != rank]
-    return _buffers(schedule, (rank,), device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
+    return _buffers(schedule, rank, device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
 
 
 def own_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
-    """The same of what it keeps there by its schedule, of its own and of others'."""
-    senders = (rank, *passed_on_for(schedule, rank))
-    return _buffers(schedule, senders, device_bytes, num_own_buffers(schedule, rank) + num_passed_on(schedule, rank))
+    """The same of what it keeps there by its schedule."""
+    return _buffers(schedule, rank, device_bytes, num_own_buffers(schedule, rank))
 
 
-def _buffers(schedule: Schedule, senders: Sequence[int], device_bytes: int, count: int) -> Buffers:
-    fewest = min(peak_counts(schedule)[rank] for rank in senders)
-    return Buffers(count, int(device_bytes // fewest)) if count else Buffers(0)
+def _buffers(schedule: Schedule, rank: int, device_bytes: int, count: int) -> Buffers:
+    return Buffers(count, int(device_bytes // peak_counts(schedule)[rank])) if count else Buffers(0)
 
 
 def stages_of_pairs(schedule: Schedule, positions: Positions) -> dict[Pair, Pair]:
@@ -130,7 +124,6 @@ def stages_of_pairs(schedule: Schedule, positions: Positions) -> dict[Pair, Pair
     Collective over the world.
     """
     used = links_of(schedule)
-    used |= {(rank, rank) for rank in range(schedule.num_ranks) if passed_on_for(schedule, rank)}
     stages: dict[Pair, Pair] = {}
     for pipeline in pipelines(positions):
         for stage, host in sorted(used):

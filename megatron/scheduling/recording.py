@@ -64,7 +64,6 @@ class Recorded:
     received_bytes: int
     host_bytes: int
     own_bytes: int
-    passed_on_bytes: int
     peak_bytes: int
     shares: Mapping[int, Share]
     stayed: StayedAtHome
@@ -114,7 +113,6 @@ class RunRecord:
             received_bytes=recorded.received_bytes,
             host_bytes=recorded.host_bytes,
             own_bytes=recorded.own_bytes,
-            passed_on_bytes=recorded.passed_on_bytes,
             stayed_microbatches=recorded.stayed.microbatches,
             stayed_bytes=recorded.stayed.nbytes,
             passed_microbatches=recorded.stayed.passed_microbatches,

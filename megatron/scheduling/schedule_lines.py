@@ -11,7 +11,7 @@ from itertools import groupby
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import pace
-from bpipe.ir.host_buffers import STAGING, num_buffers_for, num_own_buffers, passed_on_for, stays_by_host
+from bpipe.ir.host_buffers import num_buffers_for, num_own_buffers, stays_by_host
 from bpipe.ir.memory import moves_anything, peak_counts, plain
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import balance, occupied_counts
@@ -33,15 +33,12 @@ def describe(schedule: Schedule) -> str:
 
 
 def _place(schedule: Schedule, host: int, rank: int) -> str:
-    if host == rank:
-        return "its own memory"
-    return f"a node's memory through {host}" if rank in passed_on_for(schedule, host) else str(host)
+    return "its own memory" if host == rank else str(host)
 
 
 def _buffers(schedule: Schedule, host: int, rank: int) -> str:
     count = num_own_buffers(schedule, rank) if host == rank else num_buffers_for(schedule, host)[rank]
-    on_its_way = f" and {STAGING} on the device of {host}" if rank in passed_on_for(schedule, host) else ""
-    return f"{count} host buffers{on_its_way}"
+    return f"{count} host buffers"
 
 
 def why_nothing_moves(schedule: Schedule) -> str:

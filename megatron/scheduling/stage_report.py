@@ -29,7 +29,6 @@ def summary_of(
     num_host_buffers: int,
     host_bytes: int,
     own_memory: tuple[int, int],
-    passed_on: tuple[int, int],
     shares: Mapping[int, Share],
     balanced: bool,
     pipeline: int,
@@ -39,7 +38,7 @@ def summary_of(
 
     Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its own
     micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received. `own_memory`: the host buffers in
-    its own node's memory and their bytes; `passed_on`: those there for what others send through it.
+    its own node's memory and their bytes.
     """
     # As the meter counts: a micro-batch of which less than half has left is still here.
     leaves = {
@@ -61,8 +60,6 @@ def summary_of(
         loads=transfers[Kind.LOAD],
         own_buffers=own_memory[0],
         own_bytes=own_memory[1],
-        passed_on_buffers=passed_on[0],
-        passed_on_bytes=passed_on[1],
         moved_fraction=min((share.fraction for share in shares.values()), default=None),
         stayed_microbatches=differing.microbatches,
         stayed_bytes=differing.nbytes,

@@ -130,44 +130,6 @@ def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_pa
     assert outcome.seconds < 60
 
 
-# Stage 0 sends its second micro-batch that leaves, 3, through stage 3: away from before 0B2 until 0B3.
-PORTS = (*BPIPE, "--bpipe-hosts", "ports", "--bpipe-bound", "3", "--global-batch-size", "32")
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("3 3B1 SIGKILL", id="who passes on, full"),
-        pytest.param("3 3F1 SIGKILL 1", id="who passes on, in the first iteration", marks=pytest.mark.slow),
-        pytest.param("0 0B1 SIGKILL", id="who sends, its bytes away", marks=pytest.mark.slow),
-        pytest.param("0 0F3 SIGKILL", id="who sends, its bytes on their way", marks=pytest.mark.slow),
-        pytest.param("2 2B2 SIGKILL", id="a neighbour", marks=pytest.mark.slow),
-        pytest.param("3 3B7 SIGKILL 1", id="between two iterations", marks=pytest.mark.slow),
-    ],
-)
-def test_whoever_dies_where_a_rank_passes_on_ends_the_others(tmp_path: Path, fault: str) -> None:
-    """Threads wait for a partner there, and nobody's computation: all end all the same, and know who is gone."""
-    outcome = run(tmp_path, PORTS, fault=fault)
-    dead = int(fault[0])
-    assert outcome.codes[dead] == -signal.SIGKILL
-    for rank in set(range(4)) - {dead}:
-        assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
-        said = f"rank {dead} failed first: it does not answer, so it was killed," if dead else "who keeps the store of this run does not"
-        assert f"\nbpipe: {said}" in outcome.logs[rank], outcome.logs[rank][-2000:]
-    assert outcome.seconds < 60
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_rank_that_stops_while_it_passes_on_ends_its_evictor_within_the_time_out(tmp_path: Path) -> None:
-    """Its connections stay open, so only the time-out can tell."""
-    outcome = run(tmp_path, [*PORTS, "--bpipe-timeout", "5"], fault="3 3F1 SIGSTOP", only=0)
-    assert outcome.codes[0] not in (0, None)
-    assert "with a node's memory through stage 3 did not end" in outcome.logs[0], outcome.logs[0][-2000:]
-    assert "the time-out is 5 s, --bpipe-timeout" in outcome.logs[0]
-
-
 OWN = ("--bpipe-schedule", "zb-h1", "--bpipe-timeout", "5")
 
 

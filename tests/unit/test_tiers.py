@@ -89,7 +89,7 @@ def test_devices_come_before_a_nodes_memory() -> None:
 
 
 def test_what_an_arrangement_is_called() -> None:
-    assert ARRANGEMENTS == ("pair", "pool", "host", "all", "ports")
+    assert ARRANGEMENTS == ("pair", "pool", "host", "all")
     with pytest.raises(ValueError, match="unknown hosts 'own'"):
         BalanceConfig(hosts="own")
     with pytest.raises(ValueError, match="partners are pairs, and hosts all are others"):

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[3]
-TRANSPORTS = ("one_sided", "lanes", "distributed", "headed", "passing", "edges", "collectives")
+TRANSPORTS = ("one_sided", "lanes", "distributed", "headed", "edges", "collectives")
 MODULES = (
-    *(f"bpipe/runtime/{name}.py" for name in ("evictor", "acceptor", "passing_on", "engine", "streams", "executor")),
+    *(f"bpipe/runtime/{name}.py" for name in ("evictor", "acceptor", "engine", "streams", "executor")),
     *(f"bpipe/transport/{name}.py" for name in TRANSPORTS),
 )
 # What waits, or says what waits for what. Definitions and comments do not.
@@ -38,9 +38,6 @@ ENGINE = "tests/unit/runtime/test_engine.py"
 LANES = "tests/unit/transport/test_lanes.py"
 ONE_SIDED = "tests/unit/transport/test_one_sided.py"
 DISTRIBUTED = "tests/unit/transport/test_distributed.py"
-PASSING = "tests/unit/transport/test_passing.py"
-PASSING_ON = "tests/unit/runtime/test_passing_on.py"
-FAKE_PASSING = "tests/unit/runtime/test_fake_passing.py"
 HEADED = "tests/unit/transport/test_headed.py"
 EXECUTOR = "tests/unit/runtime/test_executor.py"
 EDGES = "tests/unit/transport/test_edges.py"
@@ -165,27 +162,6 @@ TABLE = (
         HEADED,
     ),
     mutate("headed", "self._inner.host(host_buffer, parts).wait()", "self._inner.host(host_buffer, parts)", HEADED),
-    # Through this rank's device into its node's memory.
-    mutate(
-        "passing",
-        "arrived = self._inbound.run(lambda: self._inner.host(host_buffer, tensors).wait())",
-        "arrived = self._inbound.run(lambda: self._inner.host(host_buffer, tensors))",
-        FAKE_PASSING,
-    ),
-    mutate("passing", "self._memory.put(host_buffer, tensors, after=[arrived])", "self._memory.put(host_buffer, tensors)", PASSING),
-    mutate(
-        "passing",
-        "return self._outbound.run(lambda: self._inner.give_back(host_buffer, tensors).wait(), after=[self._ahead.pop(host_buffer)])",
-        "return self._outbound.run(lambda: self._inner.give_back(host_buffer, tensors), after=[self._ahead.pop(host_buffer)])",
-        FAKE_PASSING,
-    ),
-    mutate(
-        "passing",
-        "return self._outbound.run(lambda: self._inner.give_back(host_buffer, tensors).wait(), after=[self._ahead.pop(host_buffer)])",
-        "return self._outbound.run(lambda: self._inner.give_back(host_buffer, tensors).wait())",
-        PASSING,
-    ),
-    mutate("passing_on", "self._wait(one, action, state)", "pass", PASSING_ON),
     # Messages between stages.
     mutate("executor", 'arrived = self._pass("did not pass", what, lambda: self._messages.wait(what))', "arrived = ()", EXECUTOR),
     mutate("edges", "works.wait()", "pass", EDGES),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bpipe.ir.host_buffers import links_of, passed_on_for
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
@@ -23,7 +23,6 @@ from bpipe.runtime.stage import Tensors
 from bpipe.transport.base import Transport
 from bpipe.transport.headed import Headed
 from bpipe.transport.lanes import ThreadLane
-from bpipe.transport.passing import Passing
 from tests.unit.runtime.held import HeldLane, HeldMemory, HeldTwoSided
 from tests.unit.runtime.pipeline import Model
 from tests.unit.transport.loopback import alone, controls, peers
@@ -84,21 +83,12 @@ class Pipeline:
             elif kind == "two-sided":
                 alike = HeldTwoSided.pair(late_send=True, late_receive=True, timeout_s=timeout_s)
                 made[low][high], made[high][low] = self._headed(alike, timeout_s) if self._differing else alike
-                for guest, host in ((low, high), (high, low)):
-                    if guest in passed_on_for(self.schedule, host):
-                        made[host][guest] = self._passing(made[host][guest])
             else:
                 lanes = [HeldLane(name, "free") for name in ("outbound", "inbound", "outbound", "inbound")]
                 self._lanes += lanes
                 others = lanes[2], lanes[3]
                 made[low][high], made[high][low] = peers(*lanes[:2], lender=HeldMemory, timeout_s=timeout_s, others=others)
         return made
-
-    def _passing(self, inner: Transport) -> Passing:
-        assert not inner.one_sided
-        lanes = HeldLane("coming", "free"), HeldLane("going", "free")
-        self._lanes += lanes
-        return Passing(inner, alone(*lanes)[0], *lanes)
 
     def _headed(self, alike: tuple[HeldTwoSided, HeldTwoSided], timeout_s: float) -> tuple[Headed, Headed]:
         lanes = [ThreadLane("posting", timeout_s) for _ in alike]

@@ -12,12 +12,11 @@ import torch
 
 from bpipe.runtime.streams import copying_on
 from bpipe.transport import AUTO, NAMES, connect
-from bpipe.transport.connect import Connection, Facts, MeasuredLink, OwnMemory, candidates, choose, obstacle
+from bpipe.transport.connect import Connection, Facts, MeasuredLink, candidates, choose, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
-from bpipe.transport.host_memory import Budget, Buffers, Neighbour
+from bpipe.transport.host_memory import Buffers, Neighbour
 from bpipe.transport.one_sided import Host, Peer, Reaching
-from bpipe.transport.passing import Passing
-from tests.unit.transport.loopback import CPU, AtOnce, controls
+from tests.unit.transport.loopback import controls
 
 NOBODY = Neighbour(Buffers(), ())
 HERE = Facts("boot-1", "pid:[1]", "node-a")
@@ -141,42 +140,3 @@ def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
     if gone:
         with pytest.raises(RuntimeError, match="this pair has no groups for nccl: it was connected by peer"):
             connection.transport("nccl")
-
-
-@pytest.mark.parametrize("name", ["peer", "host"])
-def test_whoever_passes_on_takes_part(name: str) -> None:
-    why = "one of the two passes on what comes to it into its node's memory, and would not hear when it has come"
-    assert obstacle(name, HERE, HERE, passes_on=True) == why
-    assert obstacle("gloo", HERE, HERE, passes_on=True) is None
-
-
-def test_nobody_passes_on_to_another_machine() -> None:
-    there = Facts("boot-2", "pid:[1]", "node-b")
-    assert obstacle("nccl", HERE, there) is None
-    found = obstacle("nccl", HERE, there, passes_on=True)
-    assert found is not None
-    assert found.startswith("node-a and node-b are two machines, and what goes through another rank's port is for the same node's memory")
-
-
-def test_own_memory_passes_on_what_comes_by_a_two_sided_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over lanes of its own, one pair for every other rank, whatever program."""
-    monkeypatch.setattr(connect.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(connect, "measure_alone", lambda transport, device: 1e9)
-    made: list[tuple[AtOnce, AtOnce]] = []
-
-    def lanes(device: object, timeout_s: float) -> tuple[AtOnce, AtOnce]:
-        made.append((AtOnce(), AtOnce()))
-        return made[-1]
-
-    own = OwnMemory(replace(CPU, lanes=lanes), Budget(NOBODY, [NOBODY]), 1.0)  # type: ignore[arg-type]
-    two_sided = SimpleNamespace(one_sided=False)
-    connection = SimpleNamespace(partner=0, transport=lambda: two_sided, link=None)
-    first, second = own.passing(connection), own.passing(connection)  # type: ignore[arg-type]
-    assert isinstance(first, Passing)
-    assert first is not second
-    assert len(made) == 2
-    assert (first._inbound, first._outbound) == (second._inbound, second._outbound) == made[1][::-1]
-    reaching = SimpleNamespace(one_sided=True)
-    with pytest.raises(RuntimeError, match="of whose transfers the rank in between hears nothing"):
-        own.passing(SimpleNamespace(partner=0, transport=lambda: reaching, link="peer"))  # type: ignore[arg-type]
-    own.close()
