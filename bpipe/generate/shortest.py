@@ -206,7 +206,7 @@ def _solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise ValueError(f'the shortest order is found by OR-tools: pip install "bpipe[optimal]" ({error})') from None
+        raise ValueError(f'the shortest order is found by OR-tools: pip install -e ".[optimal]" ({error})') from None
     return cp_model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def test_the_torch_of_a_container_is_kept() -> None:
     # As pip asks: pre-releases count only where the specifier itself names one.
     assert torch.specifier.contains("2.11.0a0+eb65b36.nv26.5")
     assert not torch.specifier.contains("2.10.0a0+b558c98.nv26.1")
+
+
+def test_nothing_says_to_install_bpipe_from_pypi() -> None:
+    """A page said `pip install "bpipe[optimal]"`: PyPI's bpipe, of 2018, is somebody else's."""
+    texts = [path for folder in ("bpipe", "megatron", "terra", "scripts", "examples", "docs") for path in (ROOT / folder).rglob("*")]
+    for path in (ROOT / "README.md", *texts):
+        if path.suffix in (".md", ".py", ".sh", ".toml"):
+            assert not re.search(r"pip install [^`\n]*\bbpipe(\[|\b(?!-))", path.read_text()), path
 
 
 def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:

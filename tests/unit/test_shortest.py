@@ -194,7 +194,7 @@ def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], words: str
 def test_without_the_solver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     assert main([*COMMAND, "--optimal", "--memory", "2"]) == 2
-    assert 'pip install "bpipe[optimal]"' in capsys.readouterr().err
+    assert 'pip install -e ".[optimal]"' in capsys.readouterr().err
 
 
 def test_what_is_too_large_or_moves_memory_is_refused() -> None:
