@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bpipe.ir.host_buffers import num_buffers_for, num_own_buffers, stays_by_host
 from bpipe.ir.memory import num_transfers
-from bpipe.report.compare import Comparison, StageRow
+from bpipe.report.compare import Comparison, StageRow, shared_cores
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
 
 # A share of the pipeline time that is only what asking costs.
@@ -140,6 +140,9 @@ def _cost(comparison: Comparison) -> str:
     exposed_s = {row.stage: row.exposed_s for row in comparison.stages if row.exposed_s is not None}
     if not exposed_s:
         return "what balancing cost was not recorded"
+    shared = shared_cores(comparison)
+    if shared is not None:
+        return f"what balancing cost in time cannot be told here: {shared}, so transfers take time from computations"
     pipeline_s = comparison.totals.pipeline_s
     worst = max(exposed_s, key=lambda stage: exposed_s[stage])
     share = exposed_s[worst] / pipeline_s if pipeline_s else 0.0

@@ -21,7 +21,7 @@ from statistics import mean, median, quantiles
 
 from bpipe.ir.action import Kind
 from bpipe.record.format import Row
-from bpipe.report.compare import Comparison
+from bpipe.report.compare import Comparison, shared_cores
 from bpipe.report.handover import late_starts
 from bpipe.report.measured import SLOWER, Lane, Measured, Timeline, ended_transfers, lanes_of, warm_up_ratios
 from bpipe.report.replay import probed_speed
@@ -66,17 +66,6 @@ def _slow_ones(comparison: Comparison, lane: Lane) -> float:
     return sum(max(0.0, _excess(comparison, row)) for row in lane.computations)
 
 
-def shared_cores(comparison: Comparison) -> str:
-    """Says so where ranks that compute on the CPU have fewer cores than there are of them."""
-    ranks = comparison.measured.run.ranks
-    for host in dict.fromkeys(record.host for record in ranks):
-        here = [record for record in ranks if record.host == host and record.device == "cpu"]
-        cores = min((record.cores for record in here if record.cores), default=None)
-        if cores is not None and cores < len(here):
-            return f" {len(here)} ranks share {cores} cores on {host}."
-    return ""
-
-
 def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Sequence[int], over: float) -> str | None:
     """Noise on every stage adds up along the pipeline: each waits for the slowest before it."""
 
@@ -95,8 +84,13 @@ def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Seque
     return (
         f"Times vary: on stage {worst} computations above the median add up to {seconds_text(slow)} beyond it, and hand-overs from its "
         f"neighbours to {seconds_text(late)} more than predicted. In a pipeline the slower neighbour sets the pace."
-        f"{shared_cores(comparison)}"
+        f"{_on_shared_cores(comparison)}"
     )
+
+
+def _on_shared_cores(comparison: Comparison) -> str:
+    shared = shared_cores(comparison)
+    return f" {shared}." if shared else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +198,7 @@ class OfComputation:
             return None
         return (
             f"They vary throughout: a quarter took less than {seconds_text(low)}, a quarter more than {seconds_text(high)}."
-            f"{shared_cores(comparison)}"
+            f"{_on_shared_cores(comparison)}"
         )
 
 
@@ -274,6 +268,8 @@ class OfTransfer:
         slower = _slower_than_probed(comparison, self.place, self.stage)
         if slower is None:
             return None
+        if shared_cores(comparison):
+            return f"{slower}."
         exposed = comparison.stages[self.place].exposed_s or 0.0
         share = exposed / comparison.totals.pipeline_s if comparison.totals.pipeline_s else 0.0
         return f"{slower}. It cost {percent_text(share)} of the pipeline time." if share else f"{slower}. It cost no time: all are hidden."

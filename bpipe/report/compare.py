@@ -167,3 +167,15 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
         predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),
         mfu=reached,
     )
+
+
+def shared_cores(comparison: Comparison) -> str | None:
+    """Say where ranks that compute on the CPU have fewer cores than there are of them: a transfer then takes its time from computations,
+    and no clock tells how much."""
+    ranks = comparison.measured.run.ranks
+    for host in dict.fromkeys(record.host for record in ranks):
+        here = [record for record in ranks if record.host == host and record.device == "cpu"]
+        cores = min((record.cores for record in here if record.cores), default=None)
+        if cores is not None and cores < len(here):
+            return f"{len(here)} ranks share {cores} cores on {host}"
+    return None

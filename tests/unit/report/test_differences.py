@@ -63,6 +63,8 @@ def test_transfers_slower_than_the_probe(tmp_path: Path) -> None:
     hidden = found(tmp_path / "hidden", probe=4e9, speed=1.2e9)
     assert hidden["transfer"].measured == pytest.approx(MOVED / 1.2e9)
     assert hidden["transfer"].cause.endswith("It cost no time: all are hidden.")
+    crowded = found(tmp_path / "crowded", probe=4e9, speed=1.2e9, cores=2)
+    assert "cost" not in crowded["transfer"].cause
 
 
 def edited(folder: Path, rank: int, change: Callable[[dict[str, Any]], None], **changes: Any) -> dict[str, Difference]:

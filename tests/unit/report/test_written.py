@@ -48,6 +48,16 @@ def test_hidden_transfers_cost_nothing(tmp_path: Path) -> None:
     assert report(tmp_path).answers[0].endswith("; balancing cost no time: no stage stood still for transfers.")
 
 
+@pytest.mark.parametrize("speed", [None, 0.4e9], ids=["hidden", "exposed"])
+def test_where_ranks_outnumber_cores_no_time_is_judged(speed: float | None, tmp_path: Path) -> None:
+    """The quickstart on two cores printed that B took 1.252 times as long as A, and below that balancing had cost no time."""
+    changes = {} if speed is None else {"speed": speed}
+    cost = report(tmp_path, cores=2, **changes).answers[0].split("; ")[1]
+    assert cost == (
+        "what balancing cost in time cannot be told here: 8 ranks share 2 cores on node-0, so transfers take time from computations."
+    )
+
+
 def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
     fits = report(tmp_path / "a", limit_bytes=100_000_000).answers[1]
     assert fits.endswith("optimizer state: 82.5 MiB of 95.4 MiB, 12.8 MiB free.")
