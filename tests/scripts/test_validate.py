@@ -56,14 +56,14 @@ def test_the_rows_of_the_grid_in_time(validate: ModuleType) -> None:
     assert statistics.median(abs(one.error_percent) for one in found) <= 6
 
 
-# Mean and largest error in percent, all within the 4 and 10 that are asked for.
+# Mean and largest error in percent, all within the 4 and 10 that are asked for, but the mean of NVIDIA's.
 LIMITS = {
     "Narayanan 2021 table 1": (3, 8),
     "Narayanan 2021 table 2": (3, 6),
     "Korthikanti 2022 table 5": (4, 6),
     "Qi 2024 table 4": (2.5, 6),
     "Qi 2024 table 4, peaks": (3, 3),
-    "NVIDIA DGX Cloud benchmarking recipes 24.09": (1.5, 2.5),
+    "NVIDIA DGX Cloud benchmarking recipes 24.09": (8.5, 9),
 }
 
 
@@ -76,6 +76,15 @@ def test_published_throughputs(validate: ModuleType) -> None:
         assert statistics.mean(errors[source]) <= mean, source
         assert max(errors[source]) <= largest, source
     assert validate.agreement(validate.throughputs()) >= 0.8
+
+
+def test_nvidias_runs_are_predicted_as_they_were_run(load_script: Callable[[str], ModuleType]) -> None:
+    """The page said that no run had --tp-comm-overlap. Five did, by their recipe, and looked better without."""
+    throughput = load_script("validation.throughput")
+    found = [one for one in throughput.throughputs() if one.source.startswith("NVIDIA")]
+    assert [one.setup.switches.tp_comm_overlap for one in found] == [True] * 5
+    assert -9 < min(one.error_percent for one in found) < max(one.error_percent for one in found) < -6
+    assert max(map(abs, throughput.without_tp_overlap())) < 2
 
 
 def test_one_row_calibrates_the_others(validate: ModuleType) -> None:
