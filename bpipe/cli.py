@@ -150,7 +150,7 @@ def _add_arguments(parser: Parser) -> None:
     add("--schedule", choices=tuple(FAMILIES), help="what to generate")
     add("--stages", type=positive, metavar="P", help="pipeline ranks")
     add("--microbatches", type=positive, metavar="M", help="micro-batches an iteration")
-    add("--chunks", type=positive, metavar="V", help="model chunks a rank (default 1, or as many as the schedule always has)")
+    add("--chunks", type=positive, metavar="V", help="model chunks a rank (default: the fewest that the schedule has, 1 or 2)")
     of_groups = that_take_groups()
     add(
         "--group",
@@ -255,7 +255,7 @@ def _generated(options: argparse.Namespace) -> Schedule:
         options.schedule,
         options.stages,
         options.microbatches,
-        options.chunks or FAMILIES[options.schedule].usual_chunks,
+        options.chunks or FAMILIES[options.schedule].min_chunks,
         balancing(options.balance, options.bound, options.partners, options.buffers_stay, options.hosts),
         _group_of(options),
         vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),

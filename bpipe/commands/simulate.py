@@ -56,7 +56,7 @@ def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=positive, metavar="N", help="sequences a micro-batch (default 1)")
     add("--recompute", type=recomputation, metavar="TEXT", help=RECOMPUTED)
     add("--schedule", choices=tuple(FAMILIES), help=f"default {', with chunks '.join(DEFAULTS)}")
-    add("--chunks", type=positive, metavar="V", help="model chunks a rank (default 1)")
+    add("--chunks", type=positive, metavar="V", help="model chunks a rank (default: the fewest that the schedule has, 1 or 2)")
     add("--group", type=positive, metavar="G", help=f"of {that_take_groups()}: micro-batches that go through a chunk before the next")
     add("--delay", type=positive, metavar="N", help=f"of {that_take_delays()}: micro-batches whose I stands before a W")
     add("--keep-weights-halves", choices=KEPT_HALVES, help="none: where backwards are split, compute W with I (default linear)")

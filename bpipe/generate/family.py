@@ -168,11 +168,6 @@ class Family:
         """How many micro-batches fill the pipeline; where it never is full, one a rank."""
         return (self.fill or 1) * num_ranks
 
-    @property
-    def usual_chunks(self) -> int:
-        """What is meant where nobody said a number: the only one there is, else one."""
-        return self.min_chunks if self.min_chunks == self.max_chunks else 1
-
     def chunks(self, most: int) -> range:
         """The numbers of chunks a rank that there are, up to `most`."""
         return range(self.min_chunks, min(most, self.max_chunks or most) + 1)

@@ -251,7 +251,9 @@ def check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> No
     for slot in (slot for row in schedule.ranks for slot in row if slot.transfers or slot.overlapped is not None):
         if slot.transfers:
             raise ValueError(f"the schedule already has transfers ({slot.transfers[0]}): balance it as it was before")
-        raise ValueError(f"{slot.compute} and {slot.overlapped} overlap: only schedules of single computations are balanced")
+        raise ValueError(
+            f"{slot.compute} and {slot.overlapped} overlap: only schedules of single computations are balanced, so leave balancing out"
+        )
     memory.check(schedule.num_stages)
     for stage, size in enumerate(memory.stages):
         if size.saved_bytes < 1:

@@ -14,6 +14,7 @@ from typing import Any
 from bpipe.generate.families import FAMILIES, default
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
+from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.fp8 import RECIPES, Fp8
 from bpipe.models.hugging_face import find_model
@@ -118,15 +119,16 @@ def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[s
     if missing:
         raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
     said = dict(reading.options) if reading else {}
-    chunks = _only_chunks(given.get("schedule") or said.get("schedule"))
-    if chunks is not None and given.get("chunks") is None and said.get("chunks") != chunks:
-        said.pop("layers", None)
-        said["chunks"] = chunks
     for name in ("pipeline", "chunks"):
         if given.get(name) is not None and given[name] != said.get(name):
             # Layers of other stages say nothing of these.
             said.pop("layers", None)
             said.pop("chunks", None)
+    chunks = said.get("chunks", DEFAULTS["chunks"])
+    fewest = _fewest_chunks(given.get("schedule"), said.get("schedule"), chunks) if given.get("chunks") is None else chunks
+    if fewest != chunks:
+        said.pop("layers", None)
+        said["chunks"] = fewest
     for name, what in reading.unmodelled.items() if reading else ():
         if given.get(name) is None:
             raise ValueError(f"{what} is not modelled: say what to predict in its place with --{name}")
@@ -136,10 +138,15 @@ def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[s
     return argparse.Namespace(**{**given, **every})
 
 
-def _only_chunks(schedule: object) -> int | None:
-    """How many chunks a schedule has that has several and never another number."""
-    family = FAMILIES.get(schedule) if isinstance(schedule, str) else None
-    return family.max_chunks if family is not None and 1 < family.min_chunks == family.max_chunks else None
+def _fewest_chunks(given: object, said: object, chunks: int) -> int:
+    """Return the fewest chunks that the schedule has, where it cannot have `chunks`. What the trainer refuses in a launch as it stands
+    stays: another number than the schedule has, and Megatron's own schedule of chunks without any."""
+    family = FAMILIES.get(str(given or said))
+    if family is None or chunks in family.chunks(chunks):
+        return chunks
+    if given is None and (chunks > 1 or family.exchange is not Exchange.POSTED):
+        return chunks
+    return family.min_chunks
 
 
 def switches_of(options: argparse.Namespace) -> Switches:

@@ -121,8 +121,8 @@ REFUSED = {
     "too many": (["schedule", "--schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"], "are more than 10000000: ask for fewer"),
     "chunks for 1f1b": ([*EXAMPLE, "--chunks", "2"], "takes at most 1 chunk a rank, not 2"),
     "a format that is not written": ([*EXAMPLE, "--output", "x.pdf"], ".pdf is not written, only grid, csv, json, svg, png"),
-    "no chunks for interleaved": (
-        ["schedule", "--schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "2"],
+    "one chunk for interleaved": (
+        ["schedule", "--schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "2", "--chunks", "1"],
         "at least 2 chunks",
     ),
     "no such file": (["schedule", "--input", "/nowhere/at-all.csv"], "No such file"),

@@ -29,7 +29,7 @@ def test_the_table_says_what_the_families_are() -> None:
     assert len(rows) == table.count("\n| `")
     for name, chunks, group, peak, bubble, moved, needs in (row.groups() for row in rows):
         family = FAMILIES[name]
-        v, g = int(chunks or family.usual_chunks), None if group is None else int(group)
+        v, g = int(chunks or family.min_chunks), None if group is None else int(group)
         plain_one = build(ScheduleConfig(name, P, M, v, group_size=g))
         balanced = build(ScheduleConfig(name, P, M, v, BalanceConfig(), group_size=g))
         peaks = [held(plain_one), held(balanced)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 from io import BytesIO, TextIOWrapper
+from pathlib import Path
 
 import pytest
 
@@ -194,8 +196,12 @@ def test_the_drawing_has_both() -> None:
 
 
 def test_balancing_says_that_it_does_not_take_them() -> None:
-    with pytest.raises(ValueError, match="0F3 and 3B1 overlap: only schedules of single computations are balanced"):
+    with pytest.raises(ValueError, match="0F3 and 3B1 overlap: only schedules of single computations are balanced, so leave"):
         adopt(OVERLAPPED, BalanceConfig((5,)))
+    table = (
+        (Path(__file__).parents[2] / "docs/schedules.md").read_text().partition("| name | at most a rank holds |")[2].partition("\n\n")[0]
+    )
+    assert re.search(r"\n\| a file whose forwards and backwards overlap, as in torch's DualPipeV \|[^\n]*\| not balanced \|", table)
 
 
 def test_the_command_reads_torchs_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

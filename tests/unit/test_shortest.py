@@ -37,7 +37,7 @@ with_solver = pytest.mark.usefixtures("_solver")
 
 
 def made(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    return build(ScheduleConfig(name, num_ranks, num_microbatches, max(FAMILIES[name].min_chunks, FAMILIES[name].usual_chunks)))
+    return build(ScheduleConfig(name, num_ranks, num_microbatches, FAMILIES[name].min_chunks))
 
 
 # -- beside all orders that there are ------------------------------------------------------------------------------------------------------

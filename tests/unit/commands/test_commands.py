@@ -87,6 +87,29 @@ def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "schedule 1f1b has no groups of micro-batches" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("schedule", [name for name, family in FAMILIES.items() if family.min_chunks > 1])
+def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks a rank, not 1"."""
+    sizes = ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:8", "--pipeline", "4", "--global-batch", "64", "--format", "json"]
+    found = json.loads(output(capsys, *sizes, "--schedule", schedule))
+    assert found["configuration"]["chunks"] == 2
+    assert found == json.loads(output(capsys, *sizes, "--schedule", schedule, "--chunks", "2"))
+    assert output(capsys, "schedule", "--schedule", schedule, "--stages", "4", "--microbatches", "8")
+
+
+def test_simulate_refuses_chunks_of_a_launch_that_the_trainer_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = ["--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40", "--seq-length", "2048", "--bf16"]
+    launch += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "8", "--vocab-size", "50257"]
+    simulated = ["simulate", "--cluster", "a100-80g:1x4", "--", *launch]
+    assert "v-half" in output(capsys, *simulated, "--bpipe-schedule", "v-half")
+    for more, words in (
+        (["--bpipe-schedule", "interleaved-1f1b"], "interleaved-1f1b needs at least 2 chunks a rank, not 1"),
+        (["--bpipe-schedule", "v-half", "--num-virtual-stages-per-pipeline-rank", "5"], "v-half takes at most 2 chunks a rank, not 5"),
+    ):
+        assert main([*simulated, *more]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
     """Only ranks over their own evict; a launch says the same with the trainer's flag."""
     sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocabulary", "50257", "--format", "json"]
