@@ -39,6 +39,8 @@ class DeviceKind:
     its multiprocessors, None where nothing is known of them; `product_share` is what the best product of matrices reaches of the peak.
     `fp8_flops_per_s` and `fp8_share` are the same of 8-bit values, None where it multiplies none; `fp8_blocks`: it multiplies those with a
     scale for every 32 (mxfp8), and any in every layout, so that none has to be transposed.
+    `mesh_links`: a device has so many links, each to one other of its node, and `inside_bytes_per_s` is of all of them together; None
+    where a switch joins them, so that any pair has all.
     """
 
     name: str
@@ -57,6 +59,16 @@ class DeviceKind:
     fp8_flops_per_s: float | None = None
     fp8_share: float = 0.734
     fp8_blocks: bool = False
+    mesh_links: int | None = None
+
+    def among(self, number: int) -> float:
+        """Return the bytes a second that a device sends inside its node while `number` devices, itself included, exchange with each other.
+
+        In a mesh it sends to each by their own link, and only by that: a pair has one link, and of a mesh of 8 all devices use 7.
+        """
+        if self.mesh_links is None:
+            return self.inside_bytes_per_s
+        return self.inside_bytes_per_s * min(max(1, number - 1), self.mesh_links) / self.mesh_links
 
 
 # `between` is one network port a device: eight of 200 Gbit/s in a DGX A100, eight of 400 Gbit/s in a DGX H100, H200 and B200.
@@ -64,10 +76,11 @@ class DeviceKind:
 # GitHub). The A800's: "total capacity of 79.33 GiB" (PB-LLM issue 3, Kimi-VL issue 51). The others' are what torch reports on such
 # machines, to a few tenths; a cluster file takes another where yours differs. Of the H20 and the GB200: 97871 and 189471 MiB, as
 # nvidia-smi shows, less the half to three quarters of a GiB by which torch reports less on an H100 and a B200.
-# `inside` is NVLink. Of the MI300X it is the seven links of 64 GB/s to the seven others of a node, so a single pair has a seventh of it.
+# `inside` is NVLink. Of the MI300X it is the seven links of 64 GB/s to the seven others of a node (`_MESHES`).
 # The NVLink of a GB200 NVL72 joins 72, of nodes of 4: `gb200-nvl72` below; of `gb200-186g` alone it joins the devices of a node.
 # To the node's memory it is PCIe 5 where nothing else stands here; of a GB200 half of what joins its CPU and two GPUs, 900 GB/s both ways.
 _HOST = {"a100-40g": PCIE_4, "a100-80g": PCIE_4, "a800-80g": PCIE_4, "gb200-186g": 225e9}
+_MESHES = {"mi300x-192g": 7}
 # Multiprocessors (of the MI300X, compute units) as the data sheets say.
 _PROCESSORS = {
     **dict.fromkeys(("a100-40g", "a100-80g", "a800-80g"), 108),
@@ -97,6 +110,7 @@ DEVICES = {
         host_bytes_per_s=_HOST.get(device.name, PCIE_5),
         num_processors=_PROCESSORS[device.name],
         product_share=_SHARES.get(device.name, 0.801),
+        mesh_links=_MESHES.get(device.name),
     )
     for device in (
         DeviceKind("a100-40g", 312e12, int(39.5 * GIB), 1.555e12, 300e9, 25e9, "NVIDIA A100 data sheet; 39.5 GiB as torch reports it"),

@@ -11,6 +11,7 @@ between_gb_per_s = 25    # half the ports
 between_gap_us = 400     # what a message between stages takes besides
 host_gb_per_s = 32       # a device's link to its node's memory, one direction
 host_node_gb_per_s = 128 # what those of all devices of a node carry together
+mesh_links = 7           # of a full mesh: to so many others it has a link each, and inside_gb_per_s is all of them; no switch
 multiprocessors = 132    # which compute a product's tiles at a time
 fp8_tflops = 1979        # dense products of 8-bit values
 """
@@ -41,10 +42,11 @@ OPTIONAL = {
     "host_gb_per_s": ("host_bytes_per_s", 1e9),
     "host_node_gb_per_s": ("host_node_bytes_per_s", 1e9),
     "multiprocessors": ("num_processors", 1),
+    "mesh_links": ("mesh_links", 1),
     "fp8_tflops": ("fp8_flops_per_s", 1e12),
 }
 # Of these there is no half.
-WHOLE = ("multiprocessors",)
+WHOLE = ("multiprocessors", "mesh_links")
 SUFFIXES = (".json", ".toml")
 # More than any device has: beyond, the unit was mistaken.
 LARGEST = 1e6

@@ -266,14 +266,13 @@ def shard_seconds(setup: Setup) -> ShardCost:
 
 def collective_seconds(setup: Setup) -> CollectiveCost:
     """What passes between all shards of a pipeline, at the pace of its slowest link: a ring brings everybody everything once."""
-    joined = links(setup)
-    slowest = joined.between if len(set(setup.domains())) > 1 else joined.inside
-    assert slowest.bytes_per_s is not None, "a device's links have a bandwidth"
+    device = setup.cluster.device
+    slowest = (device.between_bytes_per_s if len(set(setup.domains())) > 1 else device.among(setup.pipeline)) * LINK_EFFICIENCY
     tokens, sent = num_tokens(setup), sent_bytes(setup)
     statistics = STATISTICS * STATISTICS_BYTES * tokens * setup.vocabulary_shards
     hidden = 4 * tokens * setup.model.hidden_size / setup.sequence_shards
     inputs = sent if setup.input_shards else 0
-    return CollectiveCost(*(num_bytes / slowest.bytes_per_s for num_bytes in (sent, statistics, hidden, inputs, inputs)))
+    return CollectiveCost(*(num_bytes / slowest for num_bytes in (sent, statistics, hidden, inputs, inputs)))
 
 
 def embedding_seconds(setup: Setup) -> tuple[float, float]:
@@ -300,7 +299,7 @@ def _hosts(setup: Setup) -> Hosts:
 
 def links(setup: Setup) -> Links:
     device = setup.cluster.device
-    inside = Link(device.inside_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
+    inside = Link(device.among(2) * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
     between = Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s)
     return Links(inside, between, setup.domains(), Link(_host_bytes_per_s(setup) * LINK_EFFICIENCY, LINK_LATENCY_S))
 
@@ -360,9 +359,8 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:
     """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports, each its own."""
     device = setup.cluster.device
-    if share_node:
-        return device.inside_bytes_per_s * LINK_EFFICIENCY
-    return min(device.inside_bytes_per_s, ports * device.between_bytes_per_s) * LINK_EFFICIENCY
+    inside = device.among(ports)
+    return (inside if share_node else min(inside, ports * device.between_bytes_per_s)) * LINK_EFFICIENCY
 
 
 def _exchange(setup: Setup) -> Exchange:

@@ -69,14 +69,15 @@ def _reach(setup: Setup) -> Reach:
 
 def _hop_seconds(setup: Setup, num_bytes: float) -> float:
     """To the next of the ring, at the pace of the slowest link in it."""
-    link = setup.cluster.device.inside_bytes_per_s if _reach(setup).nodes == 1 else setup.cluster.device.between_bytes_per_s
+    device = setup.cluster.device
+    link = device.among(2) if _reach(setup).nodes == 1 else device.between_bytes_per_s
     return num_bytes / (link * LINK_EFFICIENCY) + LINK_LATENCY_S
 
 
 def _gather_seconds(setup: Setup, num_bytes: float) -> float:
     """Of what each has: what comes from beyond a node passes as many ports as there are of the ring's devices in it."""
     found, device = _reach(setup), setup.cluster.device
-    inside = num_bytes * (setup.context - 1) / device.inside_bytes_per_s
+    inside = num_bytes * (setup.context - 1) / device.among(found.here)
     between = num_bytes * (setup.context - found.here) / found.here / device.between_bytes_per_s
     return max(inside, between) / LINK_EFFICIENCY + LINK_LATENCY_S
 
@@ -84,6 +85,6 @@ def _gather_seconds(setup: Setup, num_bytes: float) -> float:
 def _to_all_seconds(setup: Setup, num_bytes: float) -> float:
     """To each other one its part of what a rank has."""
     found, device, part = _reach(setup), setup.cluster.device, num_bytes / setup.context
-    inside = part * (found.here - 1) / device.inside_bytes_per_s
+    inside = part * (found.here - 1) / device.among(found.here)
     between = part * (setup.context - found.here) / device.between_bytes_per_s
     return max(inside, between) / LINK_EFFICIENCY + LINK_LATENCY_S

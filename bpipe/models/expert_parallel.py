@@ -18,7 +18,7 @@ from math import comb
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
-from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
+from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.models.routed import local_tokens
 from bpipe.models.sizes import element_bytes
 
@@ -48,14 +48,14 @@ def exchange(setup: Setup) -> Trip:
     if ep * divided == 1:
         return Trip(0.0, 0.0)
     token = element_bytes(setup) * setup.model.hidden_size
-    inside, between = Rates.of(setup).link, device.between_bytes_per_s * LINK_EFFICIENCY
+    between = device.between_bytes_per_s * LINK_EFFICIENCY
     if setup.routing.dispatcher == "allgather":
         found = reach(setup, ep * divided)
         others, beyond = found.devices - 1, found.devices - found.here
         # A ring: what comes from beyond passes as many ports as there are devices of the node in it.
         gathered, crossed = local_tokens(setup) * token * others, local_tokens(setup) * token * beyond / found.here
         between_s = crossed / between
-        return Trip(max(gathered / inside, between_s) + LINK_LATENCY_S, between_s)
+        return Trip(max(gathered / (device.among(found.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S, between_s)
     found = reach(setup, ep, divided)
     copies = _copies(setup)
     sent = local_tokens(setup) * token * copies / ep
@@ -65,9 +65,9 @@ def exchange(setup: Setup) -> Trip:
         leaves = local_tokens(setup) * token * _nodes_of_a_token(experts.num_experts, experts.top_k, found.nodes) * (1 - 1 / found.nodes)
         stays += sent * (ep - found.here)
     between_s = leaves / between
-    seconds = max(stays / inside, between_s) + LINK_LATENCY_S * (ep > 1)
+    seconds = max(stays / (device.among(found.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S * (ep > 1)
     if divided > 1:
-        seconds += local_tokens(setup) * token * copies * (divided - 1) / inside + LINK_LATENCY_S
+        seconds += local_tokens(setup) * token * copies * (divided - 1) / (device.among(divided) * LINK_EFFICIENCY) + LINK_LATENCY_S
     return Trip(seconds, between_s)
 
 

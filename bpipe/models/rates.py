@@ -25,7 +25,8 @@ KERNEL_S = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device does in a second, for this setup. `products` is of such that fill all waves, `low` of those in FP8."""
+    """What the device does in a second, for this setup. `products` is of such that fill all waves, `low` of those in FP8; `link` is what
+    it sends while its tensor-parallel ranks exchange."""
 
     products: float
     flash: float
@@ -41,6 +42,6 @@ class Rates:
             peak * device.product_share * PRODUCT_EFFICIENCY,
             peak * FLASH_EFFICIENCY,
             device.memory_bytes_per_s * MEMORY_EFFICIENCY,
-            device.inside_bytes_per_s * LINK_EFFICIENCY,
+            device.among(setup.tensor) * LINK_EFFICIENCY,
             0.0 if setup.fp8 is None else setup.peak_flops_per_s * device.fp8_share * PRODUCT_EFFICIENCY,
         )

@@ -12,11 +12,15 @@ import pytest
 from bpipe.cli import main
 from bpipe.models.cluster import DEVICES, GIB, parse_cluster
 from bpipe.models.cluster_file import read_cluster
-from bpipe.models.compute import predict_costs
+from bpipe.models.compute import collective_seconds, predict_costs, update_seconds
+from bpipe.models.context_parallel import with_exchange
 from bpipe.models.expert_parallel import exchange
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import Routing
+from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
+from bpipe.models.switches import Switches
+from bpipe.models.tensor_parallel import gather_s
 from bpipe.plan.document import configuration
 from bpipe.plan.predict import predict
 from bpipe.plan.space import Space, enumerate_setups
@@ -123,6 +127,53 @@ def test_experts_on_a_rack_reach_each_other_over_its_links() -> None:
     rack, trays = (replace(setup_on(cluster), **many) for cluster in ("gb200-nvl72:16x4", "gb200-186g:16x4"))
     assert exchange(rack).between_s == 0 < exchange(trays).between_s
     assert exchange(rack).seconds < exchange(trays).seconds
+
+
+def switched(setup: Setup) -> Setup:
+    """On the device with a switch in place of its mesh."""
+    return replace(setup, cluster=replace(setup.cluster, device=replace(setup.cluster.device, mesh_links=None)))
+
+
+def test_of_a_mesh_devices_have_the_links_to_each_other_and_no_more() -> None:
+    """Any two MI300X were given all seven links, so t = 2 stood first: it gathers over one of them. All eight of a node use all."""
+    device = DEVICES["mi300x-192g"]
+    assert [device.among(number) / 64e9 for number in (1, 2, 4, 8)] == [1, 1, 3, 7]
+    assert {one.among(number) == one.inside_bytes_per_s for one in DEVICES.values() if one != device for number in (2, 8)} == {True}
+    for tensor, slower in ((2, 7), (4, 7 / 3), (8, 1)):
+        mesh = setup_on("mi300x-192g:8x8", tensor=tensor, pipeline=8)
+        latency = gather_s(replace(mesh, micro_batch=2)) - 2 * gather_s(mesh)
+        ratio = (gather_s(mesh) + latency) / (gather_s(switched(mesh)) + latency)
+        assert ratio == pytest.approx(slower)
+
+
+def test_of_a_mesh_a_message_and_a_transfer_take_one_link() -> None:
+    mesh = setup_on("mi300x-192g:1x8", tensor=1, balance="bpipe")
+    pair, whole = (predict_costs(one).links.link(0, 7).bytes_per_s for one in (mesh, switched(mesh)))
+    assert pair is not None
+    assert whole == pytest.approx(7 * pair)
+
+
+def test_of_a_mesh_replicas_experts_and_parts_of_a_sequence_use_the_links_among_them() -> None:
+    replicas = setup_on("mi300x-192g:1x8", tensor=1, pipeline=4, switches=Switches(overlap_param_gather=True, overlap_grad_reduce=True))
+    assert update_seconds(replicas)[0][0] == pytest.approx(7 * update_seconds(switched(replicas))[0][0])
+    many = {"model": MIXTRAL_8X7B, "tensor": 1, "pipeline": 4, "sequence": 4096, "layers": (8,) * 4, "routing": Routing(2)}
+    experts = replace(setup_on("mi300x-192g:1x8", tensor=1), **many)
+    assert exchange(experts).seconds - LINK_LATENCY_S == pytest.approx(7 * (exchange(switched(experts)).seconds - LINK_LATENCY_S))
+    parts = setup_on("mi300x-192g:1x8", tensor=1, pipeline=2, context=4, cp_comm_type="all_gather")
+    waits, fewer = (with_exchange(one, 0.0, 0.0)[0] for one in (parts, switched(parts)))
+    # From three others keys and values of 2048 tokens each, in 16 bit.
+    gathered_s = 3 * 2 * 2048 * 2 * 8 * 128 / (448e9 * LINK_EFFICIENCY)
+    assert waits - fewer == pytest.approx((7 / 3 - 1) * gathered_s)
+    shards = setup_on("mi300x-192g:1x8", tensor=1, vocabulary_parallel="1")
+    assert collective_seconds(shards) == collective_seconds(switched(shards)), "all eight"
+    few = setup_on("mi300x-192g:1x8", tensor=1, pipeline=4, vocabulary_parallel="1")
+    assert collective_seconds(few).gather_s == pytest.approx(7 / 3 * float(collective_seconds(switched(few)).gather_s))
+
+
+def test_a_file_may_say_that_its_links_are_a_mesh(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(OWN + "mesh_links = 3\n")
+    assert [read_cluster(path).device.among(number) for number in (2, 3, 4)] == pytest.approx([200e9 / 3, 400e9 / 3, 200e9])
 
 
 def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
