@@ -177,7 +177,7 @@ class FrontPoint:
 
 
 def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | None, title: str) -> Figure:
-    """Memory to the right, seconds upwards, steps between the points: less of both is nowhere to be had. `limit_bytes` is a dashed line."""
+    """Memory to the right, seconds upwards, steps between the points: none searched needs less of both. `limit_bytes` is dashed."""
     if not points:
         raise ValueError("there is no point to draw")
     figure, axes = _figure(9, 5.2, title)

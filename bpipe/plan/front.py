@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from bpipe.generate.families import FAMILIES, SEARCHED
+from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import gib
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
@@ -22,11 +24,13 @@ from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
 from bpipe.plan.shards import stands_still
-from bpipe.plan.space import Space
+from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
 from bpipe.plan.standings import needs_of
+from bpipe.program import BALANCES
 
 # Up to so many times the device's memory: beyond, nobody could give it.
 MOST_TIMES = Fraction(2)
+_SHARDS = "--vocabulary-parallel"
 
 # What no schedule here does, in a sentence each.
 OUTSIDE = (
@@ -47,7 +51,7 @@ class Point(NamedTuple):
 class Front:
     """`points` by rising memory, and so by falling time. `limit_bytes`: what a device has. `most_bytes`: beyond, nothing was looked at.
 
-    `num_configurations` were looked at, `num_simulated` of them simulated.
+    `num_configurations` were looked at, `num_simulated` of them simulated. `not_searched`: what may beat a point and was not looked at.
     """
 
     points: tuple[Point, ...]
@@ -55,6 +59,7 @@ class Front:
     most_bytes: int
     num_configurations: int
     num_simulated: int
+    not_searched: tuple[str, ...] = ()
 
     @property
     def winner(self) -> int | None:
@@ -81,7 +86,35 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
         Point(peak, timing.iteration_s, predict(setup, space.profile, formula=space.formula, timing=timing))
         for peak, timing, setup in known.rows
     )
-    return Front(tuple(points), limit, most, len(candidates), known.num_added)
+    return Front(tuple(points), limit, most, len(candidates), known.num_added, not_searched(space))
+
+
+def not_searched(space: Space) -> tuple[str, ...]:
+    """Name what a space leaves out that may need less memory or take less time, each with the flag that searches it, if there is one."""
+    moves = set(space.balances) != {BALANCES[0]}
+    hosts = [one for one in ARRANGEMENTS if one not in space.hosts]
+    scopes = [one for one in SEARCHED_SCOPES if one not in space.recompute]
+    families = [FAMILIES[name] for name in space.schedules]
+    others = [name for name in SEARCHED if name not in space.schedules]
+    shards = [one for one in VOCABULARIES if one not in space.vocabularies]
+    every = (
+        (space.vocabulary_parallel is None, f"shards of the vocabulary that save memory alone ({_SHARDS} {' '.join(VOCABULARIES)})"),
+        (shards, f"other shards of the vocabulary ({_SHARDS} {' '.join(shards)})"),
+        (
+            set(space.recompute) <= set(SEARCHED_SCOPES),
+            "recomputation of some layers or parts (--recompute full:block:2 selective:mlp ...)",
+        ),
+        (scopes, f"recomputation {', '.join(scopes)} (--recompute)"),
+        (not moves, "balanced rows (--balance)"),
+        (moves and hosts, f"other hosts of what leaves (--hosts {' '.join(hosts)})"),
+        (moves, "balanced rows that send only what a budget demands (--memory, without --front)"),
+        (BALANCES[0] not in space.balances, "rows without balancing (--balance)"),
+        (others, f"other schedules (--schedule {' '.join(others)})"),
+        (any(one.takes_delay or one.splits for one in families), "other groups than p / 2 and p, delays, and W at once (bpipe simulate)"),
+        (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks a rank (--max-chunks)"),
+        (space.contexts == (1,), "sequences in parts (--context 1 2 ...)"),
+    )
+    return tuple(text for is_left_out, text in every if is_left_out)
 
 
 def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> int | None:
@@ -148,7 +181,9 @@ def what_is(front: Front, place: int) -> str:
 
 def remarks(front: Front) -> list[str]:
     """What stands below the table."""
-    return [*(f"[{number}] {need}" for number, need in enumerate(_needs(front), 1)), standing(front), *OUTSIDE]
+    needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
+    searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
+    return [*needs, standing(front), *([searched] if front.not_searched else []), *OUTSIDE]
 
 
 def _needs(front: Front) -> list[str]:
@@ -168,7 +203,7 @@ def standing(front: Front) -> str:
         gain = 100 * (1 - above.iteration_s / mine.iteration_s)
         parts.append(f"The next needs {_apart(above, front.limit_bytes)} more than there is, and takes {gain:.1f} % less time.")
     else:
-        parts.append("No memory makes it faster.")
+        parts.append("Of what was searched nothing with more memory is faster.")
     if winner:
         below = front.points[winner - 1]
         more = 100 * (below.iteration_s / mine.iteration_s - 1)
@@ -205,5 +240,6 @@ def front_document(front: Front) -> dict[str, Any]:
             }
             for point in front.points
         ],
+        "not_searched": list(front.not_searched),
         "outside": list(OUTSIDE),
     }

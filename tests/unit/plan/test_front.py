@@ -11,9 +11,9 @@ import pytest
 from bpipe.cli import main
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import gpt
-from bpipe.plan.front import Front, find_front, standing, words
+from bpipe.plan.front import Front, find_front, not_searched, standing, words
 from bpipe.plan.predict import predict
-from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.space import VOCABULARIES, Space, enumerate_setups
 
 # One head, so nothing is tensor parallel, and too many weights for one rank: pairs have something to share.
 SPACE = Space(
@@ -60,8 +60,31 @@ def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
     lines = words(between)
     assert [line[0] for line in lines[1 : 1 + len(peaks)]] == [" "] * middle + ["*"] + ["-"] * (len(peaks) - middle - 1)
     assert lines[-1].startswith("Seq1F1B and SlimPipe")
-    assert "No memory makes it faster" in standing(replace(front, limit_bytes=peaks[-1]))
+    assert "Of what was searched nothing with more memory is faster" in standing(replace(front, limit_bytes=peaks[-1]))
     assert standing(replace(front, limit_bytes=1)).startswith("Nothing fits into 0.0 GiB: the least that is needed is")
+
+
+def test_it_says_what_was_not_searched() -> None:
+    """It said that less memory and less time is nowhere to be had, of points that its own search beats where a default is lifted."""
+    model = gpt("deep", 32, 8192, 64, sequence=4096)
+    few = Space(
+        model, parse_cluster("a100-80g:2x8"), 32, 4096, recompute=("none",), max_chunks=2, max_micro_batch=2, vocabulary_parallel=None
+    )
+    few = replace(few, schedules=("1f1b", "grouped-interleaved"))
+    found, more = find_front(few), find_front(replace(few, max_chunks=4))
+    beaten = [
+        point
+        for point in found.points
+        if any(one.peak_bytes < point.peak_bytes and one.iteration_s < point.iteration_s for one in more.points)
+    ]
+    assert beaten
+    (line,) = [line for line in words(found) if line.startswith("Every row is the best of what was searched. Not searched: ")]
+    assert "more than 2 chunks a rank (--max-chunks)" in line
+    assert "shards of the vocabulary that save memory alone (--vocabulary-parallel none 1 2 interlaced)" in line
+    assert "recomputation selective, full (--recompute)" in line
+    assert "other hosts of what leaves (--hosts pool host all ports)" in line
+    everything = replace(few, max_chunks=32, schedules=("1f1b",), balances=("none",), vocabulary_parallel=VOCABULARIES, contexts=(1, 2))
+    assert [text for text in not_searched(everything) if any(flag in text for flag in ("chunks", "shards", "--hosts", "--context"))] == []
 
 
 def test_the_command_prints_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
