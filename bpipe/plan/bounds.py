@@ -71,7 +71,9 @@ class Bounds:
     def _both(self, setup: Setup) -> tuple[float, float]:
         # Groups change the order of what is computed, and nothing of the bound.
         cut = setup.schedule, setup.chunks, setup.layers
-        grid = setup.tensor, setup.context, setup.pipeline, setup.routing, setup.vocabulary_parallel, setup.input_shards
+        # What our loop runs has no overlapped gathers.
+        gathers = setup.tensor, setup.switches.tp_comm_overlap
+        grid = gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary_parallel, setup.input_shards
         lies = setup.balance, setup.how
         # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they compute.
         elsewhere = lies if setup.model.experts is not None or setup.context > 1 else None

@@ -139,13 +139,16 @@ VOCABULARIES = {"GPT2BPETokenizer": 50257}
 @dataclass(frozen=True, slots=True)
 class Reading:
     """`options` are those of `bpipe simulate`, by their names there; `unmodelled` says of an option what of its flags is not modelled.
-    `devices` are nodes and GPUs of one, where the launcher says so."""
+    `devices` are nodes and GPUs of one, where the launcher says so; `flags` are all of its
+    flags, `others` those that no option says, each with its value."""
 
     options: dict[str, Any]
     unmodelled: dict[str, str]
     not_considered: tuple[str, ...]
     notes: tuple[str, ...]
     devices: tuple[int, int] | None
+    others: tuple[tuple[str, str], ...] = ()
+    flags: tuple[str, ...] = ()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -195,7 +198,8 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
         options.setdefault("vocabulary", vocabulary)
     scope, unmodelled = scope_of_flags(found, notes)
     left = sorted({flag for flag, _ in others if flag not in REFUSED and not _is_without_influence(flag)})
-    return Reading({**options, "recompute": scope}, unmodelled, tuple(left), tuple(notes), _devices(launcher))
+    options["recompute"] = scope
+    return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
 
 
 def _is_without_influence(flag: str) -> bool:

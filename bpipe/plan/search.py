@@ -21,6 +21,7 @@ from bpipe.models.memory import peak_bytes
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.judge import Closest, Found, Judge, Standing
 from bpipe.plan.predict import costs_of, predict, steady_timing
+from bpipe.plan.refused import Launchable
 from bpipe.plan.shards import with_shards
 from bpipe.plan.space import Space, enumerate_setups
 
@@ -67,7 +68,17 @@ def by_bound(space: Space) -> list[tuple[float, Setup]]:
 
 
 def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
-    """All that the profile covers, with shards of the vocabulary behind each that is whole. `cuts` counts what is not covered, too."""
+    """All that the profile covers and the trainer takes, with shards of the vocabulary behind each that is whole. `cuts` has the rest."""
+    launchable = Launchable(space.others)
+    for setup in _every_covered(space, bounds, cuts):
+        taken = launchable.of(setup)
+        if taken is None:
+            cuts["refused"] += 1
+        else:
+            yield taken
+
+
+def _every_covered(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
     for setup in enumerate_setups(space, cuts):
         if space.profile is not None and space.profile.conflict(setup) is not None:
             cuts["profile"] += 1

@@ -44,7 +44,9 @@ class Space:
     goes (`ir.hosts`). `routing` says how tokens come to experts; without `expert` every number of devices is tried that can share them.
     `contexts`: over how many devices a sequence may be spread.
     `vocabulary_parallel`: whether the output layer is whole and by which algorithms it is in shards; None: whole, and by each of them that
-    lowers the bound of its time where the last rank computes longer than others."""
+    lowers the bound of its time where the last rank computes longer than others.
+    `tensors`, `pipelines`, `micro_batches`: the sizes to try; None: all that are possible.
+    `others`: what else a launch says, by flag and value, that the trainer may refuse; `has_transformer_engine`: with its layers."""
 
     model: Model
     cluster: Cluster
@@ -70,6 +72,11 @@ class Space:
     cp_comm_type: str = CP_COMM_TYPES[0]
     fp8: Fp8 | None = None
     vocabulary_parallel: tuple[str, ...] | None = (Vocabulary.WHOLE.value,)
+    tensors: tuple[int, ...] | None = None
+    pipelines: tuple[int, ...] | None = None
+    micro_batches: tuple[int, ...] | None = None
+    others: tuple[tuple[str, str], ...] = ()
+    has_transformer_engine: bool = True
 
     def __post_init__(self) -> None:
         for name, values, choices in (("balance", self.balances, BALANCES), ("vocabulary_parallel", self.vocabularies, VOCABULARIES)):
@@ -96,6 +103,7 @@ LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
 # What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
 CUTS = {
+    "asked": "grids and micro-batch sizes: not those asked for (--tensor, --pipeline, --micro-batch)",
     "mamba": "grids: t does not divide heads or groups of Mamba layers, or c is more than 1",
     "tensor": "grids: t does not divide heads, query groups or sequence",
     "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no multiple of t*c",
@@ -113,6 +121,7 @@ CUTS = {
     "memory": "configurations: more memory than a device has",
     "queues": "configurations with shards: ranks would wait for each other in the one queue of a device",
     "unneeded": "balanced configurations: they fit without balancing too",
+    "refused": "configurations: the trainer refuses them with what the launch says",
     "slower": "configurations with split backwards, two pipes or shards: slower than every row, by a bound, so nobody asked if they fit",
 }
 
@@ -136,6 +145,9 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
         per_replica = space.global_batch // data
         for micro_batch in range(1, min(space.max_micro_batch, per_replica) + 1):
             if per_replica % micro_batch:
+                continue
+            if not _is_asked(space.micro_batches, micro_batch):
+                cuts["asked"] += 1
                 continue
             for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
                 for recompute, routing, balanced in product(_scopes(space), _routings(space, tensor * context * data), balances):
@@ -205,16 +217,22 @@ def _cut_of_layers(space: Space, tensor: int, context: int) -> str | None:
     return None if _is_divided(space, tensor, context) else "context"
 
 
+def _is_asked(sizes: tuple[int, ...] | None, size: int) -> bool:
+    return sizes is None or size in sizes
+
+
 def _grids(space: Space, cuts: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
     devices, model = space.cluster.num_devices, space.model
     for tensor, context, pipelines in _with_pipelines(space):
-        cut = _cut_of_layers(space, tensor, context)
+        cut = _cut_of_layers(space, tensor, context) if _is_asked(space.tensors, tensor) else "asked"
         if cut is not None:
             cuts[cut] += len(pipelines)
             continue
         for pipeline in pipelines:
             data = devices // (tensor * context * pipeline)
-            if pipeline > model.num_layers:
+            if not _is_asked(space.pipelines, pipeline):
+                cuts["asked"] += 1
+            elif pipeline > model.num_layers:
                 cuts["ranks"] += 1
             elif not space.uneven and model.num_layers % pipeline:
                 cuts["uneven"] += 1
@@ -262,7 +280,8 @@ def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) 
         return "micro_batches" if num_microbatches % pipeline else None
     if family.max_chunks == 1:
         return None
-    alone = pipeline == 1
+    # Where exchanges block, Megatron wants 3 ranks.
+    alone = pipeline < (3 if space.switches.no_overlap_p2p_communication and family.exchange is Exchange.MEGATRON_INTERLEAVED else 2)
     return "micro_batches" if alone or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline) else None
 
 

@@ -19,12 +19,13 @@ from bpipe.ir.schedule import Schedule
 from bpipe.plan.budget import MemoryBudget
 from bpipe.plan.state_hosts import FLAG, HostedState
 from bpipe.program import BalanceConfig, ScheduleConfig, built
+from bpipe.refusals import Settings, reasons
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import balance_asked, costs_asked, own_schedule, unplaced, vocabulary_of
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import Settings, differ, end_where, reasons, refuse
+from megatron.scheduling.refusals import differ, end_where, refuse
 from megatron.scheduling.sizes import Sizes
 
 # What Megatron's trainer alone can be given, by the field that asks for it: what it is made of, and what to do in a loop of one's own.

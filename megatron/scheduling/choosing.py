@@ -21,13 +21,13 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.program import BalanceConfig, ScheduleConfig, built, given
+from bpipe.refusals import PLACED, SHARDED, asked_by, reasons_of
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import budgets, upstream
 from megatron.scheduling.following import of_file
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
 from megatron.scheduling.sizes import Sizes
 
 _WAY_OUT = "a rank's chunks are its virtual stages, --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
@@ -152,8 +152,7 @@ def vocabulary_of(args: Any) -> Vocabulary:
 
 def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     """Why these arguments do not go together with where the schedule has its stages, and its shards: a line each, or none."""
-    wanted = "--bpipe-executor" if args.bpipe_schedule is None else f"--bpipe-schedule {args.bpipe_schedule}"
-    found = [] if Positions.of(own.layout).native else reasons_of(PLACED, args, wanted)
+    found = [] if Positions.of(own.layout).native else reasons_of(PLACED, args, asked_by(args))
     if own.vocabulary is not Vocabulary.WHOLE:
         found += reasons_of(SHARDED, args, f"--bpipe-vocabulary {args.bpipe_vocabulary}")
         found += _unequal_shards(args)

@@ -16,10 +16,10 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import REDISTRIBUTE
 from bpipe.plan.options import memory
 from bpipe.plan.state_hosts import FLAG, read
+from bpipe.refusals import UNPROVEN
 from bpipe.transport import AUTO, NAMES
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.placement import PLACEMENTS
-from megatron.scheduling.refusals import UNPROVEN
 
 # How the output layer may be split in training, and how that is scheduled.
 _SPLIT = {

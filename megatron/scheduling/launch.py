@@ -45,7 +45,7 @@ def refuse_packed(args: Any) -> None:
 
     They would train on pre-training data all the same, each row as one sequence, and say nothing.
     """
-    from megatron.scheduling.refusals import Settings
+    from bpipe.refusals import Settings
 
     given = Settings(args)
     for name, wanted in (("sft", given.sft), ("dataloader_inter_document_masking", given.dataloader_inter_document_masking)):

@@ -17,11 +17,11 @@ from bpipe.ir.hosts import mirrored
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.balance import choose_partners
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
+from bpipe.refusals import Settings
 from bpipe.report.memory import without_transfers
 from megatron.scheduling import upstream
 from megatron.scheduling.choosing import first_schedule
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import Settings
 
 if TYPE_CHECKING:
     from megatron.scheduling.arguments import SchedulingConfig

@@ -155,7 +155,7 @@ _NO_CUDA_GRAPHS, _NO_OFFLOADING, _NO_COMBINED = "no CUDA graphs", "no activation
 _NO_EXPERTS, _NO_SHARDS, _NO_PACKING = "no experts", "weights sharded by tensor parallelism alone", "no packed sequences"
 _NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 
-# What is read through `refusals.Settings`, for which a missing setting is None, and what that is taken for.
+# What is read through `bpipe.refusals.Settings`, for which a missing setting is None, and what that is taken for.
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
     "async_save": "checkpoints are written before training goes on",

@@ -24,12 +24,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.utils import unwrap_model
 
+from bpipe.refusals import SHARDED, reasons_of
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling import input_shards, patches, tied_shards
 from megatron.scheduling.halves import backward_of_weight
 from megatron.scheduling.placed import BY_LAYER, ONCE
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import SHARDED, end_where, reasons_of
+from megatron.scheduling.refusals import end_where
 
 
 class Noted(NamedTuple):

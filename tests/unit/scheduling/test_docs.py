@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from bpipe.generate.families import FAMILIES
+from bpipe.refusals import PLACED, REFUSALS, SHARDED, Refusal
 from megatron.scheduling.arguments import SchedulingConfig
 from megatron.scheduling.flags import add_arguments
 from megatron.scheduling.patches import PATCHES
-from megatron.scheduling.refusals import PLACED, REFUSALS, SHARDED, Refusal
 from megatron.scheduling.repairs import REPAIRS
 from megatron.scheduling.upstream import TRIED_VERSIONS
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from bpipe.refusals import PLACED, SHARDED, reasons_of
 from megatron.scheduling import upstream
 from megatron.scheduling.following import complete, follow
 from megatron.scheduling.positions import Positions
-from megatron.scheduling.refusals import PLACED, SHARDED, reasons_of
 
 V = Positions(4, backwards=True, mirrored=(True, False))
 ROUNDS = Positions(4, mirrored=(False, False))

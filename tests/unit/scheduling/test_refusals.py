@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import terra
-from megatron.scheduling.refusals import REFUSALS, UNPROVEN, differ, reasons, refuse
+from bpipe.refusals import REFUSALS, UNPROVEN, reasons
+from megatron.scheduling.refusals import differ, refuse
 
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {

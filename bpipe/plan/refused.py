@@ -1,0 +1,78 @@
+"""Say what of configurations the trainer refuses, before they are predicted. In: a Setup, what else its launch says. Out: reasons.
+
+Asks the trainer's own table (`bpipe.refusals`) with the flags that would launch the setup. What it refuses beside a product's overlapped
+gathers trains without them, and is predicted so. Predicts nothing, and imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.program import Exchange
+from bpipe.models.layout import Setup
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.space import is_in_order
+from bpipe.program import BALANCES
+from bpipe.refusals import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of
+
+# Flags of a launch that no option says, each with its first value or ``.
+Others = Sequence[tuple[str, str]]
+
+
+def runs_ours(setup: Setup) -> bool:
+    """Whether anything but Megatron's own loops and nothing else would run."""
+    return setup.balance != BALANCES[0] or _has_own_loop(setup)
+
+
+def _has_own_loop(setup: Setup) -> bool:
+    return setup.is_sharded or FAMILIES[setup.schedule].exchange is Exchange.POSTED
+
+
+def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
+    """Return the trainer's reasons against this setup, a line each; none for what Megatron's own loops run without balancing."""
+    if not runs_ours(setup):
+        return ()
+    flags = [word for pair in others for word in pair if word]
+    settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
+    own = _has_own_loop(setup)
+    found = reasons(settings, setup.balance != BALANCES[0], own, settings.bpipe_unproven)
+    if own and not is_in_order(setup.schedule, setup.pipeline, setup.chunks):
+        found += reasons_of(PLACED, settings, asked_by(settings))
+    if setup.is_sharded:
+        found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary_parallel}")
+    return tuple(found)
+
+
+def has_transformer_engine(flags: Sequence[str]) -> bool:
+    """Whether a launch trains with Transformer Engine's layers, as Megatron does where nobody says otherwise."""
+    return bool(Settings(settings_of(flags)).transformer_impl != "local")
+
+
+def without_overlap(setup: Setup) -> Setup:
+    """The setup without `--tp-comm-overlap`."""
+    return replace(setup, switches=replace(setup.switches, tp_comm_overlap=False))
+
+
+class Launchable:
+    """Of one space: its setups as the trainer takes them."""
+
+    def __init__(self, others: Others) -> None:
+        self._others = others
+        # By all that the table asks for and setups of one space differ in: whether it is refused as it is, and without the overlap.
+        self._refused: dict[object, tuple[bool, bool]] = {}
+
+    def of(self, setup: Setup) -> Setup | None:
+        """The setup, without `--tp-comm-overlap` where it is refused with that alone; None where it is refused at all."""
+        if not runs_ours(setup):
+            return setup
+        runs = setup.balance, setup.schedule, setup.chunks, setup.pipeline, setup.vocabulary_parallel, setup.input_shards
+        key = runs, setup.tensor > 1, setup.recompute, setup.routing.dispatcher, setup.fp8
+        if key not in self._refused:
+            others = self._others
+            self._refused[key] = bool(refused(setup, others)), bool(refused(without_overlap(setup), others))
+        as_it_is, without = self._refused[key]
+        if not as_it_is:
+            return setup
+        return None if without else without_overlap(setup)

@@ -1,0 +1,137 @@
+"""A plan asks the trainer's own table what it would launch, reads a launch's flags as Megatron's parser does, and prints no row that is
+refused."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.model import gpt
+from bpipe.models.switches import Switches
+from bpipe.plan.refused import refused, runs_ours
+from bpipe.plan.search import search
+from bpipe.plan.space import Space
+from bpipe.refusals import PLACED, REFUSALS, SHARDED, Settings, reasons, settings_of
+
+# A launch's flags that are refused, by feature. What only a model's configuration says has none.
+FLAGS = {
+    "CUDA graphs": ("--cuda-graph-impl", "local"),
+    "FP8": ("--fp8-format", "hybrid"),
+    "FP4": ("--fp4-format", "e2m1"),
+    "activation offloading": ("--fine-grained-activation-offloading",),
+    "combined 1F1B": ("--overlap-moe-expert-parallel-comm",),
+    "paged stash": ("--moe-paged-stash",),
+    "the flex dispatcher of experts": ("--num-experts", "8", "--moe-token-dispatcher-type", "flex"),
+    "overlapped shared experts": ("--moe-shared-expert-overlap",),
+    "hybrid context parallelism": ("--hybrid-context-parallel",),
+    "distributed saved activations": ("--distribute-saved-activations",),
+    "recomputation of the MLP with biases": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp"),
+    "overlapped tensor-parallel communication": ("--tp-comm-overlap",),
+    "ring exchange": ("--use-ring-exchange-p2p",),
+    "FSDP": ("--use-megatron-fsdp",),
+    "in-process restart": ("--inprocess-restart",),
+    "reinforcement learning": ("--perform-rl-step",),
+    "a fake process group": ("--fake-process-group",),
+    "a YAML configuration": ("--yaml-cfg", "run.yaml"),
+    "checkpoints by rank": ("--save", "here", "--ckpt-format", "torch"),
+    "local checkpoints": ("--non-persistent-ckpt-type", "local"),
+    "hybrid models": ("--hybrid-layer-pattern", "M-M*"),
+    "further tokens in a layout": ("--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "t|t"),
+    "skipped iterations": ("--iterations-to-skip", "3", "4"),
+    "prediction of further tokens": ("--mtp-num-layers", "1"),
+    "deferred gradients of the output layer": ("--defer-embedding-wgrad-compute",),
+    "models without weights at first": ("--init-model-with-meta-device",),
+    "checkpoints by rank of shards": ("--load", "there", "--ckpt-format", "torch"),
+    "local checkpoints of shards": ("--non-persistent-ckpt-type", "local"),
+}
+# Set by a script in its model's configuration alone; or made by Megatron of flags with which no launch is read.
+WITHOUT_A_FLAG = {
+    "variable sequence lengths",
+    "partial recomputation of micro-batches",
+    "weights sharded beyond tensor parallelism",
+}
+EVERY = (*REFUSALS, *PLACED, *SHARDED)
+SPACE = Space(
+    gpt("small", 16, 4096, 32, vocabulary=131072, sequence=2048),
+    parse_cluster("a100-80g:8"),
+    16,
+    2048,
+    recompute=("none",),
+    schedules=("1f1b", "interleaved-1f1b", "grouped-interleaved", "v-half"),
+    max_micro_batch=2,
+    max_chunks=2,
+    vocabulary_parallel=("none", "1"),
+)
+OVERLAP = Switches(tp_comm_overlap=True)
+
+
+def test_every_refusal_has_its_flags() -> None:
+    assert {one.feature for one in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG
+
+
+@pytest.mark.parametrize("feature", FLAGS)
+def test_flags_are_read_as_megatrons_parser_reads_them(feature: str) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    (refusal,) = (one for one in EVERY if one.feature == feature)
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for flags, wanted in (((), False), (FLAGS[feature], True)):
+        assert bool(refusal.applies(Settings(parser.parse_args(list(flags))))) is wanted, "Megatron's parser"
+        assert bool(refusal.applies(Settings(settings_of(flags)))) is wanted, "the plan's"
+
+
+def test_a_reason_names_the_flag_that_was_typed() -> None:
+    """With --bpipe-vocabulary alone it named --bpipe-schedule, which nobody had given."""
+    for typed, wanted in (
+        ({"bpipe_vocabulary": "1"}, "--bpipe-vocabulary 1: "),
+        ({"bpipe_schedule": "v-half", "bpipe_vocabulary": "1"}, "--bpipe-schedule v-half: "),
+        ({"bpipe_executor": True}, "--bpipe-executor: "),
+    ):
+        (reason,) = reasons(SimpleNamespace(tp_comm_overlap=True, **typed), balance=False, executor=True)
+        assert reason.startswith(wanted)
+
+
+def test_no_row_is_one_that_the_trainer_refuses() -> None:
+    """Rows with shards, another schedule or balancing had --tp-comm-overlap, with which the trainer ends at its start."""
+    outcome = search(replace(SPACE, switches=OVERLAP), 60)
+    rows = [row.prediction.setup for row in outcome.rows]
+    ours = [setup for setup in rows if runs_ours(setup) and setup.tensor > 1]
+    assert any(setup.is_sharded for setup in ours)
+    assert any(setup.switches.tp_comm_overlap for setup in rows)
+    assert [setup for setup in rows if refused(setup)] == []
+    assert not any(setup.switches.tp_comm_overlap for setup in ours)
+    # And their times are those without.
+    without = search(SPACE, 60)
+    times = {row.prediction.setup: row.prediction.timing.iteration_s for row in without.rows}
+    shared = [row for row in outcome.rows if row.prediction.setup in times]
+    assert shared
+    assert all(row.prediction.timing.iteration_s == times[row.prediction.setup] for row in shared)
+
+
+def test_what_else_a_launch_says_is_asked_for_too() -> None:
+    outcome = search(replace(SPACE, others=(("--cuda-graph-impl", "local"), ("--save", "here"))), 60)
+    assert outcome.rows
+    assert not any(runs_ours(row.prediction.setup) for row in outcome.rows)
+    assert outcome.cuts["refused"] > 0
+    by_rank = search(replace(SPACE, others=(("--ckpt-format", "torch"), ("--save", "here"))), 200)
+    schedules = {row.prediction.setup.schedule for row in by_rank.rows}
+    assert "grouped-interleaved" in schedules
+    assert "v-half" not in schedules
+    assert not any(row.prediction.setup.is_sharded for row in by_rank.rows)
+
+
+LAUNCH = ["--num-layers", "16", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "2048", "--vocab-size", "131072"]
+LAUNCH += ["--max-position-embeddings", "2048", "--bf16", "--use-distributed-optimizer", "--tensor-model-parallel-size", "2"]
+LAUNCH += ["--sequence-parallel", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "16"]
+
+
+def test_simulate_says_that_a_launch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "the trainer refuses this: --bpipe-vocabulary 1: Transformer Engine keeps activations in communication buffers of its own"
+    for more, is_refused in ((["--bpipe-vocabulary", "1", "--tp-comm-overlap"], True), (["--tp-comm-overlap"], False)):
+        assert main(["simulate", "--cluster", "a100-80g:8", "--", *LAUNCH, *more]) == 0
+        assert (said in capsys.readouterr().out) is is_refused
