@@ -287,7 +287,7 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
     return tokens, tokens + 2 * (element + parameter_bytes(setup)[1]) * rows * setup.model.hidden_size / rates.memory
 
 
-def _hosts(setup: Setup) -> Hosts:
+def hosts_of(setup: Setup) -> Hosts:
     """Who hosts, of other than pairs as it is planned."""
     if setup.balance != BALANCES[0] and setup.how.hosts != PAIR:
         # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
@@ -309,8 +309,7 @@ def _host_bytes_per_s(setup: Setup) -> float:
     device, cluster = setup.cluster.device, setup.cluster
     if device.host_node_bytes_per_s is None:
         return device.host_bytes_per_s
-    hosts = _hosts(setup)
-    sends = [OWN_MEMORY in of_rank for of_rank in hosts]
+    sends = [OWN_MEMORY in of_rank for of_rank in hosts_of(setup)]
     nodes = setup.nodes()
     # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it does.
     part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)
@@ -436,7 +435,7 @@ def predict_costs(setup: Setup) -> Costs:
         tuple(stages),
         joined,
         _exchange(setup),
-        one_sided(setup.nodes(), _hosts(setup)),
+        one_sided(setup.nodes(), hosts_of(setup)),
         eager=setup.switches.overlap_grad_reduce,
         replicas_apart=not setup.replicas_share_nodes(),
     )

@@ -9,18 +9,22 @@ from typing import NamedTuple
 from bpipe.generate.families import default
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.models.cluster import Cluster, gib
-from bpipe.models.compute import update_seconds
+from bpipe.models.compute import hosts_of, links, update_seconds
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import TIGHT
+from bpipe.models.profile import Profile
 from bpipe.models.saved import kept_share
 from bpipe.plan.judge import Closest, Found
-from bpipe.plan.predict import SetupPrediction
+from bpipe.plan.predict import SetupPrediction, costs_of, steady_timing
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
+from bpipe.program import BALANCES
 
 # Half of the published runs of one model are further from their prediction than this, in either direction (docs/validation.md).
 CLEARLY = 1.05
+# A share of an iteration that is worth a word.
+NOTICED = 0.01
 
 
 class Verdict(NamedTuple):
@@ -135,6 +139,31 @@ def replicas_apart(setup: Setup) -> str | None:
         f"balanced pairs share nodes, so that the replicas of a rank do not: to reduce gradients and update weights takes {mine:.3f} "
         f"instead of {without:.3f} s"
     )
+
+
+def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> str | None:
+    """Say that pairs lie on two nodes, why, what it costs, and what else to take; None where every pair that moves something shares one."""
+    setup = prediction.setup
+    if setup.balance == BALANCES[0] or setup.how.hosts != PAIR or not any(prediction.transfers):
+        return None
+    joined, hosts = links(setup), hosts_of(setup)
+    moving = (rank for rank, count in enumerate(prediction.transfers) if count)
+    if not any(joined.crosses(rank, host) for rank in moving for host in hosts[rank]):
+        return None
+    cluster, each = setup.cluster, setup.tensor * setup.context
+    fills = 2 * each > cluster.devices_per_domain
+    why = f"a rank has {each} of {cluster.domain}'s {cluster.devices_per_domain} devices" if fills else "ranks do not fill nodes in pairs"
+    slow, fast, host = (float(link.bytes_per_s or 0) / 1e9 for link in (joined.between, joined.inside, joined.host))
+    text = f"pairs lie on two nodes, as {why}: what moves passes each device's port of {slow:.0f} GB/s, where links inside have {fast:.0f}"
+    plain = replace(setup, balance=BALANCES[0], how=EVENLY, budget_bytes=None)
+    longer = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
+    if longer < NOTICED:
+        return f"{text}; that hides behind computations here"
+    fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= cluster.devices_per_domain), default=None)
+    ways = [f"--tensor {fewer}, with which pairs share a node"] if fills and fewer else []
+    ways += [f"--hosts host, by {host:.0f} GB/s to each node's memory"] if host > slow else []
+    ways += ["more --recompute, so that less moves", "--schedule v-half or grouped-interleaved, which hold less and move nothing"]
+    return f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Take {'; '.join(ways[:-1])}; or {ways[-1]}"
 
 
 def verdict(outcome: Outcome) -> Verdict:

@@ -1,0 +1,69 @@
+"""Where tensor parallelism fills a node, pairs lie on two, and the prediction says so, what it costs and what else to take."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from bpipe.cli import main
+
+SIMULATE = ["simulate", "--model", "gpt3-175b", "--cluster", "a100-80g:64x8", "--pipeline", "8", "--global-batch", "1536"]
+SIMULATE += ["--attention", "unfused", "--precision", "fp16"]
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    assert main([*SIMULATE, *more]) == 0
+    return capsys.readouterr().out
+
+
+def seconds(text: str) -> float:
+    found = re.search(r"^iteration ([0-9.]+) s", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_it_says_why_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-3 175B on 64 nodes of 8 A100s with t = 8 was predicted to take over half as long again, and nothing said why."""
+    found, plain = simulated(capsys, "--tensor", "8", "--balance", "bpipe"), simulated(capsys, "--tensor", "8")
+    (line,) = [line for line in found.splitlines() if line.startswith("pairs lie on two nodes")]
+    assert "as a rank has 8 of a node's 8 devices: what moves passes each device's port of 19 GB/s, where links inside have 231." in line
+    longer = re.search(r"An iteration takes (\d+) % longer than without balancing", line)
+    assert longer is not None
+    assert int(longer[1]) == round(100 * (seconds(found) / seconds(plain) - 1)) > 50
+    for way in ("--tensor 4, with which pairs share a node", "--hosts host, by 25 GB/s", "--recompute", "--schedule v-half"):
+        assert way in line
+    assert "pairs lie" not in plain
+
+
+def test_where_a_pair_shares_a_node_there_is_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """The way out that it names is one."""
+    assert "pairs lie" not in simulated(capsys, "--tensor", "4", "--balance", "bpipe")
+    assert "pairs lie" not in simulated(capsys, "--tensor", "8", "--balance", "bpipe", "--hosts", "host")
+
+
+def test_what_hides_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "--tensor", "8", "--balance", "bpipe", "--recompute", "selective")
+    assert "links inside have 231; that hides behind computations here" in found
+
+
+def test_plans_and_programs_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(simulated(capsys, "--tensor", "8", "--balance", "bpipe", "--format", "json"))
+    assert document["pairs_apart"].startswith("pairs lie on two nodes")
+    plan = [
+        "plan",
+        "--model",
+        "gpt3-175b",
+        "--cluster",
+        "a100-80g:64x8",
+        "--global-batch",
+        "1536",
+        "--attention",
+        "unfused",
+        "--memory",
+        "45",
+    ]
+    plan += ["--tensor", "8", "--pipeline", "8", "--micro-batch", "1", "--schedule", "1f1b", "--recompute", "none", "--precision", "fp16"]
+    assert main([*plan, "--balance", "bpipe", "--vocabulary-parallel", "none"]) == 0
+    assert "     pairs lie on two nodes, as a rank has 8 of a node's 8 devices" in capsys.readouterr().out
