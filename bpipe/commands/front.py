@@ -5,11 +5,14 @@ from __future__ import annotations
 import html
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bpipe.commands.flags import print_json
 from bpipe.models.cluster import gib
+from bpipe.plan import stock
 from bpipe.plan.front import Front, Point, find_front, front_document, remarks, what_is, words
+from bpipe.plan.judge import Found
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import Space
 
@@ -20,6 +23,7 @@ def show(space: Space, form: str, plot: Path | None, row: int | None, progress: 
     """Search, draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
     front = find_front(space, progress)
     progress("front", 1, 1)
+    beside = _beside(front, space)
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if plot is not None:
         plot.write_bytes(_drawn(front, title, plot.suffix))
@@ -28,10 +32,18 @@ def show(space: Space, form: str, plot: Path | None, row: int | None, progress: 
             raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
         print(shlex.join(megatron_flags(front.points[row - 1].prediction.setup)))
     elif form == "json":
-        print_json({"front": front_document(front)})
+        print_json({"front": front_document(front), "stock": stock.stock_document(beside)})
     else:
-        print("\n".join(words(front)))
+        print("\n".join((*words(front), *stock.words(beside))))
     return front
+
+
+def _beside(front: Front, space: Space) -> stock.Stock:
+    """What Megatron alone does, beside the point that wins."""
+    if front.winner is None:
+        return stock.stock_of(space, ())
+    found = stock.stock_of(space, [Found(front.points[front.winner].prediction, None)])
+    return replace(found, row=None if found.row is None else front.winner + 1)
 
 
 def _drawn(front: Front, title: str, suffix: str) -> bytes:

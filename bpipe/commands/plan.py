@@ -7,10 +7,9 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 from bpipe.commands.flags import (
     add_calibration_argument,
@@ -22,33 +21,27 @@ from bpipe.commands.flags import (
     print_json,
 )
 from bpipe.commands.front import SUFFIXES, show
-from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
+from bpipe.commands.launch import add_launch_arguments, lines, reading_of
+from bpipe.commands.plan_output import beside_of, launch_values, plan_document, table, yours_lines
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS, IN_NODES
-from bpipe.models.cluster import Cluster, gib
+from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
-from bpipe.models.model import Model
 from bpipe.models.profile import read_profile
 from bpipe.models.recompute import FORMS
-from bpipe.plan import standings
 from bpipe.plan.budget import MemoryBudget, within_budget
-from bpipe.plan.document import document
-from bpipe.plan.explain import calibrated, costly_halves, describe, only_balanced, replicas_apart, verdict
+from bpipe.plan.explain import verdict
 from bpipe.plan.fewest_layers import BLOCK
-from bpipe.plan.hybrid_flags import stage_flags
-from bpipe.plan.judge import Found
 from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import hosts_flags, megatron_flags, schedule_flags
+from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, scope, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.plan.search import Outcome, search
-from bpipe.plan.space import CUTS, SEARCHED_SCOPES, VOCABULARIES, Space, num_grids, usual_contexts
-from bpipe.plan.state_hosts import StateHosts, hosts_document, instead_of_balancing
-from bpipe.plan.state_hosts import words as words_on_state
-from bpipe.plan.vocabulary import Burden, burden, burden_document, words
+from bpipe.plan.refused import has_transformer_engine
+from bpipe.plan.search import search
+from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space, divisors, usual_contexts
 from bpipe.program import BALANCES
 
 # The exit status where nothing was found; 2 is an error in what was asked.
@@ -57,6 +50,8 @@ SCOPES = (
     f"what to recompute, each one of {FORMS}, or {BLOCK}: of every stage the fewest layers with which it fits (default "
     f"{' '.join(SEARCHED_SCOPES)})"
 )
+# How a model is cut: the search chooses, but among what is asked for.
+CUT = ("tensor", "pipeline", "micro_batch")
 # As `gc.set_threshold` takes them.
 _SELDOM = (200_000, 20, 100)
 
@@ -69,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
     add = parser.add_argument_group("search").add_argument
     add("--recompute", nargs="+", type=scope, default=SEARCHED_SCOPES, metavar="TEXT", help=SCOPES)
+    add("--tensor", nargs="+", type=positive, metavar="T", help="tensor parallel (default: all that divide a node)")
+    add("--pipeline", nargs="+", type=positive, metavar="P", help="pipeline ranks (default: all that divide the devices)")
+    add("--micro-batch", nargs="+", type=positive, metavar="N", help="sequences a micro-batch (default: all that divide the batch)")
     add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
     add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
@@ -105,14 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace) -> int:
     reading = reading_of(asked)
     # What the search chooses is no one's to say; `yours` below is the launch as it stands.
-    every = filled(argparse.Namespace(**{**vars(asked), "hosts": None}), reading, ("global_batch",))
+    every = filled(argparse.Namespace(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
     options = argparse.Namespace(**{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}})
-    model, cluster = model_of(options), _budgeted(cluster_of(options, reading.devices if reading else None), options.memory)
     yours = None if reading is None else _yours(asked, reading)
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --global-batch")
     row = options.emit_args
-    space = _space(asked, options, model, cluster, _contexts(asked, every, cluster))
+    space = _space(asked, options, _contexts(asked, every, reading), reading)
     bar = _Bar()
     if options.front:
         with _seldom_collected():
@@ -123,26 +120,36 @@ def run(asked: argparse.Namespace) -> int:
     with _seldom_collected():
         asked_what = (space, max(options.rows, row or 0), bar.show)
         if options.memory is not None or set(space.hosts) & set(IN_NODES):
-            outcome = search(*asked_what, _sending_what_must(space, cluster.device.memory_bytes))
+            outcome = search(*asked_what, _sending_what_must(space, space.cluster.device.memory_bytes))
         else:
             outcome = search(*asked_what)
-    beside = _beside(outcome) if row is None else _Beside()
-    bar.clear()
     if row is not None:
+        bar.clear()
         if row > len(outcome.rows):
             raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
         print(shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup)))
-    elif options.format == "json":
-        print_json({**plan_document(outcome, beside), **(_launch_document(yours, reading) if yours and reading else {})})
+        return 0 if outcome.rows else NO_ROWS
+    beside = beside_of(outcome, reading if reading is None or _is_as_launched(asked, reading) else None)
+    bar.clear()
+    if options.format == "json":
+        print_json({**plan_document(outcome, beside), **(launch_values(yours, reading) if yours and reading else {})})
     else:
-        for line in (*(lines(reading) if reading else ()), *(_yours_lines(yours) if yours else ())):
+        for line in (*(lines(reading) if reading else ()), *(yours_lines(yours, reading) if yours and reading else ())):
             print(line)
         print(table(outcome, beside), end="")
     return 0 if outcome.rows else NO_ROWS
 
 
-def _space(asked: argparse.Namespace, options: argparse.Namespace, model: Model, cluster: Cluster, contexts: tuple[int, ...]) -> Space:
+def _is_as_launched(asked: argparse.Namespace, reading: Reading) -> bool:
+    """Whether the launch says all that the search does not choose: a row's flags are then what to change of it."""
+    chosen = {*CUT, "recompute", "schedule", "balance", "hosts", "context", "cp_comm_type", "expert", "vocabulary_parallel", "memory"}
+    others = {name: getattr(asked, name, None) for name in reading.options if name not in chosen}
+    return asked.model is None and all(value in (None, False, reading.options[name]) for name, value in others.items())
+
+
+def _space(asked: argparse.Namespace, options: argparse.Namespace, contexts: tuple[int, ...], reading: Reading | None) -> Space:
     """What to search."""
+    model, cluster = model_of(options), _budgeted(cluster_of(options, reading.devices if reading else None), options.memory)
     return Space(
         model=model,
         cluster=cluster,
@@ -168,7 +175,20 @@ def _space(asked: argparse.Namespace, options: argparse.Namespace, model: Model,
         cp_comm_type=options.cp_comm_type,
         fp8=fp8_of(options),
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
+        tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tensor", f"the devices of {cluster.domain}"),
+        pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pipeline", "the devices of the cluster"),
+        micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
+        others=() if reading is None else reading.others,
+        has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
     )
+
+
+def _one_of(asked: Sequence[int] | None, possible: Sequence[int], flag: str, what: str) -> tuple[int, ...] | None:
+    """What was asked for. Raises ValueError for a number that does not divide what there is."""
+    for number in asked or ():
+        if number not in possible:
+            raise ValueError(f"{flag} {number} does not divide {what}: choose from {', '.join(map(str, possible))}")
+    return None if asked is None else tuple(asked)
 
 
 @contextmanager
@@ -189,11 +209,11 @@ def _schedules(asked: argparse.Namespace, fp8: Fp8 | None) -> tuple[str, ...]:
     return tuple(name for name in SEARCHED if not FAMILIES[name].splits)
 
 
-def _contexts(asked: argparse.Namespace, every: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
+def _contexts(asked: argparse.Namespace, every: argparse.Namespace, reading: Reading | None) -> tuple[int, ...]:
     """What was asked for; else what a launch has is tried beside the usual ones."""
     if asked.context is not None:
         return tuple(sorted(set(asked.context)))
-    model = model_of(every)
+    model, cluster = model_of(every), cluster_of(every, reading.devices if reading else None)
     is_possible = every.attention == "flash" and every.kernels == "gpu" and model.no_context(model.sequence, every.cp_comm_type) is None
     return tuple(sorted({*(usual_contexts(model.sequence, cluster.num_devices) if is_possible else ()), every.context}))
 
@@ -218,31 +238,11 @@ def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Set
     return anew
 
 
-class _Beside(NamedTuple):
-    """What is said beside the rows: of the first row in which the vocabulary hurts, and the first that fits only balanced, its number."""
-
-    hurts: tuple[Burden, int] | None = None
-    hosts: tuple[StateHosts, int] | None = None
-
-
-def _beside(outcome: Outcome) -> _Beside:
-    profile, formula = outcome.space.profile, outcome.space.formula
-    # Of shards that were searched the rows say what they gain.
-    others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
-    every = ((burden(found.prediction, profile, others), number) for number, found in enumerate(outcome.rows, 1))
-    hurts = next(((one, number) for one, number in every if one is not None), None)
-    for number, found in enumerate(outcome.rows, 1):
-        if found.needs_bytes is not None:
-            hosts = instead_of_balancing(found.prediction.setup, profile, formula)
-            return _Beside(hurts, None if hosts is None else (hosts, number))
-    return _Beside(hurts)
-
-
 def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
     """The launch as it stands, or why it cannot be on this cluster."""
-    chosen = ("recompute", "schedule", "balance", "tensor", "pipeline", "vocabulary_parallel")
+    chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
     options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(chosen)})
-    others = ("context", "micro_batch", "chunks", "layers", "group", "delay", "keep_weights_halves")
+    others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves")
     options = argparse.Namespace(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
     try:
         every = filled(options, reading, ())
@@ -252,89 +252,6 @@ def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str
     except ValueError as error:
         return str(error)
     return predict(setup, formula=asked.flops_formula)
-
-
-def _yours_lines(yours: SetupPrediction | str) -> list[str]:
-    if isinstance(yours, str):
-        return [f"the launch as it stands: {yours}"]
-    misses = [f"rank {rank.rank} needs {gib(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
-    fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
-    return ["the launch as it stands, first; then what was found", *_lines(0, Found(yours, None)), f"     {fits}"]
-
-
-def _launch_document(yours: SetupPrediction | str, reading: Reading) -> dict[str, Any]:
-    said = {"impossible": yours} if isinstance(yours, str) else document(yours)
-    return {"launch": {**launch_document(reading), "as_it_stands": said}}
-
-
-def _unasked(space: Space) -> tuple[str, ...]:
-    """What cuts nothing where it was not asked for, or of a model without such layers."""
-    contexts, layers = ("context",) * (space.contexts == (1,)), ("layers",) * (BLOCK not in space.recompute)
-    return (*contexts, *layers, *(("mamba", "hybrid") if space.model.hybrid is None else ()))
-
-
-def plan_document(outcome: Outcome, beside: _Beside) -> dict[str, Any]:
-    """What `--format json` promises (docs/planning.md)."""
-    return {
-        "verdict": verdict(outcome)._asdict(),
-        "searched": {
-            "grids": num_grids(outcome.space),
-            "configurations": outcome.num_configurations,
-            "sharded": outcome.num_sharded,
-            "fitting": outcome.num_fitting,
-            "only_balanced": outcome.num_only_balanced,
-            "simulated": outcome.num_simulated,
-            "cut": {name: outcome.cuts.get(name, 0) for name in CUTS if name not in _unasked(outcome.space)},
-        },
-        "rows": [_row(found) for found in outcome.rows],
-        "families": standings.documents(outcome),
-        "needs": standings.needs(outcome),
-        "vocabulary": None if beside.hurts is None else burden_document(*beside.hurts),
-        "optimizer_state_hosts": None if beside.hosts is None else {"row": beside.hosts[1], **hosts_document(beside.hosts[0])},
-    }
-
-
-def _row(found: Found) -> dict[str, Any]:
-    return {
-        **document(found.prediction),
-        "only_balanced": found.needs_bytes is not None,
-        "unbalanced_peak_bytes": found.needs_bytes,
-        "megatron_flags": megatron_flags(found.prediction.setup),
-    }
-
-
-def table(outcome: Outcome, beside: _Beside) -> str:
-    """The rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
-    head = f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit"
-    if outcome.rows:
-        head += f", {outcome.num_simulated} simulated: the {len(outcome.rows)} fastest"
-    lines = [head, *calibrated(outcome.space.cluster)]
-    for number, found in enumerate(outcome.rows, 1):
-        lines += _lines(number, found)
-    standing = standings.lines(outcome)
-    hurts = words(*beside.hurts) if beside.hurts else ()
-    hosts = [f"Row {beside.hosts[1]}: {words_on_state(beside.hosts[0])}."] if beside.hosts else ()
-    return "\n".join((*lines, *standing, *hurts, *hosts, verdict(outcome).text)) + "\n"
-
-
-def _lines(number: int, found: Found) -> list[str]:
-    prediction = found.prediction
-    timing, bandwidth = prediction.timing, prediction.bandwidth
-    peaks = " ".join(gib(rank.peak_bytes) for rank in prediction.memory)
-    lines = [
-        f"{number:3}. {timing.iteration_s:9.3f} s  MFU {100 * prediction.mfu:5.2f} %  bubble {100 * timing.bubble_of_makespan:5.1f} %  "
-        f"exposed {max(timing.exposed_s):.3f} s  {describe(prediction.setup)}",
-        f"     GiB a rank, of {gib(prediction.memory[0].limit_bytes)}: {peaks}",
-    ]
-    if bandwidth:
-        lines.append(
-            f"     transfers of {bandwidth.transfer_bytes / 1e9:.2f} GB need {bandwidth.required_bytes_per_s / 1e9:.1f} GB/s "
-            f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of {bandwidth.available_bytes_per_s / 1e9:.0f}"
-        )
-    lines += [f"     {text}" for text in (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup)) if text]
-    setup = prediction.setup
-    flags = [*stage_flags(setup), *hosts_flags(setup), *schedule_flags(setup)]
-    return [*lines, f"     {shlex.join(flags)}"] if flags else lines
 
 
 @dataclass(slots=True)

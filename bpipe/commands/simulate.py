@@ -25,10 +25,11 @@ from bpipe.models.profile import Profile, read_profile
 from bpipe.models.recompute import FORMS
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
-from bpipe.plan.explain import HOSTS, by_kernel_times, calibrated, costly_halves, describe, replicas_apart, tight
+from bpipe.plan.explain import HOSTS, by_kernel_times, calibrated, costly_halves, describe, pairs_apart, replicas_apart, tight
 from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.options import filled, memory, recomputation, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
+from bpipe.plan.refused import refused
 from bpipe.plan.standings import FP8
 from bpipe.plan.state_hosts import hosts_document, state_hosts, words
 from bpipe.program import BALANCES
@@ -108,17 +109,21 @@ def run(options: argparse.Namespace) -> None:
         Path(options.trace).write_text(write_trace(simulation))
     if simulation is not None and plot is not None:
         plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
-    hosted = state_hosts(prediction)
+    hosted, apart = state_hosts(prediction), pairs_apart(prediction, profile)
+    reasons = refused(setup, reading.others if reading else ())
     if options.format == "json":
         plans = {} if plan is None else {"plan": fit.document(plan)}
         plans |= {} if hosted is None else {"optimizer_state_hosts": hosts_document(hosted)}
-        print_json({**document(prediction), **plans, **({"launch": launch_document(reading)} if reading else {})})
+        remarks = {"pairs_apart": apart, "refused": list(reasons)}
+        print_json({**document(prediction), **remarks, **plans, **({"launch": launch_document(reading)} if reading else {})})
     else:
         for line in lines(reading) if reading else ():
             print(line)
         for line in () if plan is None else fit.lines(plan):
             print(line)
         print(table(prediction), end="")
+        for remark in (*([apart] if apart else []), *(f"the trainer refuses this: {reason}" for reason in reasons)):
+            print(remark)
         if hosted is not None:
             print(words(hosted))
 

@@ -11,7 +11,7 @@ from typing import Any
 from bpipe.generate.families import FAMILIES
 from bpipe.models.hybrid import EXPERTS, Hybrid, split_text
 from bpipe.models.layout import Setup
-from bpipe.plan.layer_split import Split, read_split, refuse_empty, split_flags
+from bpipe.plan.layer_split import Split, read_split, refuse_empty
 from bpipe.plan.space import is_in_order
 
 PATTERN, OLD_PATTERN = "--hybrid-layer-pattern", "--hybrid-override-pattern"
@@ -43,13 +43,6 @@ def flags_of_hybrid(setup: Setup) -> list[str]:
     # Megatron's stack is Transformer Engine's.
     flags += ["--spec", *_STACKS[0]] if setup.kernels == "gpu" else []
     return [str(flag) for flag in flags]
-
-
-def stage_flags(setup: Setup) -> list[str]:
-    """How layers lie on stages: by a hybrid model's pattern, where there are several, or by numbers."""
-    if setup.model.hybrid is None:
-        return split_flags(setup.layers, setup.pipeline)
-    return _pattern(setup.model.hybrid, setup.layers) if setup.num_stages > 1 else []
 
 
 def _pattern(hybrid: Hybrid, layers: tuple[int, ...]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from bpipe.cli import main
 from bpipe.generate.families import FAMILIES, SEARCHED, default
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import HOST, PAIR
@@ -452,3 +454,32 @@ def test_experts_are_spread_over_every_number_of_devices() -> None:
     cuts: Counter[str] = Counter()
     assert not list(enumerate_setups(replace(space, schedules=("chimera",)), cuts))
     assert cuts["experts"]
+
+
+def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan chose t, p and the micro-batch, and nobody could ask it for theirs."""
+    plan = ["plan", "--model", "gpt3-13b", "--cluster", "a100-80g:2x8", "--global-batch", "32", "--schedule", "1f1b", "--format", "json"]
+    plan += ["--vocabulary-parallel", "none"]
+    assert main([*plan, "--tensor", "2", "4", "--pipeline", "4", "--micro-batch", "1", "2", "--rows", "100"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cuts = {tuple(row["configuration"][name] for name in ("tensor", "pipeline", "micro_batch")) for row in found["rows"]}
+    assert cuts == {(2, 4, 1), (2, 4, 2), (4, 4, 1), (4, 4, 2)}
+    assert found["searched"]["cut"]["asked"] > 0
+    assert main([*plan, "--rows", "400"]) == 0
+    every = json.loads(capsys.readouterr().out)
+    assert "asked" not in every["searched"]["cut"]
+    named = ("tensor", "pipeline", "micro_batch")
+    same = [row for row in every["rows"] if tuple(row["configuration"][name] for name in named) in cuts]
+    assert [row["iteration_time_s"] for row in same] == [row["iteration_time_s"] for row in found["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tensor", "3"], "--tensor 3 does not divide the devices of a node: choose from 1, 2, 4, 8"),
+        (["--pipeline", "4", "3"], "--pipeline 3 does not divide the devices of the cluster: choose from 1, 2, 4, 8, 16"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt3-13b", "--cluster", "a100-80g:2x8", "--global-batch", "32", *flags]) == 2
+    assert message in capsys.readouterr().err

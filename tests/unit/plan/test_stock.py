@@ -1,0 +1,95 @@
+"""What Megatron alone does stands beside every plan: the fastest of its kind with its free flags, taken where ours is level."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.generate.families import DEFAULTS
+from bpipe.models.memory import predict_memory
+from bpipe.models.switches import Switches
+from bpipe.plan.explain import CLEARLY
+from bpipe.plan.predict import predict
+from bpipe.plan.refused import runs_ours
+from bpipe.plan.search import search
+from bpipe.plan.space import enumerate_setups
+from bpipe.plan.stock import Stock, stock_of, words
+from tests.unit.plan.test_refused import SPACE
+
+FREE = Switches(overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True)
+PLAN = ["plan", "--cluster", "a100-80g:8", "--num-layers", "16", "--hidden-size", "4096", "--num-attention-heads", "32"]
+PLAN += ["--sequence", "2048", "--vocabulary", "51200", "--global-batch", "16", "--max-micro-batch", "2", "--max-chunks", "2"]
+
+
+@pytest.fixture(scope="module")
+def stock() -> Stock:
+    return stock_of(SPACE, search(SPACE, 60).rows)
+
+
+def test_it_is_the_fastest_that_megatron_alone_does_with_flags_that_cost_it_nothing(stock: Stock) -> None:
+    alone = replace(SPACE, schedules=DEFAULTS, balances=("none",), vocabulary_parallel=("none",), switches=FREE)
+    fitting = [setup for setup in enumerate_setups(alone) if all(rank.fits for rank in predict_memory(setup))]
+    assert len(fitting) > 20
+    assert stock.found is not None
+    assert stock.found.prediction.timing.iteration_s == pytest.approx(min(predict(one).timing.iteration_s for one in fitting), rel=1e-3)
+    assert not runs_ours(stock.found.prediction.setup)
+    assert stock.free == FREE.said
+
+
+def test_ours_is_laid_beside_it_with_the_flags_that_it_may_have(stock: Stock) -> None:
+    rows = search(SPACE, 60).rows
+    assert stock.row is not None
+    ours = rows[stock.row - 1].prediction.setup
+    assert runs_ours(ours)
+    assert not any(runs_ours(row.prediction.setup) for row in rows[: stock.row - 1])
+    both = replace(ours, switches=replace(FREE, tp_comm_overlap=False))
+    assert stock.ours_s == pytest.approx(predict(both).timing.iteration_s)
+
+
+def test_where_they_are_level_stock_is_taken(stock: Stock) -> None:
+    assert stock.found is not None
+    seconds = stock.found.prediction.timing.iteration_s
+    for gain, is_taken, said in (
+        (CLEARLY + 0.01, False, "Row 3 takes"),
+        (CLEARLY - 0.01, True, "% less: that is less than predictions are worth (5 %)."),
+        (0.9, True, "% more."),
+    ):
+        one = replace(stock, row=3, ours_s=seconds / gain)
+        assert one.is_enough is is_taken
+        last = words(one)[-1]
+        assert said in last
+        assert last.startswith("Take stock: row 3 takes") is is_taken
+    assert words(replace(stock, row=None, ours_s=None))[-1] == "Take stock: no row is anything else."
+    (none,) = words(replace(stock, found=None))
+    assert none == "Stock: nothing that Megatron's own loops run fits without balancing."
+    assert not replace(stock, found=None).is_enough
+
+
+def test_it_stands_beside_a_front(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the point that wins with the memory there is."""
+    assert main([*PLAN, "--schedule", "v-half", "--front", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stock"]["beside_row"] == found["front"]["winner"]
+    assert main([*PLAN, "--schedule", "v-half", "--front"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Stock, the fastest that Megatron's own loops run") for line in lines)
+    assert f"ow {found['front']['winner']} takes" in lines[-1]
+
+
+@pytest.mark.parametrize("more", [[], ["--balance", "bpipe"], ["--schedule", "v-half"]], ids=" ".join)
+def test_it_stands_beside_every_plan(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of our schedules, or of balanced rows alone, said nothing of what the user has already."""
+    main([*PLAN, *more])
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [place for place, line in enumerate(lines) if line.startswith("Stock, the fastest that Megatron's own loops run, with ")]
+    assert "--overlap-grad-reduce" in lines[place + 1]
+    assert "--bpipe" not in lines[place + 1]
+    main([*PLAN, *more, "--format", "json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["stock"]
+    assert found["row"]["configuration"]["schedule"] in DEFAULTS
+    assert found["free_flags"] == ["--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap"]
+    assert isinstance(found["take"], bool)
