@@ -46,7 +46,7 @@ Pass = Callable[[Schedule], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class BalanceConfig:
-    """How to balance. `bounds` holds one number for every rank, or the same for all; by default the smallest that every pair can keep.
+    """How to balance. `bounds` holds one number for every rank, or the same for all; by default the smallest found that every pair keeps.
 
     `partners[rank]` is the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on. `buffers_stay`:
     where an order is chosen for a bound, host buffers count all the time, as a run has them, and not only while they are full. `rooms`, in

@@ -3,7 +3,8 @@
 Bounds are counts of chunk micro-batches; `room` has bytes. A rank whose own activations exceed its bound evicts to its partner
 (`evict` plans how); the partner's halves stand in the same slots of its own row, and what it hosts counts against its bound. On 1F1B with
 `mu_opt` this is Algorithm 1 of the BPipe paper (Kim et al. 2023), with its steady-phase eviction read as "the latest finished forward".
-A bound that cannot be kept is refused with the smallest that can. Knows no tensors, no clock.
+A bound that cannot be kept is refused with the smallest found that can: of generated orders the smallest there is, of others now and then
+one more (`tests/unit/test_smallest_bound.py`). Knows no tensors, no clock.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from bpipe.passes.evict import OverBound, Plan, plan_evictions
 def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None) -> Schedule:
     """The schedule with the fewest evictions that keep every rank within its bound, a number of chunk micro-batches.
 
-    By default that is the smallest that every pair can keep, the same for all. Raises ValueError where a bound cannot be kept, naming the
-    smallest that can.
+    By default that is the smallest found that every pair can keep, the same for all. Raises ValueError where a bound cannot be kept, naming
+    the smallest found that can.
     """
     if bounds is None:
         return _balance_evenly(schedule, partners)
@@ -85,7 +86,7 @@ def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] 
 
 
 def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:
-    """To the smallest bound that every pair can keep. It starts where no pair could keep less, and rises with the first that has to."""
+    """Balance to the smallest bound found that every pair keeps. It starts where none could keep less, and rises where a pair has to."""
     given = None if partners is None else pairing(schedule.num_ranks, partners)
     memory = counts_of(schedule)
     check_input(schedule, (1,) * schedule.num_ranks, memory)
@@ -157,8 +158,19 @@ def share(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory,
         return Shared(
             refusal=f"rank {pair[0]} has no partner and holds up to {memory.words(peaks[0])}, its bound is {memory.text(bounds[0])}"
         )
+    late = _shared(schedule, pair, bounds, memory, over, early=False)
+    if late.refusal is None or not late.peaks:
+        return late
+    # Only what is hosted is too much, so it may help to host it for less long.
+    early = _shared(schedule, pair, bounds, memory, over, early=True)
+    return early if early.refusal is None else late
+
+
+def _shared(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory, over: Sequence[int], early: bool) -> Shared:
+    """Balance the ranks of a pair that are `over`. A refusal with peaks says that a plan was there and that hosting is too much."""
+    rows = [schedule.ranks[rank] for rank in pair]
     for index in over:
-        plan = planned(schedule, pair[index], bounds[index], memory)
+        plan = planned(schedule, pair[index], bounds[index], memory, early)
         if isinstance(plan, str):
             return Shared(refusal=plan)
         rows = [with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
@@ -166,14 +178,14 @@ def share(schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory,
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
             text = f"rank {rank}, hosting for rank {other}, holds up to {memory.words(peak)}, its bound is {memory.text(bound)}"
-            return Shared(refusal=text)
+            return Shared(peaks=peaks, refusal=text)
     return Shared(tuple(rows), peaks)
 
 
-def planned(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | str:
+def planned(schedule: Schedule, rank: int, bound: int, memory: Memory, early: bool = False) -> Plan | str:
     """What the rank evicts, or why no plan keeps the bound."""
     try:
-        return plan_evictions(schedule, rank, bound, memory)
+        return plan_evictions(schedule, rank, bound, memory, early)
     except OverBound as over:
         place = f"in slot {over.slot} it needs {memory.text(over.needed)} at once"
         least = memory.text(_least(schedule, rank, over.needed, memory))
@@ -181,12 +193,12 @@ def planned(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan |
 
 
 def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory) -> int:
-    """The smallest bound, in whole units, that both ranks of a pair can keep: at the latest the higher of their own peaks."""
+    """Return the smallest bound found, in whole units, that both ranks of a pair can keep: at the latest the higher of their own peaks."""
     return _smallest(schedule, pair, memory, 1)[0]
 
 
 def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tuple[int, Shared]:
-    """The smallest bound from `least` up, and the pair within it.
+    """Return the smallest bound found from `least` up, and the pair within it.
 
     It is near half of what the pair holds together, so the search goes up from there in growing steps before it halves: a higher bound
     takes no more evictions, so it asks no more of the partner either.
@@ -225,7 +237,7 @@ def _way_out(schedule: Schedule, pair: Pair, memory: Memory) -> str:
     smallest = smallest_bound(schedule, pair, memory)
     if pair[0] == pair[1]:
         return f". Give it {smallest}, or a partner"
-    return f". The smallest bound that ranks {pair[0]} and {pair[1]} can both keep is {smallest} {memory.unit}"
+    return f". The smallest bound found that ranks {pair[0]} and {pair[1]} can both keep is {smallest} {memory.unit}"
 
 
 def with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, ...]:

@@ -1,9 +1,9 @@
 """Plan one rank's transfers. In: a Schedule, a rank, its bound and what its stages hold. Out: evictions and loads by slot.
 
 Walk the rank's slots. When what starts in the next slot would exceed the bound, send away, beside this slot, the finished micro-batch
-needed furthest in the future; load it beside the slot before its backward. Each micro-batch is needed once more, so where all are of one
-size furthest-first (Belady's rule) takes the fewest evictions there can be. Where sizes differ it finds a plan whenever there is one, and
-no eviction of it can be left out. Knows no partner, no tensors, no clock.
+needed furthest in the future; load it beside the slot before its backward, or as soon as there is room for it again. Each micro-batch is
+needed once more, so where all are of one size furthest-first (Belady's rule) takes the fewest evictions there can be. Where sizes differ it
+finds a plan whenever there is one, and no eviction of it can be left out. Knows no partner, no tensors, no clock.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class OverBound(ValueError):
         self.slot, self.needed = slot, needed
 
 
-def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan:
+def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory, early: bool = False) -> Plan:
     """Evictions that keep what the rank itself saves within `bound`, each as late as can be, and their loads.
 
+    Loads are as late as can be, too, or `early`: as soon as the bound has room for them, so that the partner hosts for less long.
     `bound` is of the same unit and parts as `memory`. Raises OverBound where no plan can keep it.
     """
     walk = _EvictionWalk(schedule.ranks[rank], bound, memory)
@@ -40,6 +41,8 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) ->
     own = {memory.stages[stage] for stage in schedule.layout.stages_of(rank)}
     if len({size.saved_bytes for size in own}) > 1 or len({size.moved_bytes for size in own}) > 1:
         walk.leave_out()
+    if early:
+        walk.load_early()
     plan: Plan = {}
     for evicted, (loaded, stage, microbatch) in walk.stays:
         plan.setdefault(evicted, []).append(Action(stage, Kind.EVICT, microbatch))
@@ -96,6 +99,14 @@ class _EvictionWalk:
         self.stays.append((slot, (-needed - 1, stage, microbatch)))
         self.loads[-needed - 1] = stage
         self.held -= self.moved[stage]
+
+    def load_early(self) -> None:
+        """Move every load to the first slot from which on the bound has room for it."""
+        for place, (evicted, (loaded, stage, microbatch)) in enumerate(self.stays):
+            while loaded - 1 > evicted and self.curve[loaded - 1] + self.moved[stage] <= self.bound:
+                loaded -= 1
+                self.curve[loaded] += self.moved[stage]
+            self.stays[place] = evicted, (loaded, stage, microbatch)
 
     def leave_out(self) -> None:
         """Drop every eviction without which the bound holds all the same, the smallest first."""

@@ -175,7 +175,7 @@ def test_a_pairing_of_the_users() -> None:
     assert balanced.partners == (6, 7, 5, 4, 3, 2, 0, 1)
     assert num_transfers(balanced, 6).hosts == num_transfers(balanced, 0).evictions > 0
     assert num_transfers(balanced, 7).hosts == num_transfers(balanced, 1).evictions > 0
-    with pytest.raises(ValueError, match="smallest bound that ranks 0 and 6 can both keep is 6"):
+    with pytest.raises(ValueError, match="smallest bound found that ranks 0 and 6 can both keep is 6"):
         balance(plain, [5] * 8, partners=(6, 7, 5, 4, 3, 2, 0, 1))
 
 

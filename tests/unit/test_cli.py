@@ -106,7 +106,7 @@ def test_bounds_and_partners(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 REFUSED = {
-    "bound too small": ([*EXAMPLE, "--bound", "2"], "smallest bound that ranks 0 and 3 can both keep is 3"),
+    "bound too small": ([*EXAMPLE, "--bound", "2"], "smallest bound found that ranks 0 and 3 can both keep is 3"),
     "wrong number of bounds": ([*EXAMPLE, "--bound", "3,3"], "2 bounds for 4 stages: give one for all or one for each"),
     "bound without balance": ([*EXAMPLE[:-2], "--bound", "3"], "--bound says how to balance: give --balance bpipe, too"),
     "partners without balance": ([*EXAMPLE[:-2], "--partners", "3,2,1,0"], "--partners says how to balance: give --balance bpipe, too"),

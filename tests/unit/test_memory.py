@@ -354,7 +354,8 @@ def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: 
         check(replace(balanced, after_input=Fraction(1, 4)))
     assert main(["schedule", *common, "0.5", "--bound", "3"]) == 2
     assert (
-        "holds up to 4.5 micro-batches, its bound is 3. The smallest bound that ranks 0 and 3 can both keep is 4 " in capfd.readouterr().err
+        "holds up to 4.5 micro-batches, its bound is 3. The smallest bound found that ranks 0 and 3 can both keep is 4 "
+        in capfd.readouterr().err
     )
 
 

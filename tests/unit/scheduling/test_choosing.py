@@ -237,7 +237,7 @@ REFUSED = [
     ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
     (
         {"bpipe_bound": (2,), "bpipe": True},
-        "--bpipe-schedule 1f1b: .*The smallest bound that ranks 0 and 3 can both keep is 3 micro-batches",
+        "--bpipe-schedule 1f1b: .*The smallest bound found that ranks 0 and 3 can both keep is 3 micro-batches",
     ),
     (
         {**GROUPED, "bpipe_bound": (1,)},
