@@ -48,7 +48,9 @@ def arranged_within(schedule: Schedule, hosts: str, bounds: Sequence[int] | None
             return kept(bounds)
         except NoRoom as error:
             least = _smallest(kept, schedule)
-            raise ValueError(f"{error}. The smallest bound that {_NAMES[hosts]} keeps for all ranks is {least} {memory.unit}") from None
+            raise ValueError(
+                f"{error}. The smallest bound found that {_NAMES[hosts]} keeps for all ranks is {least} {memory.unit}"
+            ) from None
     return kept((_smallest(kept, schedule),) * schedule.num_ranks)
 
 

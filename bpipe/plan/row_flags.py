@@ -38,7 +38,7 @@ CHOSEN = frozenset(
 Group = tuple[str, tuple[str, ...]]
 
 
-class Difference(NamedTuple):
+class LaunchDifference(NamedTuple):
     """From a launch to a row: flags to give in place of its own, and such of its own as are to go."""
 
     given: tuple[str, ...]
@@ -76,7 +76,7 @@ def common_flags(setup: Setup) -> tuple[str, ...]:
     return _joined([one for one in groups(megatron_flags(setup)) if one[0] not in CHOSEN])
 
 
-def difference(setup: Setup, reading: Reading) -> Difference:
+def difference(setup: Setup, reading: Reading) -> LaunchDifference:
     """What to change of a launch."""
     same = _said_alike(setup, reading)
     before = {flag: values for flag, values in groups(reading.flags) if flag in CHOSEN and flag not in same}
@@ -84,7 +84,7 @@ def difference(setup: Setup, reading: Reading) -> Difference:
     given = [(flag, values) for flag, values in after.items() if before.get(flag, _default(flag)) != values]
     kept = (*_KEPT, *(("--bpipe-cluster",) if "--bpipe-memory" in after else ()))
     left_out = [flag for flag in before if flag not in after and flag not in kept]
-    return Difference(_joined(given), tuple(left_out))
+    return LaunchDifference(_joined(given), tuple(left_out))
 
 
 def _said_alike(setup: Setup, reading: Reading) -> frozenset[str]:

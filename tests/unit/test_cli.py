@@ -114,7 +114,7 @@ REFUSED = {
     "a pool with partners": ([*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"], "partners are pairs, and hosts pool are others"),
     "a pool without room": (
         [*EXAMPLE, "--hosts", "pool", "--bound", "2"],
-        "for which the others have no room (rank 3 1). The smallest bound that a pool keeps for all ranks is 3 micro-batches",
+        "for which the others have no room (rank 3 1). The smallest bound found that a pool keeps for all ranks is 3 micro-batches",
     ),
     "partners one-sided": ([*EXAMPLE, "--partners", "1,2,3,0"], "pair them both ways"),
     "nothing to do": (["schedule", "--schedule", "1f1b"], "--stages, --microbatches missing"),

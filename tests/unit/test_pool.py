@@ -215,7 +215,7 @@ def test_whom_it_refuses() -> None:
             pool(plain, Rooms(rooms, memory))
     with pytest.raises(NoRoom, match="rank 0 has nobody who could host for it"):
         pool(generate("gpipe", 1, 4), Rooms((399,), memory_of([100])))
-    with pytest.raises(ValueError, match=r"The smallest bound that a pool keeps for all ranks is 3 micro-batches"):
+    with pytest.raises(ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3 micro-batches"):
         arranged_within(plain, POOL, [2] * 4)
 
 

@@ -117,7 +117,7 @@ def bounds_of(schedule: Schedule) -> Iterator[tuple[int, int]]:
 
 SMALL = [(name, p, m, 1) for name in ("gpipe", "1f1b", "1f1b-split", "zb-h1") for p in (2, 3, 4) for m in (2, 3, 4, 5)]
 LARGER = [(name, p, m, 1) for name in ("1f1b", "1f1b-split") for p, m in ((6, 6), (8, 8))]
-LARGER += [(name, 4, 4, 2) for name in ("grouped-interleaved",)]
+LARGER.append(("grouped-interleaved", 4, 4, 2))
 CHUNKS = [(name, 2, m, 2) for name in ("interleaved-1f1b", "grouped-interleaved", "zb-v", "v-half", "v-min") for m in (2, 4)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
+from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import gpt
 from bpipe.plan.front import Front, find_front, not_searched, standing, words
@@ -82,7 +83,7 @@ def test_it_says_what_was_not_searched() -> None:
     assert "more than 2 chunks a rank (--max-chunks)" in line
     assert "shards of the vocabulary that save memory alone (--vocabulary-parallel none 1 2 interlaced)" in line
     assert "recomputation selective, full (--recompute)" in line
-    assert "other hosts of what leaves (--hosts pool host all ports)" in line
+    assert f"other hosts of what leaves (--hosts {' '.join(ARRANGEMENTS[1:])})" in line
     everything = replace(few, max_chunks=32, schedules=("1f1b",), balances=("none",), vocabulary_parallel=VOCABULARIES, contexts=(1, 2))
     assert [text for text in not_searched(everything) if any(flag in text for flag in ("chunks", "shards", "--hosts", "--context"))] == []
 
