@@ -19,7 +19,7 @@ from megatron.scheduling.arguments import config_from_args
 from megatron.scheduling.flags import add_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = [*sorted((ROOT / "megatron/scheduling").glob("*.py")), ROOT / "pretrain_gpt.py"]
+SOURCES = [*sorted((ROOT / "megatron/scheduling").glob("*.py")), ROOT / "bpipe/refusals.py", ROOT / "pretrain_gpt.py"]
 OURS = ("bpipe", "profile_", "terra_")
 # Mends one class of Megatron's, having tried that class with a configuration of its own; a model's was never read before.
 NOT_HELD = {"repairs"}
