@@ -93,6 +93,9 @@ def _kind(declared: Any, value: Any) -> str | None:
     """How the graph names the type of this value, which stands where the operation has `declared`; None if it cannot."""
     if declared.kind() == "OptionalType":
         return "NoneType" if value is None else _kind(declared.getElementType(), value)
+    if type(value) is bool and declared.kind() != "BoolType":
+        # Python takes it for a number, a graph does not.
+        return None
     if declared.kind() != "ListType":
         return _WORDS.get(declared.kind())
     element = declared.getElementType()
@@ -100,7 +103,8 @@ def _kind(declared: Any, value: Any) -> str | None:
         inner = _WORDS.get(element.getElementType().kind())
         return f"{inner}?[]" if inner and isinstance(value, list) else None
     inner = _WORDS.get(element.kind())
-    return f"{inner}[]" if inner and isinstance(value, list) else None
+    can = isinstance(value, list) and all(_kind(element, each) for each in value)
+    return f"{inner}[]" if inner and can else None
 
 
 @functools.cache
