@@ -6,6 +6,7 @@ it, lies in the cell behind. Whatever needs the bytes and does not pass the disp
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +32,8 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a form tells all: strided memory, read as it is."""
-    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
+    is_lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+    return tensor.layout is torch.strided and not (is_lazy or tensor.is_quantized or tensor.is_nested)
 
 
 class Owner(Protocol):
@@ -124,6 +126,22 @@ class Placeholder(torch.Tensor):
             return f"{text[:-1]}, grad_fn=<{gradient.name().removeprefix('torch::autograd::')}>)"
         return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the value, and remember the copy by the placeholder: the identity of the value, a temporary, comes again with others."""
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol: copy this one's detach() instead"
+            )
+        if id(self) not in memo:
+            with undispatched():
+                value = _lent(self)
+                copied = value.__deepcopy__(memo)
+            memo[id(self)] = memo.pop(id(value))
+            if not isinstance(copied, torch.nn.Parameter):
+                copied.grad = copy.deepcopy(self.grad, memo)
+                vars(copied).update(copy.deepcopy(_attributes(self), memo))
+        return memo[id(self)]
+
     def __format__(self, spec: str) -> str:
         value = self.cell.fetch()
         if self.dim():
@@ -170,26 +188,58 @@ def _first(*given: Any) -> Cell:
 # What reaches a tensor's memory, or takes the tensor apart, without an operation.
 READS = (
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_"),
-    *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
+    *("__array__", "__dlpack__", "__reduce_ex__"),
 )
+# Call a function of Python's on each number, in the tensor's memory.
+WRITES = ("apply_", "map_", "map2_")
+
+
+def plain(given: Any) -> Any:
+    """Return a placeholder's value, waited for, and all else as it is."""
+    return given.cell.fetch() if isinstance(given, Placeholder) else given
+
+
+def _lent(placeholder: Placeholder) -> torch.Tensor:
+    """Return the value as it would be without a session: a parameter or none, and marked where it has a gradient."""
+    placeholder.cell.owner.lend()
+    value = placeholder.cell.fetch().detach()
+    if getattr(placeholder, "_is_param", False):
+        value = torch.nn.Parameter(value, placeholder.requires_grad)
+    elif placeholder.requires_grad and value.is_floating_point():
+        # As eager would: an array of what has a gradient is refused.
+        value.requires_grad_()
+    return value
+
+
+def _attributes(placeholder: Placeholder) -> dict[str, Any]:
+    """Return what the program itself has hung on it."""
+    return {name: each for name, each in vars(placeholder).items() if name not in ("cell", "_is_param")}
 
 
 def _read(name: str) -> Callable[..., Any]:
-    plain = getattr(torch.Tensor, name)
-
-    @functools.wraps(plain)
+    @functools.wraps(getattr(torch.Tensor, name))
     def read(self: Placeholder, *args: Any, **kwargs: Any) -> Any:
-        self.cell.owner.lend()
-        value = self.cell.fetch()
         with undispatched():
-            value = value.detach()
-            if self.requires_grad and value.is_floating_point():
-                # As eager would: an array of what has a gradient is refused, and what is saved keeps the mark.
-                value.requires_grad_()
-            return plain(value, *args, **kwargs)
+            value = _lent(self)
+            vars(value).update(_attributes(self))
+            return getattr(type(value), name)(value, *args, **kwargs)
 
     return read
 
 
+def _written(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(torch.Tensor, name))
+    def write(self: Placeholder, *args: Any) -> Placeholder:
+        with undispatched():
+            value = _lent(self)
+        # Dispatched, for the function may issue operations.
+        getattr(value, name)(*map(plain, args))
+        return self
+
+    return write
+
+
 for _name in READS:
     setattr(Placeholder, _name, _read(_name))
+for _name in WRITES:
+    setattr(Placeholder, _name, _written(_name))

@@ -1,24 +1,34 @@
 """What is another for the whole process while a session is open. In: open sessions. Out: waiting, and a lock that changes hands sooner.
 
 Python waits before it looks at what pending operations still change, where no operation tells: memory of a tensor (`numpy`, `data_ptr`,
-saving it), its exchange (`tensor.data = other`), the state of random generators, and flags that choose kernels. These are wrapped where
-they are looked up; a generator's own methods called on `torch.default_generator` itself are C's and cannot be. And Python that computes
-lets the runner have the interpreter's lock before a kernel's time has passed.
+saving it; `terra.run.past`), its exchange (`tensor.data = other`), the state of random generators, and flags that choose kernels. These
+are wrapped where they are looked up; a generator's own methods called on `torch.default_generator` itself are C's and cannot be. And Python
+that computes lets the runner have the interpreter's lock before a kernel's time has passed.
+
+Other threads read tensors without any mode to see them. So nothing is pending when one starts, nor while one lives: a session runs its
+operations at once then. So it does where denormal numbers are flushed to zero, which the processor does for each thread that a kernel uses.
+And nothing is pending when the process is forked, for the child has no runner.
 """
 
 from __future__ import annotations
 
+import _thread
 import functools
+import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
-from terra.run.cell import READS, Placeholder, undispatched
+from terra.run import past
+from terra.run.cell import READS, Placeholder, plain, undispatched
+from terra.run.runner import RunnerThread
 from terra.run.state import SETTERS, Generator, Generators
 
 _BASE: Any = torch._C.TensorBase
@@ -32,6 +42,10 @@ _SWITCH_S = 2e-4
 class Waits(Protocol):
     """A session."""
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is under way."""
+
     def is_here(self) -> bool:
         """Whether this thread issues its operations; what others read is theirs."""
 
@@ -41,12 +55,23 @@ class Waits(Protocol):
     def lend(self) -> None:
         """Wait for what is pending; from now on Python may have the memory of any tensor, or another in its place."""
 
+    def run_at_once(self) -> None:
+        """Leave nothing pending until the next step, for something that no operation tells of looks on."""
+
+    def forked(self) -> None:
+        """Go on in a child process, which has no runner."""
+
 
 _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
 _before: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
 # The interval that there was.
 _intervals_s: list[float] = []
+# Whether operations run at once as long as a session is open: denormal numbers were flushed, or a thread was started of which `threading`
+# does not know when it ends.
+_is_for_good = False
+# Half of it is no number where denormal ones are flushed.
+_SMALLEST = sys.float_info.min
 
 
 def opened(session: Waits) -> None:
@@ -65,6 +90,14 @@ def is_any_open() -> bool:
     return bool(_sessions)
 
 
+def must_run_at_once() -> bool:
+    """Whether a thread of Python's beside this one may look at tensors, or this one computes otherwise than a runner would."""
+    global _is_for_good
+    _is_for_good |= _SMALLEST / 2 == 0
+    here = threading.current_thread()
+    return _is_for_good or any(each is not here and not isinstance(each, RunnerThread) for each in threading.enumerate())
+
+
 def _wait() -> None:
     for session in _here():
         session.drain()
@@ -80,8 +113,14 @@ def _here() -> list[Any]:
 
 
 def _install() -> None:
-    for name in READS:
+    for name in (*READS, "__deepcopy__"):
         _put(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
+    for owner, name, stand_in in past.stand_ins(_wait, _lend):
+        _put(owner, name, stand_in(getattr(owner, name)))
+    _put(forward_ad, "enter_dual_level", _refusing_duals(forward_ad.enter_dual_level))
+    _put(threading.Thread, "start", _starting(threading.Thread.start))
+    for owner, name in ((_thread, "start_new_thread"), (torch, "set_flush_denormal"), (torch._C, "set_flush_denormal")):
+        _put(owner, name, _for_good(getattr(owner, name)))
     _put(torch.Tensor, "data", property(_BASE.data.__get__, _exchange))
     for owner, name in SETTERS:
         _put(owner, name, _waiting(getattr(owner, name)))
@@ -100,10 +139,12 @@ def _put(owner: Any, name: str, by: Any) -> None:
 
 
 def _remove_unless_used() -> None:
+    global _is_for_good
     if _before and not _sessions:
         for types in _FOREACH_TYPES:
             types.remove(Placeholder)
         sys.setswitchinterval(_intervals_s.pop())
+        _is_for_good = False
     while _before and not _sessions:
         owner, name, was = _before.pop()
         if was is _ABSENT:
@@ -136,4 +177,58 @@ def _waiting(setter: Callable[..., Any]) -> Callable[..., Any]:
 
 def _exchange(self: torch.Tensor, given: torch.Tensor) -> None:
     _lend()
-    _BASE.data.__set__(self, given.cell.fetch() if isinstance(given, Placeholder) else given)
+    _BASE.data.__set__(self, plain(given))
+
+
+def refuse_duals() -> None:
+    raise RuntimeError(
+        "terra: forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) are computed by other formulas under a session, "
+        "and would differ in their last digits: take them outside of `with session:`"
+    )
+
+
+def _refusing_duals(enter: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(enter)
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        if any(session.in_step for session in _here()):
+            refuse_duals()
+        return enter(*args, **kwargs)
+
+    return entering
+
+
+# -- other threads and processes ---------------------------------------------------------------------------------------------------------
+
+
+def _starting(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def starting(self: threading.Thread) -> None:
+        if not isinstance(self, RunnerThread):
+            _run_at_once()
+        start(self)
+
+    return starting
+
+
+def _for_good(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global _is_for_good
+        _is_for_good = True
+        _run_at_once()
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _run_at_once() -> None:
+    for session in tuple(_sessions):
+        session.run_at_once()
+
+
+def _forked() -> None:
+    for session in tuple(_sessions):
+        session.forked()
+
+
+os.register_at_fork(before=_wait, after_in_child=_forked)

@@ -1,13 +1,13 @@
 """Take an operation apart as it is issued. In: a function of torch with its arguments. Out: a `Call`: template, leaves, key of its result.
 
 The template is what of the arguments never changes where they are issued: settings, types of numbers, how lists are built. Numbers are fed
-and never compared. What an operation makes is known of the forms of its tensors and of its integers, for these may be sizes; of floats
-only where they are.
+and never compared. What an operation makes is known of the forms of its tensors, of its integers, for these may be sizes, and of torch's
+default type; of floats only where they are sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,9 @@ class Function:
         self.operation = operation
         self.is_beside = operation.namespace in _BESIDE
         self.is_lift = name == "lift_fresh"
+        self.is_empty = name == "empty"
+        # Its gradient comes of another formula wherever a mode is on.
+        self.has_other_gradient = name == "prod"
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         # What it makes is known only when it has run; of an index only if it is a mask.
         self.is_index = name in ("index", "_unsafe_index")
@@ -61,7 +64,14 @@ class Function:
         self.arguments = tuple(_argument(each, self.floats_count) for each in schema.arguments)
         self.by_name = {each.name: each for each in self.arguments}
         self.writes = any(each.is_written for each in self.arguments)
+        # How many sequences a packed batch has at each time, which torch reads on the host in the forward and again in the backward.
+        self.makes_sizes = name == "_pack_padded_sequence"
         self.makes_views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+
+
+def are_sizes(function: Function, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this is memory for whole numbers of the host's, which torch's own code may fill by itself, as lengths of padded sequences."""
+    return function.is_empty and kwargs.get("dtype") is torch.int64 and getattr(kwargs.get("device"), "type", "cpu") == "cpu"
 
 
 def _argument(declared: Any, floats_count: bool) -> Argument:
@@ -128,7 +138,7 @@ class Call:
         return self.has_shared and (self.function.makes_views or any(source.is_shared for source in self.written))
 
     def result_key(self) -> tuple[Any, ...]:
-        return self.function, self.template, tuple(self.forms), tuple(self.sizes)
+        return self.function, self.template, tuple(self.forms), tuple(self.sizes), torch.get_default_dtype()
 
 
 # -- what is taken of an argument, by its type -------------------------------------------------------------------------------------------

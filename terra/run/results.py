@@ -53,7 +53,7 @@ class Results:
 
     def _one(self, call: Call, output: torch.Tensor | None, arguments: Mapping[int, int]) -> tuple[Any, Form | int | None]:
         """An output as the program gets it, and its form, or which argument it is."""
-        if output is None or not is_plain(output):
+        if output is None or not is_plain(output) or (call.function.makes_sizes and output.dtype == torch.int64):
             return output, None
         place = arguments.get(id(output))
         if place is None:

@@ -28,13 +28,18 @@ class Block(NamedTuple):
     state: State
 
 
+class RunnerThread(threading.Thread):
+    """Known from threads of the program, which may look at its tensors."""
+
+
 class Runner:
-    """`held_back`: blocks run only when somebody waits, which is then serial: what overlapping gains, this has not."""
+    """`held_back`: blocks run only when somebody waits, which is then serial: what overlapping gains, this has not. `failed`: the first
+    operation's error, if one failed."""
 
     def __init__(self, held_back: bool = False) -> None:
         self._held: list[Block] | None = [] if held_back else None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._failed: list[BaseException] = []
+        self.failed: list[BaseException] = []
         self._thread: threading.Thread | None = None
         self._busy = False
         self.end: Callable[[], Any] = lambda: None
@@ -56,8 +61,8 @@ class Runner:
         if self._busy:
             self.mark().wait()
             self._busy = False
-        if self._failed:
-            raise self._failed[0]
+        if self.failed:
+            raise self.failed[0]
 
     def mark(self) -> threading.Event:
         """Is set when all that was put so far is done. What was held back is no longer."""
@@ -72,7 +77,7 @@ class Runner:
 
     def _started(self) -> queue.SimpleQueue[Any]:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, args=(self._queue, self._failed), name="terra", daemon=True)
+            self._thread = RunnerThread(target=self._loop, args=(self._queue, self.failed), name="terra", daemon=True)
             self._thread.start()
             self.end = weakref.finalize(self, _stop, self._queue, self._thread)
         return self._queue

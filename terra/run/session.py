@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terra.backend import operations, script
@@ -28,7 +29,7 @@ from terra.backend.operations import Made
 from terra.run import guards
 from terra.run.blocks import Compiler, Gathering, Variants
 from terra.run.cell import Placeholder
-from terra.run.issue import Call, Function, Outers
+from terra.run.issue import Call, Function, Outers, are_sizes
 from terra.run.results import Results, run_below, values
 from terra.run.runner import Runner
 from terra.run.state import State, current
@@ -45,6 +46,16 @@ FRAMES_OF_ISSUE = 3
 STEPS_AHEAD = 2
 # Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever more.
 _MOST_KNOWN = 20_000
+# What torch says of code that takes a placeholder for a tensor with memory, and what we add to it.
+_OF_PLACEHOLDERS = ("data is not allocated yet", "python object of type Placeholder")
+_NO_MEMORY = (
+    "terra: what a session's step makes are placeholders, without memory and of a class of their own. What looks at memory past torch's "
+    "dispatcher, or makes a subclass of Tensor without a __torch_dispatch__ of its own, has to run outside of `with session:`"
+)
+_OTHER_GRADIENT = (
+    "terra: torch computes the gradient of prod() by another formula under a session, which would differ in its last digits: multiply the "
+    "numbers one by one, or take it outside of `with session:`"
+)
 _BACKENDS: dict[str, Compiler] = {"operations": operations.compile_block, "script": script.compile_block}
 
 
@@ -60,7 +71,8 @@ class Session:
     `backend` says how a block runs: "operations" calls them one after the other from Python, "script" in rows from TorchScript, without the
     interpreter's lock.
     `runner="lazy"` runs operations only when somebody waits, at a step's end at the latest: serial, for comparison. `traces`, `fallbacks`
-    and `co_executed` count steps. Within `ahead()` a step's end does not wait.
+    and `co_executed` count steps; `at_once` counts those that were known and still ran in Python's thread, for another thread was there to
+    look on, or denormal numbers are flushed. Within `ahead()` a step's end does not wait.
     """
 
     def __init__(
@@ -71,11 +83,11 @@ class Session:
         if backend not in _BACKENDS:
             raise ValueError(f"backend={backend!r} is none of {', '.join(map(repr, _BACKENDS))}")
         self.graph = TraceGraph()
-        self.traces = self.fallbacks = self.co_executed = 0
+        self.traces = self.fallbacks = self.co_executed = self.at_once = 0
         self._left_to_warm_up = warm_up
         self._phase = Phase.WARM_UP if warm_up else Phase.TRACE
         self._stepping = self._phase
-        self._in_step = self._is_ahead = False
+        self.in_step = self._is_ahead = self._runs_at_once = False
         self._is_lazy = runner == "lazy"
         self._runner = Runner(held_back=self._is_lazy)
         self._sites = Sites()
@@ -102,11 +114,16 @@ class Session:
     # -- steps -----------------------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        if self._in_step:
+        if self.in_step:
             raise RuntimeError("terra: a step is under way, and holds no other: leave it first")
-        self._in_step, self._thread = True, threading.get_ident()
+        if forward_ad._current_level >= 0:
+            guards.refuse_duals()
+        self.in_step, self._thread = True, threading.get_ident()
         if len(self._ends) >= STEPS_AHEAD:
             self._ends.popleft().wait()
+        self._runs_at_once = guards.must_run_at_once()
+        if self._runs_at_once:
+            self.drain()
         if self._phase is not Phase.WARM_UP:
             self._outers.forget()
             if max(len(self._variants), len(self._results.known)) > _MOST_KNOWN:
@@ -120,7 +137,9 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._in_step = False
+        self.in_step = False
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_PLACEHOLDERS):
+            error.add_note(_NO_MEMORY)
         if self._phase is Phase.WARM_UP:
             self._left_to_warm_up -= error is None
             if self._left_to_warm_up <= 0:
@@ -141,7 +160,8 @@ class Session:
     def _ended(self) -> None:
         if self._stepping is Phase.CO_EXECUTE:
             if END in self._node.following:
-                self.co_executed += 1
+                self.at_once += self._runs_at_once
+                self.co_executed += not self._runs_at_once
                 return
             # It ended where no step did: nothing is left to run.
             self._fall_back()
@@ -155,7 +175,7 @@ class Session:
     @contextmanager
     def ahead(self) -> Iterator[None]:
         """Steps inside do not wait at their end; operations between them, in this thread, do, and so does the end of all."""
-        if self._is_ahead or self._in_step:
+        if self._is_ahead or self.in_step:
             raise RuntimeError("terra: ahead() holds steps, and stands in no step and in no other")
         self._is_ahead = True
         try:
@@ -177,26 +197,41 @@ class Session:
         self._outers.forget()
         self._outers.lent = True
 
+    def run_at_once(self) -> None:
+        """Leave nothing pending until the next step, for something that no operation tells of looks on."""
+        self._runs_at_once = True
+        if self.is_here():
+            self.drain()
+
+    def forked(self) -> None:
+        """Go on in a child process, which has no runner. All was waited for before; the thread that forked is the child's only one."""
+        failed = self._runner.failed
+        self._runner = Runner(held_back=self._is_lazy)
+        self._runner.failed += failed
+        self._ends.clear()
+
     def is_here(self) -> bool:
         """Whether this thread issues the operations: the one that entered, or autograd's for it."""
-        return threading.get_ident() == self._thread or (self._in_step and torch._C._current_autograd_node() is not None)
+        return threading.get_ident() == self._thread or (self.in_step and torch._C._current_autograd_node() is not None)
 
     # -- operations ------------------------------------------------------------------------------------------------------------------
 
     def issue(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # By identity, for torch's operations are hashed by Python; the function keeps its operation.
         function = self._functions.get(id(operation)) or self._function(operation)
-        if function.is_beside:
+        if function.is_beside or are_sizes(function, kwargs):
             return operation(*args, **kwargs)
         if function.is_lift and type(args[0]) is not Placeholder:
             return args[0]
         call = Call(function, self._outers, args, kwargs)
+        if function.has_other_gradient and torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors):
+            raise RuntimeError(_OTHER_GRADIENT)
         key: Key = (function, call.template, self._sites.here(FRAMES_OF_ISSUE))
         self._trace.append(key)
         node = self._found(key)
         if call.is_host and not function.is_random:
             return run_below(operation, args, kwargs)
-        if node is not None and not call.is_awaited and not (call.has_shared and call.reaches_shared):
+        if node is not None and not self._runs_at_once and not call.is_awaited and not (call.has_shared and call.reaches_shared):
             made = self._results.known.get(call.result_key())
             if made is not None:
                 return self._gather(call, node, made)
@@ -281,6 +316,6 @@ class _Between(TorchDispatchMode):
         self._session = session
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._session._in_step:
+        if not self._session.in_step:
             self._session.drain()
         return func(*args, **(kwargs or {}))

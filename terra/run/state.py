@@ -43,12 +43,11 @@ _FLAGS = (
     *("_set_mkldnn_enabled", "_set_mkldnn_deterministic", "_set_float32_matmul_precision", "_set_fp32_precision_setter"),
     *("_set_cudnn_enabled", "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_allow_tf32", "_set_cublas_allow_tf32"),
     *("_set_sdp_use_flash", "_set_sdp_use_math", "_set_sdp_use_mem_efficient", "_set_sdp_use_cudnn", "_set_nnpack_enabled"),
-    *("set_num_threads", "set_flush_denormal"),
+    "set_num_threads",
 )
 SETTERS: tuple[tuple[Any, str], ...] = (
     *((torch._C, name) for name in _FLAGS if hasattr(torch._C, name)),
     (torch, "set_num_threads"),
-    (torch, "set_flush_denormal"),
 )
 _OF_GENERATORS = ("get_state", "set_state", "manual_seed", "seed", "initial_seed", "graphsafe_get_state", "graphsafe_set_state")
 
