@@ -13,18 +13,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from math import prod
 
-from terra.audit.record import OWN_GENERATOR, Argument, Given, Made, Operation, Step
+from terra.audit.record import LIFT, OWN_GENERATOR, Argument, Given, Made, Operation, Step
 from terra.trace.place import Place
 
-# What waits for the device to tell the host: a number, or how large a result is.
-_HOST_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
+# What waits for the device to tell the host: a number, whether it went well, or how large a result is.
+_HOST_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "allclose"})
+_CHECKS = frozenset(
+    {
+        *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_pinv", "linalg_polar"),
+        *("linalg_matrix_sqrth", "cholesky", "cholesky_inverse", "cholesky_solve"),
+    }
+)
 _SIZED_BY_DATA = frozenset(
     {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "repeat_interleave", "bincount", "nonzero_numpy"}
 )
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
-# What makes a tensor of numbers that Python holds.
-_FROM_PYTHON = "lift_fresh"
 _SEEDS = frozenset({"<manual_seed>", "<manual_seed_all>", "<seed>", "<set_rng_state>"})
 
 
@@ -119,7 +124,7 @@ def _of_one_step(steps: Sequence[Step]) -> Iterator[_Found]:
         # Beside a device the host may look at what is its own: Adam counts its steps there.
         host_is_free = any(each.meta and not _is_host(each) for operation in step.operations for each in operation.arguments)
         for operation in step.operations:
-            kind, detail = _alone(operation)
+            kind, detail = _alone(operation, step)
             if host_is_free and kind in _WAITS and all(_is_host(each) for each in operation.arguments if each.meta):
                 continue
             if kind is not None:
@@ -129,7 +134,7 @@ def _of_one_step(steps: Sequence[Step]) -> Iterator[_Found]:
         yield from max(each, key=len)
 
 
-def _alone(operation: Operation) -> tuple[Kind | None, str]:
+def _alone(operation: Operation, step: Step) -> tuple[Kind | None, str]:
     name, short = operation.name, operation.short
     if name in _SEEDS:
         return Kind.SEED, f"{short.strip('<>')} is called in the step"
@@ -139,7 +144,9 @@ def _alone(operation: Operation) -> tuple[Kind | None, str]:
         return Kind.COLLECTIVE, name
     if short in _HOST_READS:
         return Kind.HOST_READ, f"a value of {_words(operation.arguments[0])}"
-    if short in _SIZED_BY_DATA or (short in ("index", "index_put_", "index_put") and any(_is_mask(each) for each in operation.arguments)):
+    if short in _CHECKS:
+        return Kind.HOST_READ, "whether it went well"
+    if short in _SIZED_BY_DATA or (short in ("index", "index_put_", "index_put") and _is_sized_by_mask(operation, step)):
         return Kind.SIZE, f"of what {short} makes"
     if short == "_to_copy" and _leaves_device(operation):
         return Kind.HOST_READ, f"a copy of {_words(operation.arguments[0])} to the host"
@@ -152,8 +159,29 @@ def _is_host(argument: Argument) -> bool:
     return argument.meta.endswith(" cpu")
 
 
-def _is_mask(argument: Argument) -> bool:
-    return argument.name.startswith("indices") and argument.meta.startswith("bool ")
+def _is_sized_by_mask(operation: Operation, step: Step) -> bool:
+    """Whether the places where a mask holds are listed. One number of the host's is filled in without a list: `tensor[mask] = 0.`."""
+    indices = [each for each in operation.arguments if each.name.startswith("indices") and each.meta]
+    masks = [each for each in indices if each.meta.startswith(("bool ", "uint8 "))]
+    named = {each.name: each for each in operation.arguments}
+    if not masks or "values" not in named:
+        return bool(masks)
+    is_filled = len(indices) == 1 and not named["accumulate"].value and _is_host_number(named["values"], operation, step)
+    return not is_filled
+
+
+def _is_host_number(argument: Argument, operation: Operation, step: Step) -> bool:
+    """Whether it is one on the host wherever the program runs: beside a device, or made of a number that was set."""
+    if not _is_host(argument) or prod(argument.shape) != 1:
+        return False
+    if not all(_is_host(each) for each in operation.arguments if each.meta):
+        return True
+    made = argument.memory
+    if not isinstance(made, Made) or made.operation < 0:
+        return False
+    maker = step.operations[made.operation]
+    # Its gradient is a zero of the same place, whose forward has been judged.
+    return maker.short == LIFT or (maker.short == "zeros" and maker.place.backward_of.startswith("IndexPut"))
 
 
 def _leaves_device(operation: Operation) -> bool:
@@ -193,7 +221,7 @@ def _across(steps: Sequence[Step]) -> Iterator[_Found]:
     fullest = max(steps, key=lambda step: len(step.operations))
     matches = [_Match.of(fullest, step) for step in steps]
     yield from _sometimes(fullest, matches)
-    nodes = _Nodes()
+    nodes = _Nodes(fullest)
     for number, operation in enumerate(fullest.operations):
         same = [(match.step.operations[match.there[number]], match) for match in matches if number in match.there]
         yield from nodes.different(number, operation, same)
@@ -221,21 +249,25 @@ def _sometimes(fullest: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
 class _Nodes:
     """What differs in the arguments of nodes, told in the order of the fullest step: each thing where it begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, fullest: Step) -> None:
+        self._fullest = fullest
         # Memory of which it was said that it is another, and operations whose sizes vary.
         self._said: set[Given | Made] = set()
         self._varying: set[Given | Made] = set()
 
     def different(self, number: int, operation: Operation, same: Sequence[tuple[Operation, _Match]]) -> Iterator[_Found]:
-        if _alone(operation)[0] is Kind.HOST_READ:
+        if _alone(operation, self._fullest)[0] is Kind.HOST_READ:
             # What the host reads is wrong wherever it comes from.
             return
-        for place, argument in enumerate(operation.arguments):
-            seen = [(each.arguments[place], match) for each, match in same if place < len(each.arguments)]
+        named = [({argument.name: argument for argument in each.arguments}, match) for each, match in same]
+        for argument in operation.arguments:
+            seen = [(each[argument.name], match) for each, match in named if argument.name in each]
             found = _argument(argument, seen)
             if found is None:
                 continue
             kind, detail = found
+            if kind is Kind.ATTRIBUTE and not argument.meta:
+                self._varying.add(Made(number))
             if kind is Kind.SHAPE or (kind is Kind.SCALAR and isinstance(argument.value, int)):
                 known = argument.memory in self._varying or Made(number) in self._varying
                 self._varying.add(Made(number))
@@ -245,7 +277,7 @@ class _Nodes:
                 if argument.memory in self._said:
                     continue
                 self._said.add(argument.memory)
-            if kind is Kind.REPLACED and operation.short == _FROM_PYTHON:
+            if kind is Kind.REPLACED and operation.short == LIFT:
                 kind, detail = Kind.FROM_PYTHON, f"{_words(argument)} is made of numbers that Python holds"
             yield kind, operation, detail
 
@@ -261,7 +293,8 @@ def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -
         return Kind.ATTRIBUTE, f"{argument.name} is {' then '.join(dict.fromkeys(each.meta or _number(each.value) for each in seen))}"
     values = _different(each.value for each in seen)
     if len(values) > 1:
-        kind = Kind.SCALAR if all(isinstance(value, int | float | complex) for value in values) else Kind.ATTRIBUTE
+        are_numbers = all(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values)
+        kind = Kind.SCALAR if are_numbers else Kind.ATTRIBUTE
         return kind, f"{argument.name} is {' then '.join(_number(value) for value in values)}"
     memories = [match.as_fullest(each.memory) for each, match in of_steps]
     if len(_different(memories)) == 1:

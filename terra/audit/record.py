@@ -27,9 +27,13 @@ from terra.trace.place import Place, Places
 # What a program asks of the profiler is no part of what it computes, and its arguments are new objects each time.
 _SILENT = frozenset({"profiler", "prim"})
 # What Python does with a tensor that needs its bytes on the host and may issue no operation.
-_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_", "map2_"})
+# What takes numbers out of the tensors in a list that it is given.
+_READS_IN_LISTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 
 
+# What makes a tensor of numbers that Python holds.
+LIFT = "lift_fresh"
 # A value: random numbers come from a generator that the program made.
 OWN_GENERATOR = "a generator of its own"
 
@@ -98,6 +102,10 @@ class Recorder:
         # Memory from outside is kept while recording: else another tensor could come to lie there and pass for the same.
         self._given: dict[int, tuple[torch.UntypedStorage, Given]] = {}
         self._seeding = False
+        # Whether `tensor[...] = value` is being done: a number becomes a tensor then, of the host's even beside a device.
+        self.is_setting = False
+        # By operation, the value of each argument that is not given.
+        self._defaults: dict[int, tuple[Any, dict[str, Argument]]] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -107,6 +115,8 @@ class Recorder:
             entered.enter_context(_Operations(self))
             for owner, name in _SEEDS:
                 entered.enter_context(_replaced(owner, name, self._watched(getattr(owner, name), name)))
+            for owner, name, word in _PRINTS_AND_SAVES:
+                entered.enter_context(_replaced(owner, name, self._reading(getattr(owner, name), word)))
             yield
 
     @contextlib.contextmanager
@@ -147,10 +157,22 @@ class Recorder:
                 step.made[storage._cdata] = _weak(storage), Made(index)
         return made
 
-    def read(self, name: str, tensor: torch.Tensor) -> None:
-        """Python needs this tensor's bytes."""
+    def read(self, name: str, given: torch.Tensor | torch.UntypedStorage) -> None:
+        """Python needs the bytes of this tensor or memory."""
         if self._now is not None:
-            self._now.operations.append(Operation(f"<{name}>", self._places.calling(), (self._tensor(self._now, "self", tensor),)))
+            of: Any = self._storage if isinstance(given, torch.UntypedStorage) else self._tensor
+            argument = of(self._now, "self", given)
+            self._now.operations.append(Operation(f"<{name}>", self._places.calling(), (argument,)))
+
+    def _reading(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """What takes a tensor or memory first, and reads it."""
+
+        @functools.wraps(function)
+        def run(given: Any, *args: Any, **kwargs: Any) -> Any:
+            self.read(name, given)
+            return function(given, *args, **kwargs)
+
+        return run
 
     def _watched(self, seed: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What seeds the CPU seeds each device: the program asked once."""
@@ -171,29 +193,47 @@ class Recorder:
     # -- arguments -----------------------------------------------------------------------------------------------------------------
 
     def _arguments(self, step: Step, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Argument]:
-        named = [(formal.name, given) for formal, given in zip(operation._schema.arguments, args, strict=False)]
-        for name, given in (*named, *kwargs.items()):
-            leaves = tree_leaves(given)
+        """All that the operation has, in its own order: torch does not pass what is given as it is by default."""
+        given = {**dict(zip(self._defaults_of(operation), args, strict=False)), **kwargs}
+        for name, default in self._defaults_of(operation).items():
+            if name not in given:
+                yield default
+                continue
+            if isinstance(given[name], (list, tuple)):
+                yield Argument(f"len({name})", len(given[name]))
+            leaves = tree_leaves(given[name])
             for place, leaf in enumerate(leaves):
-                of = name if len(leaves) == 1 else f"{name}[{place}]"
-                if isinstance(leaf, torch.Tensor):
-                    yield self._tensor(step, of, leaf)
-                elif isinstance(leaf, torch.UntypedStorage):
-                    # A tensor is made to lie there.
-                    yield Argument(of, memory=self._memory(step, leaf), shape=(leaf.nbytes(),), meta=f"uint8 {leaf.device}")
-                elif isinstance(leaf, torch.Generator):
-                    yield Argument(of, _generator(leaf))
-                elif isinstance(leaf, torch.ScriptObject):
-                    # Process groups and the like come as new objects each time.
-                    yield Argument(of, type(leaf).__name__)
-                else:
-                    yield Argument(of, leaf)
+                yield self._argument(step, operation, name if len(leaves) == 1 else f"{name}[{place}]", leaf)
+
+    def _argument(self, step: Step, operation: Any, name: str, leaf: Any) -> Argument:
+        if isinstance(leaf, torch.Tensor):
+            if self.is_setting and operation.overloadpacket.__name__ == LIFT and leaf.numel() == 1:
+                return Argument(name, leaf.item())
+            return self._tensor(step, name, leaf)
+        if isinstance(leaf, torch.UntypedStorage):
+            # A tensor is made to lie there.
+            return self._storage(step, name, leaf)
+        if isinstance(leaf, torch.Generator):
+            return Argument(name, _generator(leaf))
+        # Process groups and the like come as new objects each time.
+        return Argument(name, type(leaf).__name__ if isinstance(leaf, torch.ScriptObject) else leaf)
+
+    def _defaults_of(self, operation: Any) -> dict[str, Argument]:
+        # By identity, for torch's operations are hashed by Python; kept beside it, so that no other gets its identity.
+        known = self._defaults.get(id(operation))
+        if known is None:
+            formals = {each.name: Argument(each.name, each.default_value) for each in operation._schema.arguments}
+            known = self._defaults[id(operation)] = operation, formals
+        return known[1]
 
     def _tensor(self, step: Step, name: str, tensor: torch.Tensor) -> Argument:
         storage = _storage(tensor)
         memory = None if storage is None else self._memory(step, storage)
         meta = f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device}"
         return Argument(name, memory=memory, shape=tuple(tensor.shape), meta=meta)
+
+    def _storage(self, step: Step, name: str, storage: torch.UntypedStorage) -> Argument:
+        return Argument(name, memory=self._memory(step, storage), shape=(storage.nbytes(),), meta=f"uint8 {storage.device}")
 
     def _memory(self, step: Step, storage: torch.UntypedStorage) -> Given | Made:
         known: Any = step.made.get(storage._cdata) or self._given.get(storage._cdata)
@@ -239,10 +279,31 @@ class _Reads(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _READS and args and isinstance(args[0], torch.Tensor):
             self._recorder.read(name, args[0])
-        return func(*args, **(kwargs or {}))
+        elif name in _READS_IN_LISTS:
+            for tensor in _in_lists((*args, *kwargs.values())):
+                self._recorder.read(name, tensor)
+        if name != "__setitem__":
+            return func(*args, **kwargs)
+        self._recorder.is_setting = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recorder.is_setting = False
+
+
+def _in_lists(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors in lists among these, at any depth."""
+    for each in given:
+        if isinstance(each, (list, tuple)):
+            yield from (leaf for leaf in each if isinstance(leaf, torch.Tensor))
+            yield from _in_lists(each)
+
+
+# What every printing and every saving of a tensor comes to, and what it is called. The second takes memory.
+_PRINTS_AND_SAVES: tuple[tuple[Any, str, str], ...] = ((torch._tensor_str, "_str", "repr"), (torch.serialization, "location_tag", "save"))
 
 
 # What sets the state of random numbers, where programs look it up. A generator's own methods are C's and cannot be looked at.

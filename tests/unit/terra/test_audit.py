@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import io
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -220,6 +222,55 @@ def reads() -> Step:
     return step
 
 
+def options_that_are_not_always_given() -> Step:
+    """What is given as it is by default torch leaves out of an operation's arguments: alternating with it went unseen."""
+    weight, turns = torch.randn(1, 2, 3, 3), count()
+
+    def step() -> None:
+        is_odd = bool(next(turns) % 2)
+        torch.nn.functional.gelu(weight, approximate="tanh" if is_odd else "none")  # is attribute
+        torch.add(weight, weight, alpha=3 if is_odd else 1)  # is scalar
+        torch.nn.functional.scaled_dot_product_attention(weight, weight, weight, is_causal=is_odd)  # is attribute
+        weight.sum(-1, keepdim=is_odd).exp().sum()  # is attribute
+        weight.std(dim=None if is_odd else 1).exp()  # is attribute
+        torch.cat([weight] * (2 + is_odd)).exp()  # is scalar
+
+    return step
+
+
+def prints_and_saves() -> Step:
+    weight, alone = torch.randn(3), torch.randn(())
+    kept = weight.clone()
+
+    def step() -> None:
+        print(weight)  # is host_read
+        repr([weight])  # is host_read
+        str.__mod__("%s", (weight,))  # is host_read
+        f"{weight} {alone:.3f}"  # is host_read
+        assert torch.allclose(weight, kept)  # is host_read
+        torch.testing.assert_close(weight, kept)  # is host_read
+        pickle.dumps(weight)  # is host_read
+        torch.save({"weight": weight}, io.BytesIO())  # is host_read
+        torch.tensor([alone, 1.0]).sum()  # is host_read and from_python
+        kept.apply_(lambda each: each)  # is host_read
+
+    return step
+
+
+def checks_of_linear_algebra() -> Step:
+    weight = torch.eye(3)
+
+    def step() -> None:
+        torch.linalg.inv(weight)  # is host_read
+        torch.linalg.cholesky(weight)  # is host_read
+        torch.linalg.eigh(weight)  # is host_read
+        torch.linalg.svd(weight)  # is host_read
+        torch.linalg.solve(weight, weight)  # is host_read
+        torch.linalg.inv_ex(weight)
+
+    return step
+
+
 def sizes_by_data() -> Step:
     weight = torch.randn(30)
 
@@ -227,6 +278,29 @@ def sizes_by_data() -> Step:
         weight.nonzero()  # is size
         weight[weight > 0]  # is size
         weight[torch.arange(3)]
+
+    return step
+
+
+def places_that_are_set() -> Step:
+    """One number is filled in where a mask holds, and nobody waits for how many places there are."""
+    weight, steps = torch.randn(3, 4), count(1)
+    other, row, mask = weight.clone(), torch.randn(4), torch.tensor([True, False, True])
+
+    def step() -> None:
+        weight[weight > 9] = 0.0
+        weight[mask] = 1
+        weight[1:, 2][mask[1:]] = 2.0
+        weight[0, 1] = 3.0
+        hidden = (other * 2).requires_grad_()
+        filled = hidden * 1
+        filled[other > 0] = 4.0
+        filled.sum().backward()
+        weight[weight > 0] = 1.0 / next(steps)  # is scalar
+        weight[mask] = row  # is size
+        weight[weight > 0] = row.sum()  # is size
+        weight[mask.byte(), 1] = row[:2]  # is size
+        weight[weight > 0] += 1  # is size
 
     return step
 
@@ -316,6 +390,7 @@ DEFECTS = (
         longer_each_time,
         longer_batches,
     ),
+    *(options_that_are_not_always_given, prints_and_saves, checks_of_linear_algebra, places_that_are_set),
     *(reads, sizes_by_data, seeding, seeding_inside_of_a_context, own_generator, copies, number_or_tensor, gradient_of_a_number),
 )
 

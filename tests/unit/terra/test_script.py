@@ -43,6 +43,17 @@ def test_a_script_is_run_for_a_few_steps_of_its_first_optimizer(tmp_path: Path) 
     assert not (tmp_path / "end").exists()
 
 
+def test_what_a_script_prints_and_asserts_is_found(tmp_path: Path) -> None:
+    """A print, an assertion that values are close and an option that alternates with its default gave "nothing found" and status 0."""
+    lines = "print(batch)", "assert torch.allclose(batch, batch)", "torch.nn.functional.gelu(batch, approximate=('none', 'tanh')[step % 2])"
+    ended = audit(tmp_path, TRAINING.replace("DEFECT", "\n    ".join(lines)), "5", str(tmp_path / "end"))
+    assert ended.returncode == 1, ended.stderr
+    said = ended.stdout[ended.stdout.index("3 steps of") :]
+    assert "train.py:11\n  host reads: <repr>: repr of float32 [3, 4] (" in said
+    assert "train.py:12\n  host reads: allclose: a value of float32 [3, 4]\n" in said
+    assert "train.py:13\n  setting changes: gelu: approximate is none then tanh\n" in said
+
+
 def test_a_script_that_ends_by_itself_is_judged_by_what_it_did(tmp_path: Path) -> None:
     ended = audit(tmp_path, TRAINING.replace("DEFECT", "pass"), "3", str(tmp_path / "end"), options=("--json", "-"))
     assert ended.returncode == 0, ended.stderr
