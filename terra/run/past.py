@@ -91,13 +91,18 @@ def _values(given: Any) -> Any:
 def _by_second(wait: Callable[[], None], function: Function) -> Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[1:2] and args[1], torch.Tensor) or any(isinstance(kwargs.get(name), torch.Tensor) for name in _SECOND):
+        if any(map(_is_index, (*args[1:2], *map(kwargs.get, _SECOND)))):
             wait()
             args = tuple(plain(each) if place == 1 else each for place, each in enumerate(args))
             kwargs = {name: plain(each) if name in _SECOND else each for name, each in kwargs.items()}
         return function(*args, **kwargs)
 
     return run
+
+
+def _is_index(given: Any) -> bool:
+    """Whether it holds whole numbers. In second place a layer may also have its state, whose history of gradients must stay."""
+    return isinstance(given, torch.Tensor) and given.dtype == torch.int64
 
 
 def _in_memory(lend: Callable[[], None], function: Function) -> Function:
@@ -116,7 +121,9 @@ def _unwatched(wait: Callable[[], None], name: str, function: Function) -> Funct
         if name in _NORMS and not any(type(each) in (str, int, float) and each in _SINGULAR for each in given):
             return function(*args, **kwargs)
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        if kwargs.get("out") is not None or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
+        has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        # A transform of torch.func holds tensors in its own, and asks for vectors itself.
+        if has_gradient or kwargs.get("out") is not None or torch._C._functorch.peek_interpreter_stack() is not None:
             return function(*args, **kwargs)
         wait()
         with undispatched():

@@ -244,6 +244,25 @@ def packed(kind: str) -> Callable[[], Step]:
     return build
 
 
+def states_of_layers(kind: str) -> Callable[[], Step]:
+    """A state stands where a packed batch has its sizes, and has gradients."""
+
+    def build() -> Step:
+        torch.manual_seed(4)
+        layer = getattr(torch.nn, kind)(3, 4, batch_first=True)
+        batch, state = torch.randn(2, 5, 3), torch.randn(1, 2, 4, requires_grad=True)
+
+        def step() -> Any:
+            state.grad = None
+            made, _ = layer(batch, (state * 2, state * 3) if kind == "LSTM" else state * 2)
+            made.square().sum().backward()
+            return made, state.grad
+
+        return step
+
+    return build
+
+
 def default_type_of_the_step() -> Step:
     numbers, turns = torch.arange(3), count()
 
@@ -277,7 +296,8 @@ def singular_values() -> Step:
         weight.mul_(1.1)
         made, even = weight * 2, weight + weight.T
         norms = torch.linalg.matrix_norm(made, ord=2), torch.linalg.norm(weight, "nuc"), torch.norm(made, "nuc"), made.norm("nuc")
-        return torch.linalg.svdvals(made), torch.linalg.svdvals(weight), torch.linalg.eigvalsh(even), torch.linalg.cond(made), *norms
+        each = torch.vmap(torch.linalg.svdvals)(torch.stack([made, even]))
+        return each, torch.linalg.svdvals(made), torch.linalg.svdvals(weight), torch.linalg.eigvalsh(even), torch.linalg.cond(made), *norms
 
     return step
 
@@ -286,6 +306,7 @@ PROGRAMS = {
     **{each.__name__: each for each in (parameters_made_in_the_step, capsules, called_on_each_number, lists_of_tensors, swapped)},
     **{each.__name__: each for each in (set_apart_by_a_made_index, default_type_of_the_step, truths_for_numbers)},
     **{f"packed {kind}": packed(kind) for kind in ("LSTM", "GRU", "RNN")},
+    **{f"state of {kind}": states_of_layers(kind) for kind in ("LSTM", "GRU", "RNN")},
     "singular_values": singular_values,
 }
 
