@@ -20,6 +20,10 @@ _SIZED_BY_FLOATS = ("arange", "range", "linspace", "logspace", "upsample", "_ups
 _SIZED_BY_DATA = frozenset(
     {"_pack_padded_sequence", "_pad_packed_sequence", "bincount", "histogramdd", "unique_dim", "_unique2", "unique_consecutive"}
 )
+# Which of their tensors has a gradient that torch computes by another formula wherever a mode is on.
+_OTHER_GRADIENTS = {"prod": 0, "masked_fill": 2, "masked_fill_": 2}
+# And what has other derivatives of higher order, by autograd's name.
+_OTHER_HIGHER = "CumprodBackward0"
 _BESIDE = frozenset({"profiler", "inductor", "prim"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
@@ -47,8 +51,7 @@ class Function:
         self.is_beside = operation.namespace in _BESIDE
         self.is_lift = name == "lift_fresh"
         self.is_empty = name == "empty"
-        # Its gradient comes of another formula wherever a mode is on.
-        self.has_other_gradient = name == "prod"
+        self.other_gradient_of = _OTHER_GRADIENTS.get(name)
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         # What it makes is known only when it has run; of an index only if it is a mask.
         self.is_index = name in ("index", "_unsafe_index")
@@ -67,6 +70,23 @@ class Function:
         # How many sequences a packed batch has at each time, which torch reads on the host in the forward and again in the backward.
         self.makes_sizes = name == "_pack_padded_sequence"
         self.makes_views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+
+
+def refuse_other_gradient(call: Call) -> None:
+    """Where a gradient would differ in its last digits. Bits are what a session keeps."""
+    place = call.function.other_gradient_of
+    if place is not None and torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors[place : place + 1]):
+        words = "prod(): multiply the numbers one by one" if place == 0 else "what masked_fill() fills in: take torch.where()"
+        raise RuntimeError(f"{_OTHER_DIGITS} the gradient of {words}, or go without the session here")
+
+
+def refuse_other_higher_derivatives() -> None:
+    node: Any = torch._C._current_autograd_node()
+    if node is not None and node.name() == _OTHER_HIGHER and torch.is_grad_enabled():
+        raise RuntimeError(f"{_OTHER_DIGITS} derivatives of cumprod() of higher order (create_graph=True): go without the session here")
+
+
+_OTHER_DIGITS = "terra: under a session torch computes by another formula, which would differ in its last digits,"
 
 
 def are_sizes(function: Function, kwargs: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from terra.backend.operations import Made
 from terra.run import guards
 from terra.run.blocks import Compiler, Gathering, Variants
 from terra.run.cell import Placeholder
-from terra.run.issue import Call, Function, Outers, are_sizes
+from terra.run.issue import Call, Function, Outers, are_sizes, refuse_other_gradient, refuse_other_higher_derivatives
 from terra.run.results import Results, run_below, values
 from terra.run.runner import Runner
 from terra.run.state import State, current
@@ -51,10 +51,6 @@ _OF_PLACEHOLDERS = ("data is not allocated yet", "python object of type Placehol
 _NO_MEMORY = (
     "terra: what a session's step makes are placeholders, without memory and of a class of their own. What looks at memory past torch's "
     "dispatcher, or makes a subclass of Tensor without a __torch_dispatch__ of its own, has to run outside of `with session:`"
-)
-_OTHER_GRADIENT = (
-    "terra: torch computes the gradient of prod() by another formula under a session, which would differ in its last digits: multiply the "
-    "numbers one by one, or take it outside of `with session:`"
 )
 _BACKENDS: dict[str, Compiler] = {"operations": operations.compile_block, "script": script.compile_block}
 
@@ -224,8 +220,8 @@ class Session:
         if function.is_lift and type(args[0]) is not Placeholder:
             return args[0]
         call = Call(function, self._outers, args, kwargs)
-        if function.has_other_gradient and torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors):
-            raise RuntimeError(_OTHER_GRADIENT)
+        if function.other_gradient_of is not None:
+            refuse_other_gradient(call)
         key: Key = (function, call.template, self._sites.here(FRAMES_OF_ISSUE))
         self._trace.append(key)
         node = self._found(key)
@@ -235,6 +231,7 @@ class Session:
             made = self._results.known.get(call.result_key())
             if made is not None:
                 return self._gather(call, node, made)
+        refuse_other_higher_derivatives()
         # In this thread, when all that was issued before has run.
         self.drain()
         return self._results.hand_out(call, run_below(operation, *values(args, kwargs)))

@@ -1,21 +1,13 @@
-"""What programs do with a step's tensors that is no operation: they copy, swap and lend them, fork, and read them in other threads.
+"""What programs do with a step's tensors that is no operation: they copy, swap, lend and write them, and what torch itself reads of them.
 
 Every step here is run plainly and with a session; what it gives must be equal in every bit, with its type.
 """
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import copy
-import os
 import pickle
-import queue
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -26,47 +18,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-import terra
+from tests.unit.terra.equal import KINDS, STEPS, Step, bits, in_session, is_equal, opened, plainly
 from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
-
-Step = Callable[[], Any]
-STEPS = 6
-KINDS = ("threaded", "lazy", "script")
-
-
-def opened(kind: str) -> contextlib.closing[terra.Session]:
-    return contextlib.closing(terra.Session(backend="script") if kind == "script" else terra.Session(kind))  # type: ignore[arg-type]
-
-
-def bits(made: Any) -> Any:
-    """Numbers with their types, out of whatever a step gives."""
-    if isinstance(made, torch.Tensor):
-        return made.dtype, made.detach().numpy().tobytes(), tuple(made.shape), made.requires_grad
-    if isinstance(made, dict):
-        return {name: bits(each) for name, each in made.items()}
-    return [bits(each) for each in made] if isinstance(made, (list, tuple)) else made
-
-
-def plainly(build: Callable[[], Step]) -> list[Any]:
-    step = build()
-    return [bits(step()) for _ in range(STEPS)]
-
-
-def in_session(session: terra.Session, build: Callable[[], Step]) -> list[Any]:
-    step, made = build(), []
-    for _ in range(STEPS):
-        with session:
-            made.append(step())
-        made[-1] = bits(made[-1])
-    return made
-
-
-def is_equal(kind: str, build: Callable[[], Step]) -> None:
-    expected = plainly(build)
-    with opened(kind) as session:
-        assert in_session(session, build) == expected
-        assert (session.fallbacks, session.co_executed + session.at_once) == (0, STEPS - 3)
-
 
 # -- copies --------------------------------------------------------------------------------------------------------------------------------
 
@@ -367,19 +320,36 @@ def test_derivatives_ahead_are_refused_in_steps(use: Callable[[torch.Tensor], No
             torch.func.grad(lambda each: each.sin().sum())(weight)
 
 
-def test_a_product_s_gradient_is_refused_in_steps() -> None:
-    """It differed in its last digits: torch takes another formula where a mode looks on."""
+def product(weight: torch.Tensor) -> torch.Tensor:
+    return (weight * 2).prod()
+
+
+def filled_in(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().masked_fill(weight > 0, weight.sum()).square().sum()
+
+
+def twice_of_products(weight: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad((weight * 2).cumprod(0).square().sum(), weight, create_graph=True)
+    return gradient.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(product, "multiply the numbers one by one"), (filled_in, r"take torch.where\(\)"), (twice_of_products, "cumprod.* of higher order")],
+)
+def test_gradients_of_other_formulas_are_refused_in_steps(loss: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
+    """They differed in their last digits: torch takes another formula where a mode looks on."""
     weight = torch.linspace(-1, 1, 5).requires_grad_()
     with opened("threaded") as session:
         # The first step is plain.
         with session:
-            (weight * 2).prod().backward()
-        with pytest.raises(RuntimeError, match=r"multiply the numbers one by one"), session:
-            (weight * 2).prod()
+            loss(weight).backward()
+        with pytest.raises(RuntimeError, match=words), session:
+            loss(weight).backward()
         with session, torch.no_grad():
-            weight.prod()
+            torch.stack([weight.prod(), weight.masked_fill(weight > 0, weight.sum()).sum()])
         with session:
-            weight.detach().prod(0)
+            (weight.detach().prod(0) + weight.cumprod(0).sum() + weight.masked_fill(weight > 0, 0.0).sum()).backward()
 
 
 def test_denormal_numbers_are_flushed_where_the_program_has_them_flushed() -> None:
@@ -413,156 +383,3 @@ def test_denormal_numbers_are_flushed_where_the_program_has_them_flushed() -> No
 
 def flushed(tiny: torch.Tensor) -> Step:
     return lambda: tiny * 1e-3
-
-
-# -- other threads -------------------------------------------------------------------------------------------------------------------------
-
-
-def trained(weight: torch.nn.Parameter) -> torch.Tensor:
-    """Some operations that write a parameter, of which a block is pending."""
-    with torch.no_grad():
-        for _ in range(5):
-            weight.mul_(1.5).add_(1)
-        return weight.sum()
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as workers:
-        # It starts its thread with the first task.
-        workers.submit(int).result()
-        yield workers
-
-
-def saved_beside(start: Callable[[Callable[[], None]], Callable[[], object]]) -> Step:
-    """Saves a parameter in another thread, which is waited for at the end of the step as an asynchronous checkpoint is."""
-    weight = torch.nn.Parameter(torch.ones(200))
-
-    def step() -> Any:
-        saved = []
-        loss = trained(weight)
-        wait = start(lambda: saved.extend([weight.clone(), weight.detach().numpy().copy(), float(loss), loss * 2]))
-        hidden = weight.detach() * 2
-        wait()
-        trained(weight)
-        return saved[0], torch.from_numpy(saved[1]), saved[2:], hidden
-
-    return step
-
-
-def by_thread(save: Callable[[], None]) -> Callable[[], object]:
-    thread = threading.Thread(target=save)
-    thread.start()
-    return thread.join
-
-
-def by_unknown_thread(save: Callable[[], None]) -> Callable[[], object]:
-    done = threading.Event()
-
-    def run() -> None:
-        save()
-        done.set()
-
-    _thread.start_new_thread(run, ())
-    return done.wait
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("start", [by_thread, by_unknown_thread])
-def test_a_thread_that_a_step_starts_reads_what_was_written_before(
-    start: Callable[[Callable[[], None]], Callable[[], object]], kind: str
-) -> None:
-    """An asynchronous checkpoint had parameters of which some updates were still pending."""
-    is_equal(kind, partial(saved_beside, start))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_thread_from_before_reads_what_was_written_before(kind: str, pool: ThreadPoolExecutor) -> None:
-    is_equal(kind, partial(saved_beside, lambda save: pool.submit(save).result))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
-    """It took a block out of the hands of the thread that issued it: the run ended with an error, or with other numbers."""
-    weight, losses, logged = torch.nn.Parameter(torch.ones(50)), queue.SimpleQueue[Any](), []
-
-    def log() -> None:
-        while (loss := losses.get()) is not None:
-            logged.append((float(loss.detach()), str(loss.detach() * 2)))
-
-    logger = threading.Thread(target=log)
-    with opened(kind) as session, session.ahead():
-        for number in range(40):
-            if number == 8:
-                assert session.co_executed >= 4
-                logger.start()
-            with session:
-                with torch.no_grad():
-                    weight.fill_(number).add_(1)
-                losses.put(weight.square().mean())
-        losses.put(None)
-        logger.join()
-        assert session.at_once == 32
-        # From the next step on it is gone.
-        with session:
-            with torch.no_grad():
-                weight.fill_(number).add_(1)
-            losses.put(weight.square().mean())
-    assert logged == [(float((number + 1) ** 2), str(torch.tensor(2.0 * (number + 1) ** 2))) for number in range(40)]
-
-
-def test_a_step_is_co_executed_again_when_the_other_thread_has_ended() -> None:
-    weight, threads = torch.ones(3), iter([True] * 6 + [False] * 4)
-
-    def step() -> torch.Tensor:
-        made = weight * 2
-        if next(threads):
-            by_thread(lambda: None)()
-        return made + 1
-
-    with opened("threaded") as session:
-        for _ in range(10):
-            with session:
-                step()
-        assert (session.co_executed, session.at_once, session.fallbacks) == (4, 3, 0)
-
-
-# -- other processes -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_child_that_a_step_forks_goes_on(kind: str) -> None:
-    """It waited for ever, for a runner that only its parent has."""
-    weight, forks, children = torch.ones(3), iter([False] * 5 + [True]), []
-    with opened(kind) as session:
-        for _ in range(6):
-            with session:
-                weight.mul_(2)
-                made = weight + 1
-                child = os.fork() if next(forks) else -1
-                weight.mul_(3)
-                made = made * weight
-            if child == 0:
-                os._exit(_status(session, weight, made))
-            children.append(child)
-    left = 20.0
-    while (ended := os.waitpid(children[-1], os.WNOHANG))[0] == 0 and (left := left - 0.02) > 0:
-        time.sleep(0.02)
-    if not ended[0]:
-        os.kill(children[-1], signal.SIGKILL)
-        os.waitpid(children[-1], 0)
-    assert os.waitstatus_to_exitcode(ended[1]) == (7 if ended[0] else None)
-    assert weight.tolist() == [6.0**6] * 3
-
-
-def _status(session: terra.Session, weight: torch.Tensor, made: torch.Tensor) -> int:
-    """In the child: 7 where all is right, and another step too."""
-    try:
-        right = weight.tolist() == [6.0**6] * 3 and made.tolist() == [(6.0**5 * 2 + 1) * 6.0**6] * 3
-        with session:
-            weight.mul_(2)
-        session.close()
-        return 7 if right and weight.tolist() == [6.0**6 * 2] * 3 else 8
-    except BaseException:
-        return 9
