@@ -7,6 +7,7 @@ draw. The other sub-commands are files of `bpipe.commands`, imported when they a
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import shutil
@@ -80,6 +81,16 @@ _COLOURS = {
 }
 
 
+# What stands in the way of a file, and what to do.
+_OF_FILES = {
+    errno.ENOENT: ("there is no such file", "look at the name"),
+    errno.EISDIR: ("this is a folder", "name a file"),
+    errno.ENOTDIR: ("a part of its path is no folder", "look at the name"),
+    errno.EACCES: ("this user may not read or write it", "name another file, or change who may"),
+    errno.ENOSPC: ("the disk is full", "name a file on another, or make room"),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 or the command's own, 2 with one message on stderr, or 130 where it was interrupted."""
     if sys.stdout is None:
@@ -93,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, OSError) as error:
         _drop_output()
-        print(f"bpipe: error: {error}", file=sys.stderr)
+        print(f"bpipe: error: {_in_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bpipe: interrupted", file=sys.stderr)
@@ -114,6 +125,17 @@ def _run(arguments: Sequence[str]) -> int:
     # Output that cannot be written has to fail here, and not once Python ends.
     sys.stdout.flush()
     return status or 0
+
+
+def _in_words(error: ValueError | OSError) -> str:
+    """What is wrong with which file, and what to do; of another error what it says itself."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    path = Path(os.fsdecode(error.filename))
+    if error.errno == errno.ENOENT and not path.parent.is_dir():
+        return f"{path}: there is no folder {path.parent}: make it, or look at the name"
+    wrong, remedy = _OF_FILES.get(error.errno or 0, (str(error.strerror).lower(), "look at the name, and at what it is"))
+    return f"{path}: {wrong}: {remedy}"
 
 
 def _drop_output() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.commands.parser import REST
+from bpipe.plan.bash_words import MOST_CHARACTERS
 from bpipe.plan.launch_script import read_launch
 from bpipe.plan.megatron_command import Reading, read_command
 
@@ -38,12 +39,24 @@ def reading_of(options: argparse.Namespace) -> Reading | None:
         return read_command(options.megatron) if options.megatron else None
     if options.megatron:
         raise ValueError("--from-script and flags after -- say the same: give one of them")
-    text = sys.stdin.read() if options.from_script == "-" else Path(options.from_script).read_text(encoding="utf-8")
+    given, data = dict(map(_assignment, options.set)), _script(options.from_script)
     try:
-        launch = read_launch(text, dict(map(_assignment, options.set)))
+        launch = read_launch(data.decode("utf-8"), given)
         return read_command(launch.words, launch.unknown)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.from_script}: byte {error.start} is no UTF-8 text: name the script itself, or convert it") from None
     except ValueError as error:
         raise ValueError(f"{options.from_script}: {error}") from None
+
+
+def _script(name: str) -> bytes:
+    """No more of a file than shows that it is too long; some have no end."""
+    if name != "-":
+        with Path(name).open("rb") as file:
+            return file.read(4 * MOST_CHARACTERS)
+    if sys.stdin is None:
+        raise ValueError("--from-script -: standard input is closed: pipe the script into it, or name a file")
+    return sys.stdin.buffer.read(4 * MOST_CHARACTERS)
 
 
 def _assignment(text: str) -> tuple[str, str]:

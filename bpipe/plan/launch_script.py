@@ -1,29 +1,38 @@
 """Read the training's command line out of a bash launch script, without running it. In: the text. Out: the one command's words.
 
-Understands assignments, `+=`, arrays, quotes, `$NAME`, `${NAME:-text}`, `${NAME[@]}`, `$((...))` of whole numbers, continued lines, and
-`bash -c` or `eval` of a string. Nothing is executed, no file is sourced and no environment is read: a script may have side effects. What
-only running it would tell (a command's output, what stands under a condition or in a function) is kept as unknown, with its line; the
-reader of the words decides where it matters. Knows no flag but those that mark a training.
+Reads a part of bash exactly: assignments, `+=`, arrays, quotes, `$NAME`, `${NAME:-text}`, `${NAME[@]}`, `$((...))` of whole numbers,
+`bash -c` or `eval` of a string. Whatever else could change a variable is an error at its line, never passed over. Nothing is executed, no
+file is sourced and no environment is read: a script may have side effects. What only running it would tell (a command's output, what is set
+under a condition, in a function or by a file that is sourced) is kept as unknown, with its line; the reader of the words decides where it
+matters. Knows no flag but those that mark a training.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 
-_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-_ASSIGNMENT = re.compile(rf"({_NAME})(\+?=)", re.DOTALL)
-_REFERENCE = re.compile(rf"({_NAME}|[0-9@*#?$!-])(\[[@*]\])?(?:(:?[-+?=])(.*))?", re.DOTALL)
-_FUNCTION = re.compile(r"[^=()]+\(\)")
+from bpipe.plan.bash_commands import Commands
+from bpipe.plan.bash_parts import NAME, Assigned, ShellWord, Text, assigned
+from bpipe.plan.bash_values import MARK, Variables
+from bpipe.plan.bash_words import Scanner
+
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
-_SETTING = ("read", "unset", "mapfile", "readarray", "getopts", "printf")
-_OPEN, _CLOSE = ("if", "while", "until", "{"), ("fi", "done", "esac", "}")
-_BETWEEN = ("then", "else", "elif", "do", "!")
-_SEPARATORS = ";|&\n"
-# Around what is not known: its number in the reader's list of reasons stands between.
-_UNKNOWN = re.compile("\ue000([0-9]+)\ue001")
+# Of `set`: what changes no word.
+_SET = re.compile(r"[-+][aeuxCEhTbmv]+|[-+][aeuxvE]*o|errexit|nounset|xtrace|pipefail|errtrace|functrace|verbose|monitor|[-+]")
+_AT_THE_END = re.compile(r"EXIT|0|(SIG)?(INT|TERM|HUP|QUIT|USR1|USR2|PIPE|CONT|ALRM)|-")
+# Commands that are no function of a file that was sourced; of any other that may be one.
+_PLAIN = re.compile(
+    "echo|printf|mkdir|cd|ls|rm|cp|mv|ln|cat|tee|touch|chmod|date|sleep|hostname|true|false|:|test|\\[|exit|exec|set|ulimit|umask|module|ml|"
+    "conda|pip|python3?|torchrun|srun|nvidia-smi|kill|wait|trap|shift|pwd|env|which|grep|sed|awk|tail|head|return|break|continue|dirname|"
+    "basename"
+)
+_SHELLS = ("bash", "sh", "dash", "zsh")
+_PRINTS = ("echo", "printf", ":", "logger", "cat")
+_DEEPEST = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,326 +45,230 @@ class Launch:
 
     def unknown(self, word: str) -> str | None:
         """Why the word is not known; None where it is."""
-        found = _UNKNOWN.search(word)
+        found = MARK.search(word)
         return None if found is None else self.reasons[int(found[1])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """`hidden`: why its words are not those that are run, if so. `vague`: only what is unknown in it may be sizes."""
+
+    line: int
+    words: tuple[str, ...]
+    hidden: str
+    vague: bool
+
+
 def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
-    """The script's training. `given` replaces what the script assigns. Raises ValueError where there is none or more than one."""
-    reader = _ScriptReader(dict(given or {}))
-    found = [(line, words) for line, words in reader.commands(text) if _trains(words)]
+    """Return the script's training. `given` replaces what the script assigns. Raises ValueError where there is none or more than one."""
+    for char, what in (
+        ("\0", "a zero byte: this is no script"),
+        ("\r\n", "Windows line ends, which bash reads as part of a word: convert it"),
+    ):
+        if char in text:
+            raise ValueError(f"line {text.count(chr(10), 0, text.index(char)) + 1}: {what}")
+    reader = _ScriptReader(Variables(dict(given or {})))
+    reader.read(Scanner(text))
+    found = [one for one in reader.trainings if not one.vague] or reader.trainings
     if not found:
         raise ValueError(
             "no command with a script (.py) and --num-layers or --hidden-size was found: name the script that starts the training, or "
             "give its flags after --"
         )
-    if len({words for _, words in found}) > 1:
-        lines = ", ".join(str(line) for line, _ in found)
+    if len({one.words for one in found}) > 1:
+        lines = ", ".join(str(one.line) for one in found)
         raise ValueError(f"there are {len(found)} trainings, on lines {lines}: keep one, or give its flags after --")
-    return Launch(*found[0], tuple(reader.reasons))
+    hidden = next((one for one in found if one.hidden), None)
+    if hidden is not None:
+        raise ValueError(f"line {hidden.line}: the training {hidden.hidden}. Print its command with echo, and give that after --")
+    return Launch(found[0].line, found[0].words, tuple(reader.variables.reasons))
 
 
-def _trains(words: tuple[str, ...]) -> bool:
-    has_script = any(word.endswith(".py") or word == "-m" for word in words)
+def _is_training(words: tuple[str, ...]) -> tuple[bool, bool]:
+    """Whether a command is one, and whether only by what is unknown in it: a whole array, say."""
+    has_script = words[0] not in _PRINTS and any(word.endswith(".py") or word == "-m" for word in words)
     flags = {word.partition("=")[0] for word in words}
-    # A command of which a whole array is unknown may be the one, too.
-    vague = any(_UNKNOWN.fullmatch(word) for word in words)
-    return has_script and bool({"--num-layers", "--hidden-size", "--seq-length"} & flags or vague)
+    sized = has_script and bool({"--num-layers", "--hidden-size", "--seq-length"} & flags)
+    return sized or (has_script and any(MARK.fullmatch(word) for word in words)), not sized
 
 
-@dataclass(slots=True)
-class _ScriptReader:
-    """`values` of variables: a list for arrays. `depth` counts open conditions, loops and functions; `chained`: behind `&&` or `||`."""
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """`definite`: it is run, once, by this shell. `prefixed`: by `NAME=VALUE` for it alone. `trains`: it is a training."""
 
-    given: dict[str, str]
-    values: dict[str, str | list[str]] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
-    depth: int = 0
-    line: int = 1
-    chained: bool = False
+    line: int
+    fields: tuple[str, ...]
+    definite: bool
+    prefixed: bool
+    trains: bool
 
-    def commands(self, text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Every command with its words expanded, while assignments take effect."""
-        for line, raw in _split(text):
-            self.line = line
-            words = list(raw)
-            self.chained = words[0] in ("&&", "||")
-            words = self._enter(words[self.chained :])
-            while words and (words[0] in _DECLARE or _ASSIGNMENT.match(words[0])):
-                word = words.pop(0)
-                if word not in _DECLARE:
-                    self._assign(word)
-            if words:
-                yield from self._expanded(words)
 
-    def _enter(self, words: list[str]) -> list[str]:
-        """What is left of a command after the words that open and close conditions, loops and functions."""
-        while words:
-            if words[0] == "function" or words[1:2] == ["()"]:
-                words = words[2:]
-            elif words[0] in ("for", "select", "case"):
-                # What follows is a name or a word, and patterns.
-                self.depth += 1
-                self._forget(words[1] if len(words) > 1 else "", f"runs through a loop on line {self.line}")
-                return []
-            elif words[0] in (*_OPEN, *_CLOSE, *_BETWEEN) or _FUNCTION.fullmatch(words[0]):
-                self.depth += (words[0] in _OPEN) - (words[0] in _CLOSE)
-                words = words[1:]
-            else:
+class _ScriptReader(Commands):
+    """What every command of a script changes, and which of them are trainings."""
+
+    def __init__(self, variables: Variables, depth: int = 0) -> None:
+        super().__init__(variables)
+        self.trainings = list[_Training]()
+        self._sourced = False
+        self._depth = depth
+
+    def simple(self, words: Sequence[ShellWord], definite: bool) -> None:
+        """One command. `definite`: it is run, once, by this shell."""
+        line, said = words[0].line, list[Assigned]()
+        self.variables.definite = definite
+        for word in words:
+            one = assigned(word)
+            if one is None:
                 break
-        return words
-
-    def _expanded(self, words: list[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-        if words[0] in ("source", "."):
+            said.append(one)
+        command = words[len(said) :]
+        if command and command[0].literal in _DECLARE and not said:
+            self._declare(command, definite)
+            self.variables.definite = False
             return
-        if words[0] in _SETTING:
-            for name in words[1:]:
-                self._forget(name, f"is set on line {self.line} by {words[0]}")
-        fields = [one for word in words for one in self._fields(word)]
-        yield self.line, tuple(fields)
-        # A command in a string: `bash -c "$RUN"`, `eval $RUN`.
-        if "-c" in fields[:-1] or fields[:1] == ["eval"]:
-            inner = " ".join(fields[1:]) if fields[0] == "eval" else fields[fields.index("-c") + 1]
-            try:
-                yield self.line, tuple(shlex.split(inner, comments=True))
-            except ValueError:
+        for one in said:
+            # Before a command it is for this alone; what it says is looked at, since it may change something.
+            self.variables.look_at(one) if command else self._assign(one, definite)
+        fields = tuple(one for word in command for one in self.variables.fields(word))
+        if command and not fields and said:
+            raise ValueError(f"line {line}: what stands behind the assignment is nothing, so it is one for the script: leave it out")
+        if fields:
+            training, vague = _is_training(fields)
+            if training:
+                self.trainings.append(_Training(line, fields, self._hidden(fields), vague))
+            self._effects(_Command(line, fields, definite, bool(said), training))
+        self.variables.definite = False
+
+    def _hidden(self, fields: tuple[str, ...]) -> str:
+        inside = next((kind for kind in ("function", "loop") if self.is_inside(kind)), None)
+        if inside is not None:
+            return f"stands in a {inside}, where its words are not known"
+        return f"is handed to the function {fields[0]}, which may change its words" if fields[0] in self.functions else ""
+
+    def _assign(self, said: Assigned, definite: bool) -> None:
+        where = f"is set on line {said.value.line}, under a condition, in a loop or in a function"
+        self.variables.assign(said, "" if definite else where)
+
+    def _declare(self, words: Sequence[ShellWord], definite: bool) -> None:
+        line, name = words[0].line, words[0].literal
+        if name == "local" and not self.variables.in_function:
+            raise ValueError(f"line {line}: local outside of a function sets nothing: leave it out")
+        read_only = name == "readonly"
+        for word in words[1:]:
+            literal, said = word.literal or "", assigned(word)
+            if said is not None:
+                if any(isinstance(part, Text) and not part.quoted and "{" in part.text for part in said.value.parts):
+                    raise ValueError(f"line {line}: {name} with braces, which bash may expand: put them in quotes")
+                self._assign(said, definite)
+            elif re.fullmatch("-[rxga]+|-p", literal) and name != "export":
+                read_only = read_only or "r" in literal
+                continue
+            elif name == "export" and literal in ("-f", "-n", "-fx", "-p", "-x"):
+                continue
+            elif not re.fullmatch(NAME, literal):
+                shown = literal or "a word that is quoted or expanded"
+                raise ValueError(f"line {line}: {name} with {shown} is not read: write {name} NAME=VALUE")
+            elif name not in ("export", "readonly"):
+                self.variables.forget(literal, f"{literal} is declared on line {line}")
+            if read_only:
+                self.variables.keep(literal if said is None else said.name)
+
+    def _effects(self, command: _Command) -> None:
+        """What a command changes beside what it does."""
+        line, fields, name = command.line, command.fields, command.fields[0]
+        if name in _DECLARE:
+            raise ValueError(f"line {line}: {name} by another spelling is not read: write {name} NAME=VALUE")
+        effect = _EFFECTS.get(name)
+        if effect is not None:
+            effect(self, command)
+        elif name in self.functions:
+            self.variables.call()
+        elif MARK.search(name) and not command.trains:
+            self.variables.forget_all(f"may be set on line {line}, by a command that is not known")
+        elif self._sourced and not _PLAIN.fullmatch(name) and "/" not in name and not command.trains:
+            self.variables.forget_all(f"may be set on line {line} by {name}, which may be a function of a file that is sourced")
+        self._inner(line, fields)
+
+    def _refuse(self, command: _Command) -> None:
+        raise ValueError(f"line {command.line}: {command.fields[0]} is not read: write NAME=VALUE, or leave it out")
+
+    def _command(self, command: _Command) -> None:
+        others = command.fields[1:]
+        if others[:1] not in (("-v",), ("-V",)) and others:
+            if others[0].startswith("-") or command.prefixed:
+                self._refuse(command)
+            self._effects(replace(command, fields=others))
+
+    def _eval(self, command: _Command) -> None:
+        if command.prefixed:
+            self._refuse(command)
+        text = " ".join(command.fields[1:])
+        with nullcontext() if command.definite else self.opened("eval"):
+            self._nested(Scanner(text, command.line), self)
+        if MARK.search(text):
+            self.variables.forget_all(f"may be set on line {command.line} by eval")
+
+    def _inner(self, line: int, fields: tuple[str, ...]) -> None:
+        """A command in a string, `bash -c "$RUN"`: another shell's, which has only what is exported to it."""
+        for before, option, text in zip(fields, fields[1:], fields[2:], strict=False):
+            if PurePath(before).name in _SHELLS and re.fullmatch("-[a-z]*c", option):
+                inner = _ScriptReader(self.variables.other_shell(f"on line {line}, in a string for {before}"), self._depth)
+                self._nested(Scanner(text, line), inner)
+                hidden = self._hidden(fields)
+                self.trainings += [replace(one, hidden=hidden or one.hidden) for one in inner.trainings]
+
+    def _nested(self, scanner: Scanner, reader: _ScriptReader) -> None:
+        if reader._depth >= _DEEPEST:
+            scanner.fail(f"commands are in strings of each other more than {_DEEPEST} times")
+        reader._depth += 1
+        reader.read(scanner)
+        reader._depth -= 1
+
+    def _source(self, command: _Command) -> None:
+        file = MARK.sub("...", "".join(command.fields[1:2]))
+        self._sourced = True
+        self.variables.forget_all(f"may be set by {file}, which is sourced on line {command.line} and not read", also_unset=True)
+
+    def _end(self, command: _Command) -> None:
+        self.ended = self.ended or (command.definite and (command.fields[0] == "exit" or len(command.fields) > 1))
+
+    def _set_by(self, command: _Command) -> None:
+        name, others, line = command.fields[0], command.fields[1:], command.line
+        option = {"printf": "-v", "wait": "-p"}.get(name)
+        if option is not None and not (others and (others[0].startswith(option) or MARK.search(others[0]))):
+            return
+        for one in others:
+            if MARK.search(one) or ("[" in one and name != "read"):
+                self.variables.forget_all(f"may be set on line {line} by {name}")
+            elif match := re.fullmatch(f"(?:-[a-z]+)?({NAME})", one):
+                for found in {match[1], re.sub("^-[a-z]", "", one)}:
+                    if re.fullmatch(NAME, found):
+                        self.variables.forget(found, f"{found} is set on line {line} by {name}")
+
+    def _options(self, command: _Command) -> None:
+        for one in command.fields[1:]:
+            if one == "--" or MARK.search(one) or (not one.startswith(("-", "+")) and not _SET.fullmatch(one)):
+                self.variables.called = f"may be an argument that is set on line {command.line}"
                 return
+            if not _SET.fullmatch(one):
+                raise ValueError(f"line {command.line}: set {one} changes how words are read: leave it out")
 
-    def _forget(self, name: str, why: str) -> None:
-        if re.fullmatch(_NAME, name):
-            self.values[name] = self._unknown(f"{name} {why}")
+    def _trap(self, command: _Command) -> None:
+        if not all(_AT_THE_END.fullmatch(one) for one in command.fields[2:]):
+            raise ValueError(f"line {command.line}: trap for anything but the end or a signal is not read: leave it out")
 
-    def _unknown(self, reason: str) -> str:
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-        return f"\ue000{self.reasons.index(reason)}\ue001"
-
-    def _assign(self, word: str) -> None:
-        match = _ASSIGNMENT.match(word)
-        assert match is not None
-        name, more, raw = match[1], match[2] == "+=", word[match.end() :]
-        if name in self.given:
-            return
-        value: str | list[str]
-        if self.depth or self.chained:
-            value = self._unknown(f"{name} is set on line {self.line}, under a condition, in a loop or in a function")
-            self.values[name] = [value] if raw.startswith("(") else value
-            return
-        if raw.startswith("("):
-            value = [one for _, inner in _split(raw[1:-1].replace("\n", " \n")) for part in inner for one in self._fields(part)]
-            old = self.values.get(name, []) if more else []
-            self.values[name] = [*([old] if isinstance(old, str) else old), *value]
-            return
-        value = " ".join(self._fields(raw, quoted=True))
-        before = self.values.get(name, "") if more else ""
-        self.values[name] = (before if isinstance(before, str) else " ".join(before)) + value
-
-    def _fields(self, raw: str, quoted: bool = False) -> list[str]:
-        """What bash makes of one word: quotes removed, variables in, and what was not quoted cut at blanks."""
-        fields: list[str] = []
-        now: str | None = None
-        at, inside, void = 0, False, False
-        while at < len(raw):
-            char = raw[at]
-            if char == "'" and not inside:
-                end = raw.index("'", at + 1)
-                now, at = (now or "") + raw[at + 1 : end], end + 1
-            elif char == '"':
-                # `"$@"` without arguments is no word, where `""` is an empty one.
-                now = now or "" if inside and not void else now
-                inside, void, at = not inside, False, at + 1
-            elif char == "\\" and at + 1 < len(raw):
-                keep = inside and raw[at + 1] not in '"\\$`\n'
-                now, at = (now or "") + ("\\" if keep else "") + ("" if raw[at + 1] == "\n" else raw[at + 1]), at + 2
-            elif char in "$`":
-                values, at = self._expand(raw, at, inside)
-                void = void or (inside and not values)
-                now = self._join(fields, now, values, split=not (inside or quoted))
-            else:
-                now, at = (now or "") + char, at + 1
-        return fields if now is None else [*fields, now]
-
-    @staticmethod
-    def _join(fields: list[str], now: str | None, values: list[str], split: bool) -> str | None:
-        """Append what an expansion gave: the first to the word so far, the others as words of their own."""
-        text = " ".join(values)
-        if split:
-            parts = text.split()
-            if text[:1].isspace() and now is not None:
-                fields.append(now)
-                now = None
-            values = parts
-        for index, value in enumerate(values):
-            if index and now is not None:
-                fields.append(now)
-                now = None
-            now = (now or "") + value
-        if split and now is not None and values and text[-1:].isspace():
-            fields.append(now)
-            now = None
-        return now
-
-    def _expand(self, raw: str, at: int, inside: bool) -> tuple[list[str], int]:
-        """The values of what begins at `at`, and where it ends."""
-        if raw[at] == "`":
-            end = raw.index("`", at + 1) + 1
-            return [self._unknown(f"the output of {raw[at:end]} on line {self.line}")], end
-        if raw.startswith("$((", at):
-            end = _closing(raw, at + 1)
-            return [self._arithmetic(raw[at + 3 : end - 1])], end + 1
-        if raw.startswith("$(", at):
-            end = _closing(raw, at + 1) + 1
-            return [self._unknown(f"the output of {' '.join(raw[at:end].split())} on line {self.line}")], end
-        if raw.startswith("${", at):
-            end = _closing(raw, at + 1)
-            return self._variable(raw[at + 2 : end], inside), end + 1
-        match = re.compile(rf"\$({_NAME}|[0-9@*#?!$-])").match(raw, at)
-        if match is None:
-            return ["$"], at + 1
-        return self._variable(match[1], inside), match.end()
-
-    def _variable(self, reference: str, inside: bool) -> list[str]:
-        match = _REFERENCE.fullmatch(reference)
-        if match is None:
-            return [self._unknown(f"${{{reference}}} on line {self.line}")]
-        name, every, operator, text = match[1], match[2], match[3], match[4]
-        if name in "@*" or name.isdecimal():
-            # A script that is read was called without arguments.
-            values: list[str] | None = [] if name in "@*" else None
-        else:
-            value = self.given.get(name, self.values.get(name))
-            whole = shlex.split(value) if every and name in self.given and isinstance(value, str) else value
-            values = whole if isinstance(whole, list) else None if whole is None else [whole]
-            if isinstance(whole, list) and not every:
-                values = whole[:1]
-        empty = values is None or (operator is not None and operator.startswith(":") and not any(values))
-        if operator is not None and operator[-1] == "+":
-            return [""] if empty else self._fields(text, quoted=inside) or [""]
-        if not empty and values is not None:
-            return [" ".join(values)] if inside and (every == "[*]" or name == "*") else values
-        if operator is not None and operator[-1] in "-=":
-            return self._fields(text, quoted=inside) or [""]
-        if values is not None:
-            return values
-        return [self._unknown(f"{'$' if len(name) == 1 else ''}{name} is not set in the script (line {self.line})")]
-
-    def _arithmetic(self, text: str) -> str:
-        """Whole numbers with + - * / % and brackets."""
-        plain = re.sub(rf"\$?\{{?({_NAME})\}}?", lambda found: " ".join(self._variable(found[1], True)), text)
-        unknown = _UNKNOWN.search(plain)
-        if unknown is not None:
-            return unknown[0]
-        if not re.fullmatch(r"[0-9+\-*/%() ]{1,200}", plain) or "**" in plain:
-            return self._unknown(f"$(({text})) on line {self.line}")
-        try:
-            # Digits and operators alone, as the line before made sure; bash divides whole numbers.
-            return str(eval(plain.replace("/", "//"), {"__builtins__": {}}))
-        except (SyntaxError, ZeroDivisionError, TypeError):
-            return self._unknown(f"$(({text})) on line {self.line}")
+    def _test(self, command: _Command) -> None:
+        self.judge_test(command.line, list(command.fields), arithmetic=False)
 
 
-# -- cutting the text into words -------------------------------------------------------------------------------------------------------
-
-
-_REDIRECTION = re.compile(r"[0-9]*(<<-?[ \t]*(?P<end>['\"]?\w+['\"]?)|&?>>?&?[ \t]*|<[ \t]*)")
-
-
-def _split(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Every command's raw words, with its line. Comments, redirections and the bodies of here-documents are left out."""
-    at = first = 0
-    words: list[str] = []
-    ends: list[str] = []
-    while at < len(text):
-        char = text[at]
-        if char in _SEPARATORS:
-            if words:
-                yield _line(text, first), tuple(words)
-                words = []
-            if text.startswith(("&&", "||"), at):
-                # Whether the next command runs depends on this one: the word is kept for it.
-                first, words, at = at, [text[at : at + 2]], at + 2
-                continue
-            at += 1
-            if char == "\n":
-                at, ends = _after_here_documents(text, at, ends), []
-        elif char in " \t" or text.startswith("\\\n", at):
-            at += 1 if char in " \t" else 2
-        elif char == "#":
-            at = _end_of_line(text, at)
-        elif match := _REDIRECTION.match(text, at):
-            at = match.end()
-            if match["end"]:
-                ends.append(match["end"].strip("'\""))
-            elif not text.startswith(("&1", "&2"), at):
-                at = _word_end(text, at)
-        else:
-            first = first if words else at
-            # A bracket that is no array is a word of its own: a subshell's, a function's.
-            end = max(_word_end(text, at), at + 1)
-            words.append(text[at:end])
-            at = end
-    if words:
-        yield _line(text, first), tuple(words)
-
-
-def _line(text: str, at: int) -> int:
-    return text.count("\n", 0, at) + 1
-
-
-def _end_of_line(text: str, at: int) -> int:
-    end = text.find("\n", at)
-    return len(text) if end < 0 else end
-
-
-def _after_here_documents(text: str, at: int, ends: list[str]) -> int:
-    for end in ends:
-        stop = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(text, at)
-        if stop is None:
-            raise ValueError(f"line {_line(text, at)}: the here-document up to {end} has no end")
-        at = stop.end()
-    return at
-
-
-def _word_end(text: str, at: int) -> int:
-    """Where the word ends that begins at `at`."""
-    start = at
-    while at < len(text) and text[at] not in f" \t{_SEPARATORS}<>":
-        char = text[at]
-        if char == "\\":
-            if text.startswith("\\\n", at) and at > start:
-                # A continued line inside a word joins it; before one it is blank.
-                at += 2
-                continue
-            at += 2
-        elif char in "'\"`" or text.startswith(("$(", "${"), at) or (char == "(" and at > start and text[at - 1] == "="):
-            try:
-                at = _closing(text, at + (char == "$")) + 1
-            except ValueError:
-                raise ValueError(f"line {_line(text, at)}: {text[at : at + 20].splitlines()[0]} is not closed") from None
-        else:
-            at += 1
-    return min(at, len(text))
-
-
-def _closing(text: str, at: int) -> int:
-    """Where what opens at `at` (a quote or bracket) is closed. Raises ValueError where it is not."""
-    opened = text[at]
-    if opened in "'`":
-        return text.index(opened, at + 1)
-    close = {'"': '"', "(": ")", "{": "}"}[opened]
-    at += 1
-    while at < len(text):
-        char = text[at]
-        if char == close:
-            return at
-        if char == "\\":
-            at += 2
-        elif (char in "'\"" and opened != '"') or char == "`" or (char == opened and opened != '"'):
-            at = _closing(text, at) + 1
-        elif text.startswith(("$(", "${"), at):
-            at = _closing(text, at + 1) + 1
-        elif char == "#" and opened == "(" and text[at - 1] in " \t\n(":
-            at = text.index("\n", at)
-        else:
-            at += 1
-    raise ValueError
+_EFFECTS: dict[str, Callable[[_ScriptReader, _Command], None]] = {
+    **dict.fromkeys(("let", "shopt", "enable", "coproc", "select", "builtin"), _ScriptReader._refuse),
+    **dict.fromkeys(("read", "unset", "mapfile", "readarray", "getopts", "printf", "wait"), _ScriptReader._set_by),
+    **dict.fromkeys(("source", "."), _ScriptReader._source),
+    **dict.fromkeys(("exit", "exec"), _ScriptReader._end),
+    **dict.fromkeys(("test", "["), _ScriptReader._test),
+    "command": _ScriptReader._command,
+    "eval": _ScriptReader._eval,
+    "set": _ScriptReader._options,
+    "trap": _ScriptReader._trap,
+}

@@ -125,7 +125,7 @@ REFUSED = {
         ["schedule", "--schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "2", "--chunks", "1"],
         "at least 2 chunks",
     ),
-    "no such file": (["schedule", "--input", "/nowhere/at-all.csv"], "No such file"),
+    "no such file": (["schedule", "--input", "/nowhere/at-all.csv"], "there is no folder /nowhere: make it, or look at the name"),
     "input and generate": (["schedule", "--input", "x", "--stages", "3"], "--stages is for generating"),
     "align what is generated": ([*EXAMPLE, "--align"], "--align is for a schedule read with --input"),
 }

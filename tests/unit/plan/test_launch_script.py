@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,11 @@ def test_our_examples_name_what_another_file_sets(name: str) -> None:
     saved = own[own.index("--save") : own.index("--log-interval")]
     given = {"DATA_ARGS": shlex.join(data), "CHECKPOINT_ARGS": shlex.join(saved), "SRUN_ARGS": "", "DISTRIBUTED_ARGS": ""}
     launch = read_launch(text, given)
+    unknown = {launch.unknown(word) for word in launch.words} - {None}
+    assert all(re.match("(TRAIN_ITERS|EXIT_MINUTES) may be set", str(reason)) for reason in unknown), "by the file's functions"
+    assert read_command(launch.words, launch.unknown).options == read_command(own).options
+    launch = read_launch(text, {**given, "TRAIN_ITERS": "50000", "EXIT_MINUTES": "225"})
     flags = list(launch.words[launch.words.index("pretrain_gpt.py") :])
-    if "EXIT_MINUTES" in text:
-        assert "225" in flags, "the default of a variable that nobody set"
     assert flags == own[own.index("pretrain_gpt.py") :]
     assert read_command(launch.words, launch.unknown).options == read_command(own).options
     # What a dry run prints is a script, too.
@@ -240,3 +243,50 @@ def test_words_are_those_of_bash(script: str) -> None:
         wanted = printed.read().decode().split("\0")[:-1]
     launch = read_launch(script)
     assert list(launch.words) == ["torchrun", *wanted]
+
+
+LAUNCH = f"torchrun pretrain_gpt.py {REST} --num-layers"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (f"X={'$(' * 3000}{')' * 3000}\n{LAUNCH} 2", "line 1: quotes and brackets are inside of each other more than 40 times"),
+        (f"X={'${X:-' * 3000}{'}' * 3000}\n{LAUNCH} 2", "line 1: quotes and brackets are inside of each other more than 40 times"),
+        (f"X=$(({'$((' * 3000}{'))' * 3000}))\n{LAUNCH} 2", "line 1: quotes and brackets are inside of each other more than 40 times"),
+        ("eval " * 3000 + f"{LAUNCH} 2", "line 1: commands are in strings of each other more than 10 times"),
+        ("A=xy\n" + 'A="$A$A"\n' * 100 + f"{LAUNCH} 2", "line 2[0-9]: the script's variables come to more than 20000000 characters"),
+        ("A=(x y)\n" + 'A+=("${A[@]}")\n' * 100 + f"{LAUNCH} 2", "line 2[0-9]: the script's variables come to more than"),
+        (f"A=x\nA={'$A' * 1000}\nB={'$A' * 100_000}\n{LAUNCH} 2", "line 3: the script's variables come to more than"),
+        (f"N=2\r\n{LAUNCH} $N\r\n", "line 1: Windows line ends"),
+        (f"N=2\n{LAUNCH} \0000\0", "line 2: a zero byte"),
+        ("#" * 1_000_001, "it has more than 1000000 characters, and no launch has"),
+        (f"cat <<END\na\\\nEND\n{LAUNCH} 2\nEND", "line 3: a here-document's last line goes on into its end"),
+        (f"f() {{ {LAUNCH} 2; }}\nf", "line 1: the training stands in a function, .* Print its command with echo, and give that after --"),
+        (f"{{ if true; then\n{LAUNCH} 2\n", "line 3: the script ends before fi"),
+        (f"fi\n{LAUNCH} 2", "line 1: fi is unexpected"),
+        (f"A=(a b)\nA+=' --bf16'\n{LAUNCH} 2 $A", r"line 2: A is an array, of which this sets the first word alone: write A\+=\(...\)"),
+    ],
+)
+def test_what_is_not_read_is_an_error_at_its_line(script: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_launch(script)
+
+
+def test_characters_of_private_use_are_characters() -> None:
+    """They once marked what is unknown, so a script that held them ended in a traceback."""
+    launch = read_launch(f"{LAUNCH} 2 --save \ue0007\ue001")
+    assert launch.words[-1] == "\ue0007\ue001"
+    assert not any(map(launch.unknown, launch.words))
+
+
+SLOW = ("A+=(x)", "echo $N", "if true; then N=3; fi", "f() { N=2; }", "unknown $N", "echo }}}}}}}}", "eval 'N=5'", "# x")
+
+
+@pytest.mark.parametrize("line", ["N=4", "source x", "B=$(x `y`)", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
+def test_long_scripts_take_linear_time(line: str) -> None:
+    """A hundred thousand lines once took time by their square. Seconds are bounded loosely; the square of it is minutes."""
+    text = f"A=()\n{(line + chr(10)) * min(100_000, 900_000 // (len(line) + 1))}{LAUNCH} 2"
+    begin = time.monotonic()
+    assert read_launch(text).words[-1] == "2"
+    assert time.monotonic() - begin < 30

@@ -1,0 +1,74 @@
+"""Compute what bash computes of whole numbers. In: text with + - * / % and brackets, and what its names hold. Out: a number, or None.
+
+None is for whatever else bash may do with the text. A text that changes a variable is an error: `changes` says so. Knows no script.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_TOKENS = re.compile(r"[0-9+\-*/%() \t\n]{1,400}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LARGEST = 2**63 - 1
+
+
+def is_number(text: str) -> bool:
+    """Whether bash takes it for a decimal number, as it stands."""
+    return _NUMBER.fullmatch(text) is not None
+
+
+def changes(text: str) -> bool:
+    """Whether it may set a variable: by =, ++ or --, or by a subscript, which is computed itself."""
+    return re.search(r"(?<![=!<>])=(?!=)|(?:<<|>>)=|\+\+|--|\[", text) is not None
+
+
+def compute(text: str, value: Callable[[str], str | None]) -> int | None:
+    """`value` says what a name holds, None where that is not known."""
+    held = {name: value(name) for name in _NAME.findall(text)}
+    if any(one is None or not is_number(one) for one in held.values()):
+        return None
+    plain = _NAME.sub(lambda found: f"({held[found[0]]})", text)
+    # What stands twice is another operator: ** a power, ++ an increment. // is none.
+    if not _TOKENS.fullmatch(plain) or re.search(r"\*\*|//|\+\+|--|[0-9)][ \t\n]+[0-9(]|[0-9]\(|\)[0-9(]", plain):
+        return None
+    try:
+        return _computed(ast.parse(" ".join(plain.split()), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _computed(node: ast.expr) -> int:
+    """Raises ValueError for what is none of it, and beyond 64 bits, where bash goes on below zero."""
+    match node:
+        case ast.Constant(value=int() as number):
+            pass
+        case ast.UnaryOp(op=ast.USub(), operand=one):
+            number = -_computed(one)
+        case ast.UnaryOp(op=ast.UAdd(), operand=one):
+            number = _computed(one)
+        case ast.BinOp(left=left, op=operation, right=right):
+            number = _combined(_computed(left), operation, _computed(right))
+        case _:
+            raise ValueError
+    if abs(number) > _LARGEST:
+        raise ValueError
+    return number
+
+
+def _combined(left: int, operation: ast.operator, right: int) -> int:
+    match operation:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div() | ast.Mod():
+            # Towards zero, where Python's goes down; what is left has the sign of the dividend.
+            quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+            return quotient if isinstance(operation, ast.Div) else left - quotient * right
+        case _:
+            raise ValueError

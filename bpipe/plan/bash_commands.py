@@ -1,0 +1,226 @@
+"""Walk a script's commands: through conditions, loops, functions and groups. In: a scanner. Out: each simple command, with what is open.
+
+Bash's grammar as far as it tells one command from the next, and whether one is run, once, by this shell; what is not understood is an error
+at its line. Says of no command what it does: that is for who derives from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from bpipe.plan.bash_arithmetic import changes
+from bpipe.plan.bash_parts import NAME, Operator, Redirection, ShellWord
+from bpipe.plan.bash_values import Variables
+from bpipe.plan.bash_words import Scanner
+
+_OPENS = {"if": "fi", "while": "done", "until": "done", "{": "}"}
+_INSIDE = {"then": "fi", "elif": "fi", "else": "fi", "do": "done"}
+_CASE_ENDS = (";;", ";&", ";;&")
+_DEEPEST = 100
+
+
+class Commands:
+    """`open` are the words that close what is open, each with what it is: a loop, a function, or another."""
+
+    def __init__(self, variables: Variables) -> None:
+        self.variables = variables
+        self.open: list[tuple[str, str]] = []
+        self.functions: set[str] = set()
+        self.ended = False
+        self._defines = False
+
+    def simple(self, words: Sequence[ShellWord], definite: bool) -> None:
+        """One command. `definite`: it is run, once, by this shell."""
+        raise NotImplementedError
+
+    def is_inside(self, kind: str) -> bool:
+        return any(one == kind for _, one in self.open)
+
+    @contextmanager
+    def opened(self, what: str) -> Iterator[None]:
+        """What is read meanwhile stands in something that may not be run."""
+        self.open.append((what, ""))
+        yield
+        self.open.pop()
+
+    def read(self, scanner: Scanner) -> None:
+        """Every command of a text, while assignments take effect."""
+        base, before, words, closed, odd = len(self.open), "\n", list[ShellWord](), False, False
+        while not self.ended:
+            token = scanner.next()
+            if isinstance(token, Redirection):
+                self.variables.fields(token.target)
+            elif isinstance(token, ShellWord):
+                literal = token.literal
+                if not words and literal in ("!", "time"):
+                    odd = True
+                elif not words and literal is not None and self._compound(scanner, token, literal):
+                    closed = literal in ("fi", "done", "esac", "}", "]]", "[[")
+                elif closed:
+                    scanner.fail(f"{literal or 'a word'} stands behind the end of a condition, a loop or a group")
+                else:
+                    words.append(token)
+            elif token is not None and token.text == "(":
+                closed = self._bracket(scanner, words, token)
+                words = []
+            else:
+                after = "\n" if token is None else token.text
+                joins = after == "\n" and before in ("&&", "||", "|", "|&") and not (closed or words)
+                if words:
+                    self.simple(words, before in ("\n", ";", "&") and after in ("\n", ";") and not self.open and not odd)
+                    words = []
+                if token is None:
+                    break
+                closed, odd, before = self._separator(scanner, token), False, before if joins else after
+        if not self.ended and len(self.open) > base:
+            scanner.fail(f"the script ends before {self.open[-1][0]}")
+
+    def _separator(self, scanner: Scanner, token: Operator) -> bool:
+        """Whether it closed a bracket."""
+        if token.text in _CASE_ENDS:
+            if not self.open or self.open[-1][0] != "esac":
+                scanner.fail(f"{token.text} stands outside of a case")
+            self._pattern(scanner)
+        elif token.text == ")":
+            self._close(scanner, ")")
+            return True
+        return False
+
+    def _compound(self, scanner: Scanner, word: ShellWord, literal: str) -> bool:
+        """Whether the word that begins a command opens, divides or closes something; what belongs to it is read."""
+        if literal in _OPENS:
+            self._push(scanner, _OPENS[literal], "loop" if _OPENS[literal] == "done" else "")
+        elif literal in ("fi", "done", "esac", "}"):
+            self._close(scanner, literal)
+        elif literal in _INSIDE:
+            if not self.open or self.open[-1][0] != _INSIDE[literal]:
+                scanner.fail(f"{literal} is unexpected")
+        elif literal == "for":
+            self._for(scanner)
+        elif literal == "case":
+            self._case(scanner)
+        elif literal == "[[":
+            self._condition(scanner)
+        elif literal == "function":
+            name = scanner.next()
+            if not isinstance(name, ShellWord) or name.literal is None:
+                scanner.fail("function without a name")
+            self._define(scanner, name.literal)
+        else:
+            return False
+        return True
+
+    def _push(self, scanner: Scanner, closer: str, kind: str) -> None:
+        if self._defines and closer not in ("}", ")"):
+            scanner.fail("a function's commands must stand in { }")
+        if len(self.open) > _DEEPEST:
+            scanner.fail(f"conditions and loops are inside of each other more than {_DEEPEST} times")
+        self.open.append((closer, "function" if self._defines else kind))
+        self._defines = False
+        self.variables.in_function = self.is_inside("function")
+
+    def _close(self, scanner: Scanner, literal: str) -> None:
+        if not self.open or self.open[-1][0] != literal:
+            scanner.fail(f"{literal} is unexpected")
+        self.open.pop()
+        self.variables.in_function = self.is_inside("function")
+
+    def _bracket(self, scanner: Scanner, words: list[ShellWord], token: Operator) -> bool:
+        """A subshell, `((...))`, or a function by its name; whether something was closed by it."""
+        name = words[0].literal if len(words) == 1 else None
+        if name is not None:
+            closing = scanner.next()
+            if not isinstance(closing, Operator) or closing.text != ")":
+                scanner.fail("a bracket must be quoted")
+            self._define(scanner, name)
+            return False
+        if words:
+            scanner.fail("a bracket must be quoted")
+        if not scanner.next_is("("):
+            self._push(scanner, ")", "")
+            return False
+        self._judge(token.line, scanner.arithmetic_command(), "((...))")
+        return True
+
+    def _define(self, scanner: Scanner, name: str) -> None:
+        self.functions.add(name)
+        while True:
+            token = scanner.next()
+            if isinstance(token, Operator) and token.text in ("\n", "(", ")"):
+                if token.text == "(" and not scanner.next_is(")"):
+                    self._defines = True
+                    return self._push(scanner, ")", "")
+                continue
+            if isinstance(token, ShellWord) and token.literal == "{":
+                self._defines = True
+                return self._push(scanner, "}", "")
+            scanner.fail(f"the function {name} must have its commands in {{ }}")
+
+    def _for(self, scanner: Scanner) -> None:
+        name = scanner.next()
+        if isinstance(name, Operator) and name.text == "(" and scanner.next_is("("):
+            for one in re.findall(NAME, scanner.arithmetic_command()):
+                self.variables.must_be_number(one, name.line)
+                self.variables.forget(one, f"{one} runs through a loop on line {name.line}")
+        elif isinstance(name, ShellWord) and name.literal is not None and re.fullmatch(NAME, name.literal):
+            self.variables.forget(name.literal, f"{name.literal} runs through a loop on line {name.line}")
+        else:
+            scanner.fail("for without a name")
+        while True:
+            token = scanner.next()
+            if isinstance(token, ShellWord) and token.literal == "do":
+                return self._push(scanner, "done", "loop")
+            if isinstance(token, ShellWord):
+                self.variables.fields(token)
+            elif not isinstance(token, Operator) or token.text not in (";", "\n"):
+                scanner.fail("for without do")
+
+    def _case(self, scanner: Scanner) -> None:
+        token = scanner.next()
+        while not (isinstance(token, ShellWord) and token.literal == "in"):
+            if isinstance(token, ShellWord):
+                self.variables.fields(token)
+            elif not isinstance(token, Operator) or token.text != "\n":
+                scanner.fail("case without in")
+            token = scanner.next()
+        self._push(scanner, "esac", "")
+        self._pattern(scanner)
+
+    def _pattern(self, scanner: Scanner) -> None:
+        """Up to the bracket behind a pattern, or the end of the case."""
+        first = True
+        while True:
+            token = scanner.next()
+            if first and isinstance(token, ShellWord) and token.literal == "esac":
+                return self._close(scanner, "esac")
+            if isinstance(token, Operator) and token.text == ")":
+                return None
+            if isinstance(token, ShellWord):
+                self.variables.fields(token)
+            elif not isinstance(token, Operator) or token.text not in ("\n", "(", "|"):
+                scanner.fail("a pattern of a case is not closed")
+            first = first and isinstance(token, Operator) and token.text == "\n"
+
+    def _condition(self, scanner: Scanner) -> None:
+        words = []
+        while (word := scanner.condition_word()).literal != "]]":
+            words.append(word)
+        self.judge_test(scanner.line(), [" ".join(self.variables.fields(word, split=False)) for word in words], arithmetic=True)
+
+    def _judge(self, line: int, text: str, where: str) -> None:
+        """Raises ValueError where arithmetic may set a variable, itself or by what a name in it holds."""
+        if changes(text):
+            raise ValueError(f"line {line}: {where} that changes a variable is not read: assign it, NAME=$((...))")
+        for name in re.findall(NAME, text):
+            self.variables.must_be_number(name, line)
+
+    def judge_test(self, line: int, fields: list[str], arithmetic: bool) -> None:
+        """Of `[[ ... ]]` operands may be arithmetic, and of all tests a name may have a subscript."""
+        for place, field in enumerate(fields):
+            if field in ("-v", "-R") and "[" in "".join(fields[place + 1 : place + 2]):
+                raise ValueError(f"line {line}: {field} with a subscript is not read")
+            if arithmetic and re.fullmatch("-(eq|ne|lt|le|gt|ge)", field):
+                for operand in fields[max(0, place - 1) : place + 2 : 2]:
+                    self._judge(line, operand, "[[ ]]")

@@ -1,0 +1,326 @@
+"""Keep a script's variables, and expand words with them as bash does. In: words and assignments. Out: text, with marks for what is unknown.
+
+A mark names the reason why only running the script would tell. What bash would match against files, expand from braces or take from the
+user's home is unknown, too. Knows no command, and no environment.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bpipe.plan.bash_arithmetic import changes, compute, is_number
+from bpipe.plan.bash_parts import NAME, Arithmetic, Assigned, Part, Reference, ShellWord, Text
+
+# Around what is not known: its number in the list of reasons stands between. No script has a zero byte.
+MARK = re.compile("\0([0-9]+)\0")
+# Of all expansions together: a script can double a variable in every line.
+MOST_EXPANDED = 20_000_000
+# What a login sets: `${NAME:-text}` is never just the text.
+_OF_A_LOGIN = re.compile("HOME|PATH|USER|LOGNAME|SHELL|TERM|LANG|(HOST|OS|MACH)TYPE|HOSTNAME|SHLVL|TMPDIR|PS4|OPTERR")
+# What bash changes itself.
+_OF_BASH = re.compile(
+    "S?RANDOM|SECONDS|LINENO|EPOCH(SECONDS|REALTIME)|E?UID|PPID|GROUPS|FUNCNAME|DIRSTACK|PIPESTATUS|HISTCMD|OPTIND|OPTARG|REPLY|"
+    "BASH(PID|_[A-Z0-9]+)?|_|COMP_WORDBREAKS|(OLD)?PWD|COLUMNS|LINES|[#?$!0-]"
+)
+# With these another script is read.
+_READING = ("IFS", "GLOBIGNORE", "POSIXLY_CORRECT", "SHELLOPTS", "BASHOPTS", "BASH_ENV", "BASH_COMPAT")
+_BLANK = re.compile("[ \t\n]+")
+
+
+@dataclass(slots=True)
+class _Fields:
+    """The words that one word becomes. `now` are the pieces of the one that is not ended; `plain` those of them that were not quoted.
+
+    `is_void`: an empty array is in it, `is_word`: so are quotes, which make a word of nothing. `unknown` makes the word that stands for one
+    of which only a reason is known.
+    """
+
+    split: bool
+    unknown: Callable[[str, str], str]
+    done: list[str] = field(default_factory=list)
+    now: list[str] | None = None
+    plain: list[str] = field(default_factory=list)
+    odd: str = ""
+    is_void: bool = False
+    is_word: bool = False
+
+    def add(self, text: str, plain: str = "") -> None:
+        self.now = [] if self.now is None else self.now
+        self.now.append(text)
+        self.plain.append(plain)
+
+    def add_unquoted(self, text: str) -> None:
+        """Cut at blanks, where words are."""
+        if not self.split:
+            self.add(text)
+            return
+        for place, piece in enumerate(_BLANK.split(text)):
+            if place:
+                self.end()
+            if piece:
+                self.add(piece, piece)
+
+    def end(self) -> None:
+        if self.now is not None:
+            word, odd = "".join(self.now), self.odd
+            if self.split and _may_match("".join(self.plain)):
+                odd = "stands for the files whose names it matches: put it in quotes"
+            elif self.is_void and not word and not self.is_word:
+                odd = "is an empty word, or none at all: leave the empty array out"
+            self.done.append(self.unknown(word, odd) if odd and not MARK.search(word) else word)
+        self.now, self.plain, self.odd = None, [], ""
+
+
+def _may_match(text: str) -> bool:
+    """Whether bash compares it with the names of files."""
+    place = text.find("[")
+    return "*" in text or "?" in text or "\\" in text or (place >= 0 and "]" in text[place:])
+
+
+class Variables:
+    """`reasons` of what is unknown, in the order of their marks.
+
+    `in_function`: what is set now is set whenever the function is called, so never known again. `definite`: what is set now is set.
+    `called`: why arguments are not known; a script that is read has none.
+    """
+
+    def __init__(self, given: Mapping[str, str], reasons: dict[str, int] | None = None) -> None:
+        self.given = given
+        self.reasons = {} if reasons is None else reasons
+        self.in_function = False
+        self.definite = False
+        self.called = ""
+        self._values: dict[str, str | list[str]] = {}
+        self._lost: dict[str, str] = {}
+        self._tainted: set[str] = set()
+        self._read_only: set[str] = set()
+        # Of what is unknown, what may hold another text than a number.
+        self._texts: set[str] = set()
+        self._by_calls = self._if_unset = ""
+        self._expanded = 0
+
+    def other_shell(self, where: str) -> Variables:
+        """Those of a shell that the script starts, of which nothing is known."""
+        others = Variables({}, self.reasons)
+        others._if_unset, others.called = f"may be exported to what runs {where}", f"is an argument {where}"
+        others._expanded = self._expanded
+        return others
+
+    def mark(self, reason: str) -> str:
+        return f"\0{self.reasons.setdefault(reason, len(self.reasons))}\0"
+
+    # -- setting ---------------------------------------------------------------------------------------------------------------------
+
+    def forget(self, name: str, why: str) -> None:
+        if self.in_function:
+            self._tainted.add(name)
+        self._values[name] = self.mark(why)
+
+    def forget_all(self, why: str, also_unset: bool = False) -> None:
+        """What was set may be another value now, and with `also_unset` what was not."""
+        self._if_unset = why if also_unset else self._if_unset
+        if self.in_function:
+            self._by_calls = why
+            return
+        self._lost.update(dict.fromkeys(self._values, why))
+        self._values = {name: value for name, value in self._values.items() if name in self._tainted}
+
+    def call(self) -> None:
+        """A function is called that may do whatever any of them does."""
+        if self._by_calls:
+            self.forget_all(self._by_calls)
+
+    def keep(self, name: str) -> None:
+        """Read-only from here on."""
+        self._read_only.add(name)
+
+    def assign(self, said: Assigned, why: str) -> None:
+        """`why` it is not known whether it is set, if so."""
+        name, line = said.name, said.value.line
+        if name in _READING:
+            raise ValueError(f"line {line}: {name} changes how the script is read: leave it out")
+        if name in self._read_only and name not in self.given:
+            raise ValueError(f"line {line}: {name} is read-only, so this ends the script: leave one of the two out")
+        new = self._assigned(said, line)
+        if name in self.given:
+            return
+        if why or self.in_function or name in self._tainted:
+            if _first(new) and not is_number(str(_first(new))):
+                self._texts.add(name)
+            self.forget(name, f"{name} {why or f'is set on line {line}, under a condition, in a loop or in a function'}")
+            return
+        self._texts.discard(name)
+        old = self._old(name) if said.adds else None
+        if isinstance(new, list):
+            if isinstance(old, list):
+                old += new
+                return
+            self._values[name] = new if old is None else [old, *new]
+        elif isinstance(self._values.get(name), list):
+            raise ValueError(
+                f"line {line}: {name} is an array, of which this sets the first word alone: write {name}{'+' * said.adds}=(...)"
+            )
+        else:
+            self._values[name] = new if old is None else f"{old}{new}"
+            self._spend(len(self._values[name]), line)
+
+    def look_at(self, said: Assigned) -> None:
+        """Expand what is assigned for one command alone."""
+        self._assigned(said, said.value.line)
+
+    def _assigned(self, said: Assigned, line: int) -> str | list[str]:
+        if said.value.elements is None:
+            return "".join(self.fields(said.value, split=False))
+        return [one for element in said.value.elements for one in self.fields(element)]
+
+    def _old(self, name: str) -> str | list[str] | None:
+        """What `+=` adds to."""
+        old = self._value(name, 0)
+        return self.mark(f"{name} {self._if_unset}") if old is None and self._if_unset else old
+
+    # -- reading ---------------------------------------------------------------------------------------------------------------------
+
+    def fields(self, word: ShellWord, split: bool = True) -> list[str]:
+        """The words of a command that one word becomes; with `split=False` the one value of an assignment."""
+        if word.elements is not None:
+            raise ValueError(f"line {word.line}: an array is set where nothing can be set: put the bracket in quotes")
+        state = _Fields(split, lambda text, why: self.mark(f"{text[:40]!r} on line {word.line} {why}"))
+        self._expand(word.line, word.parts, state, inside=False)
+        state.end()
+        return state.done
+
+    def must_be_number(self, name: str, line: int) -> None:
+        """Raises ValueError where bash would compute what the name holds, too: that may change a variable."""
+        value = self._value(name, line)
+        text = (value[0] if value else "") if isinstance(value, list) else value
+        if name in self._texts or (text and not MARK.search(text) and not is_number(text)):
+            shown = MARK.sub("...", text or "")[:40]
+            raise ValueError(f"line {line}: {name} is computed, and may hold {shown!r}: give it a whole number")
+
+    def _spend(self, num_characters: int, line: int) -> None:
+        self._expanded += num_characters + 1
+        if self._expanded > MOST_EXPANDED:
+            raise ValueError(f"line {line}: the script's variables come to more than {MOST_EXPANDED} characters, which no launch has")
+
+    def _expand(self, line: int, parts: Sequence[Part], state: _Fields, inside: bool) -> None:
+        """`inside`: of what stands in `${NAME:-...}`, where text is cut at blanks, too."""
+        for place, part in enumerate(parts):
+            if isinstance(part, Reference):
+                self._refer(line, part, state)
+            elif isinstance(part, Arithmetic):
+                state.add(self._compute(line, part.inner))
+            elif not isinstance(part, Text):
+                state.add(self.mark(f"the output of {' '.join(part.text.split())[:60]} on line {line}"))
+            elif part.quoted:
+                state.is_word = True
+                state.add(part.text)
+            else:
+                self._plain_text(part.text, place == 0, state, inside)
+            self._spend(0, line)
+
+    def _plain_text(self, text: str, first: bool, state: _Fields, inside: bool) -> None:
+        if inside:
+            state.add_unquoted(text)
+        else:
+            state.add(text, text if text != "[" else "")
+        if re.search(r"[=:]~", text) or (first and text.startswith("~")):
+            state.odd = "has a ~, which is somebody's home: write the folder"
+        elif state.split and ("{" in text or "}" in text):
+            state.odd = "has braces, which bash may expand: put it in quotes"
+
+    def _refer(self, line: int, part: Reference, state: _Fields) -> None:
+        value = self._value(part.name, line, bool(part.every))
+        if not part.operator:
+            if value is None:
+                sign = "" if re.fullmatch(NAME, part.name) else "$"
+                more = f", or {self._if_unset}" if self._if_unset else ""
+                value = self.mark(f"{sign}{part.name} is not set in the script (line {line}){more}")
+            self._emit(value, part, state, line)
+            return
+        unknown = self._unknown_of(value, part)
+        kind, missing = part.operator[-1], value is None or value == [] or (part.operator[0] == ":" and _first(value) == "")
+        if unknown:
+            self._emit(unknown, part, state, line)
+        elif kind == "+" and missing:
+            return
+        elif kind == "+" or (kind == "-" and missing):
+            self._expand(line, part.otherwise.parts, state, inside=not part.quoted)
+        elif not missing:
+            assert value is not None
+            self._emit(value, part, state, line)
+        elif kind == "=" and not part.every and value in (None, "") and re.fullmatch(NAME, part.name):
+            said = Assigned(part.name, False, ShellWord(line, part.otherwise.parts))
+            self.assign(said, "" if self.definite else f"is set on line {line}, under a condition, in a loop or in a function")
+            self._emit(self._value(part.name, line) or "", part, state, line)
+        elif kind == "=":
+            # Of an array it sets the first word.
+            self.forget(part.name, f"{part.name} is set on line {line} by {part.operator}")
+            self._emit(self.mark(f"{part.name} is set on line {line} by {part.operator}"), part, state, line)
+        else:
+            self._emit(self.mark(f"{part.name} is not set on line {line}, where the script ends without it"), part, state, line)
+
+    def _unknown_of(self, value: str | list[str] | None, part: Reference) -> str:
+        """The mark of what an operator cannot decide; nothing where it can."""
+        if value is None:
+            return self.mark(f"{part.name} {self._if_unset}") if self._if_unset else ""
+        values = value if isinstance(value, list) else [value]
+        found = next((match for match in map(MARK.search, values if part.every else values[:1]) if match), None)
+        if found is not None:
+            return found[0]
+        # Whether such an array is empty is decided otherwise by bash's versions.
+        return self.mark(f"{part.name} has an empty word") if part.every and part.operator[0] == ":" and "" in values else ""
+
+    def _emit(self, value: str | list[str], part: Reference, state: _Fields, line: int) -> None:
+        values = value if isinstance(value, list) else [value]
+        values = values if part.every else values[:1] or [""]
+        self._spend(sum(map(len, values)) + len(values), line)
+        if not part.quoted:
+            state.add_unquoted(" ".join(values))
+        elif part.every == "*" or not state.split:
+            state.add(" ".join(values))
+        else:
+            state.is_void = state.is_void or not values
+            for place, one in enumerate(values):
+                if place:
+                    state.end()
+                state.add(one)
+
+    def _value(self, name: str, line: int, every: bool = False) -> str | list[str] | None:
+        """None where the script sets it nowhere."""
+        if name in self.given:
+            return shlex.split(self.given[name]) if every else self.given[name]
+        if _OF_BASH.fullmatch(name):
+            return self.mark(f"{name} is bash's own (line {line})")
+        if name in self._values:
+            return self._values[name]
+        if name in self._lost:
+            return self.mark(f"{name} {self._lost[name]}")
+        if _OF_A_LOGIN.fullmatch(name):
+            return self.mark(f"{name} is set by a login, not in the script (line {line})")
+        if name in "@*" or name.isdecimal():
+            if self.called or self.in_function:
+                return self.mark(f"${name} on line {line} {self.called or 'is an argument of a function'}")
+            # A script that is read was called without arguments.
+            return [] if name in "@*" else None
+        return None
+
+    def _compute(self, line: int, inner: ShellWord) -> str:
+        text = "".join(self.fields(inner, split=False))
+        shown = f"$(({' '.join(text.split())[:40]})) on line {line}"
+        if changes(text):
+            raise ValueError(f"line {line}: {shown} may change a variable, which is not read: assign it, NAME=$((...))")
+        unknown = MARK.search(text)
+        for name in re.findall(NAME, text):
+            self.must_be_number(name, line)
+            unknown = unknown or MARK.search(str(_first(self._value(name, line))))
+        if unknown is not None:
+            return unknown[0]
+        result = compute(text, lambda name: _first(self._value(name, line)))
+        return self.mark(shown) if result is None else str(result)
+
+
+def _first(value: str | list[str] | None) -> str | None:
+    return (value[0] if value else None) if isinstance(value, list) else value

@@ -1,0 +1,33 @@
+"""What a user types and names wrongly: each is one message that names it and says what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bpipe.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from-script", "none.sh"], "none.sh: there is no such file: look at the name"),
+        (["--from-script", "no/such.sh"], "no/such.sh: there is no folder no: make it, or look at the name"),
+        (["--from-script", "."], ".: this is a folder: name a file"),
+        (["--from-script", "latin.sh"], "latin.sh: byte 6 is no UTF-8 text: name the script itself, or convert it"),
+        (["--from-script", "/dev/zero"], "/dev/zero: line 1: a zero byte: this is no script"),
+        (["--from-script", "-"], "--from-script -: standard input is closed: pipe the script into it, or name a file"),
+        (["--model", "gpt3-13b", "--pipeline", "8", "--global-batch", "8", "--trace", "no/a.json"], "no/a.json: there is no folder no"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once a number of the operating system, a codec's words, or a traceback."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", None)
+    (tmp_path / "latin.sh").write_bytes(b"# Ma\xdfe\n".replace(b"Ma", b"Maas"))
+    assert main(["simulate", "--cluster", "a100-80g:8", *arguments]) == 2
+    assert message in capsys.readouterr().err
