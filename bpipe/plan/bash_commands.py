@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from bpipe.plan.bash_arithmetic import changes
 from bpipe.plan.bash_parts import NAME, Operator, Redirection, ShellWord
 from bpipe.plan.bash_values import Variables
 from bpipe.plan.bash_words import Scanner
@@ -141,7 +140,7 @@ class Commands:
         if not scanner.next_is("("):
             self._push(scanner, ")", "")
             return False
-        self._judge(token.line, scanner.arithmetic_command(), "((...))")
+        self.variables.judge_sum(scanner.arithmetic_command(), token.line, "((...))")
         return True
 
     def _define(self, scanner: Scanner, name: str) -> None:
@@ -162,7 +161,7 @@ class Commands:
         name = scanner.next()
         if isinstance(name, Operator) and name.text == "(" and scanner.next_is("("):
             for one in re.findall(NAME, scanner.arithmetic_command()):
-                self.variables.must_be_number(one, name.line)
+                self.variables.judge_sum(one, name.line, "for ((...))")
                 self.variables.forget(one, f"{one} runs through a loop on line {name.line}")
         elif isinstance(name, ShellWord) and name.literal is not None and re.fullmatch(NAME, name.literal):
             self.variables.forget(name.literal, f"{name.literal} runs through a loop on line {name.line}")
@@ -209,13 +208,6 @@ class Commands:
             words.append(word)
         self.judge_test(scanner.line(), [" ".join(self.variables.fields(word, split=False)) for word in words], arithmetic=True)
 
-    def _judge(self, line: int, text: str, where: str) -> None:
-        """Raises ValueError where arithmetic may set a variable, itself or by what a name in it holds."""
-        if changes(text):
-            raise ValueError(f"line {line}: {where} that changes a variable is not read: assign it, NAME=$((...))")
-        for name in re.findall(NAME, text):
-            self.variables.must_be_number(name, line)
-
     def judge_test(self, line: int, fields: list[str], arithmetic: bool) -> None:
         """Of `[[ ... ]]` operands may be arithmetic, and of all tests a name may have a subscript."""
         for place, field in enumerate(fields):
@@ -223,4 +215,4 @@ class Commands:
                 raise ValueError(f"line {line}: {field} with a subscript is not read")
             if arithmetic and re.fullmatch("-(eq|ne|lt|le|gt|ge)", field):
                 for operand in fields[max(0, place - 1) : place + 2 : 2]:
-                    self._judge(line, operand, "[[ ]]")
+                    self.variables.judge_sum(operand, line, "[[ ]]")

@@ -27,6 +27,7 @@ _OF_BASH = re.compile(
 )
 # With these another script is read.
 _READING = ("IFS", "GLOBIGNORE", "POSIXLY_CORRECT", "SHELLOPTS", "BASHOPTS", "BASH_ENV", "BASH_COMPAT")
+_NAMES = re.compile(NAME)
 _BLANK = re.compile("[ \t\n]+")
 
 
@@ -99,6 +100,7 @@ class Variables:
         self._read_only: set[str] = set()
         # Of what is unknown, what may hold another text than a number.
         self._texts: set[str] = set()
+        self._text_marks: set[str] = set()
         self._by_calls = self._if_unset = ""
         self._expanded = 0
 
@@ -192,13 +194,17 @@ class Variables:
         state.end()
         return state.done
 
-    def must_be_number(self, name: str, line: int) -> None:
-        """Raises ValueError where bash would compute what the name holds, too: that may change a variable."""
-        value = self._value(name, line)
-        text = (value[0] if value else "") if isinstance(value, list) else value
-        if name in self._texts or (text and not MARK.search(text) and not is_number(text)):
-            shown = MARK.sub("...", text or "")[:40]
-            raise ValueError(f"line {line}: {name} is computed, and may hold {shown!r}: give it a whole number")
+    def judge_sum(self, text: str, line: int, shown: str) -> None:
+        """Raises ValueError where computing it may set a variable, itself or by what a name in it holds, which bash computes, too."""
+        if changes(text):
+            raise ValueError(f"line {line}: {shown} may change a variable, which is not read: assign it, NAME=$((...))")
+        if any(found[0] in self._text_marks for found in MARK.finditer(text)):
+            raise ValueError(f"line {line}: {shown} computes what may be another text than a number: give whole numbers")
+        for name in _NAMES.findall(text):
+            held = _first(self._value(name, line)) or ""
+            if held in self._text_marks or not (held == "" or MARK.search(held) or is_number(held)):
+                held = MARK.sub("...", held)[:40]
+                raise ValueError(f"line {line}: {name} is computed, and may hold {held!r}: give it a whole number")
 
     def _spend(self, num_characters: int, line: int) -> None:
         self._expanded += num_characters + 1
@@ -295,7 +301,10 @@ class Variables:
         if _OF_BASH.fullmatch(name):
             return self.mark(f"{name} is bash's own (line {line})")
         if name in self._values:
-            return self._values[name]
+            value = self._values[name]
+            if name in self._texts and isinstance(value, str):
+                self._text_marks.add(value)
+            return value
         if name in self._lost:
             return self.mark(f"{name} {self._lost[name]}")
         if _OF_A_LOGIN.fullmatch(name):
@@ -310,16 +319,17 @@ class Variables:
     def _compute(self, line: int, inner: ShellWord) -> str:
         text = "".join(self.fields(inner, split=False))
         shown = f"$(({' '.join(text.split())[:40]})) on line {line}"
-        if changes(text):
-            raise ValueError(f"line {line}: {shown} may change a variable, which is not read: assign it, NAME=$((...))")
-        unknown = MARK.search(text)
-        for name in re.findall(NAME, text):
-            self.must_be_number(name, line)
-            unknown = unknown or MARK.search(str(_first(self._value(name, line))))
-        if unknown is not None:
-            return unknown[0]
-        result = compute(text, lambda name: _first(self._value(name, line)))
-        return self.mark(shown) if result is None else str(result)
+        self.judge_sum(text, line, shown)
+        held = {name: _first(self._value(name, line)) or "" for name in _NAMES.findall(text)}
+        unknown = next(filter(None, map(MARK.search, (text, *held.values()))), None)
+        if unknown is None and "" in held.values():
+            name = next(name for name, value in held.items() if value == "")
+            unknown = MARK.search(self.mark(f"{name} is not set in the script (line {line})"))
+        # Where bash finds no sum it leaves the whole command out, so what is unknown has to be a number at least.
+        result = compute(MARK.sub(" 1 ", text), lambda name: MARK.sub("1", held[name]) or "1")
+        if result is None:
+            raise ValueError(f"line {line}: {shown} is not read: write whole numbers, + - * / % and brackets, or the result")
+        return str(result) if unknown is None else unknown[0]
 
 
 def _first(value: str | list[str] | None) -> str | None:
