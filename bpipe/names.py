@@ -12,11 +12,13 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {what} {name!r}{meant and ','}{meant or ':'} {'C' if meant else 'c'}hoose from {', '.join(known)}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` did you mean 'x'?`, or nothing where no name is near."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.66) -> str:
+    """` did you mean 'x'?`, or nothing where no name is near: `--html` is not near `--help`, though two of its letters are."""
     # A few milliseconds that only a mistake costs.
     from difflib import get_close_matches
 
-    lower = {one.lower(): one for one in known}
-    found = get_close_matches(name.lower(), lower, 1)
-    return f" did you mean {lower[found[0]]!r}?" if found else ""
+    lower, wrong = {one.lower().lstrip("-"): one for one in known}, name.lower().lstrip("-")[:100]
+    found = get_close_matches(wrong, lower, 1, cutoff)
+    # Of three letters two are soon the same.
+    meant = bool(found) and (len(wrong) > 3 or found[0].startswith(wrong))
+    return f" did you mean {lower[found[0]]!r}?" if meant else ""

@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    share = next((value for value in options.stage_mfu if 0 < value < 1), None)
+    if share is not None:
+        raise ValueError(f"--stage-mfu {share:g} is less than 1 %: it is in percent, so give {100 * share:g}")
     y, x = options.micro_batch
     stage_y, stage_x = (value / 100 for value in options.stage_mfu)
     result = estimate(options.global_batch, options.pipeline, x, y, stage_x, stage_y)

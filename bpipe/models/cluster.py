@@ -138,6 +138,10 @@ class Rack(NamedTuple):
 RACKS = {"gb200-nvl72": Rack("gb200-186g", 4, 18)}
 
 
+# A number alone is one node; of more devices than any has it was probably meant as all.
+MOST_OF_A_NODE = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """`factor`: how many seconds one that is predicted really takes (`bpipe calibrate`). `kernels`: seconds that were measured, if any.
@@ -180,6 +184,9 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     if name not in DEVICES and name not in RACKS:
         raise ValueError(f"cluster {text!r}: {unknown('device', name, (*DEVICES, *RACKS))}")
     rack = RACKS.get(name, Rack(name, 0, 1))
+    if match[2] is None and match[3] is not None and not rack.devices_per_node and int(match[3]) > MOST_OF_A_NODE:
+        one = f"is one node of {match[3]} devices: write {name}:NODESxDEVICES, such as {name}:{-(-int(match[3]) // 8)}x8"
+        raise ValueError(f"cluster {text!r} {one}, or {name}:1x{match[3]} if it is one node")
     nodes, each = _sizes(match[2], match[3], rack) if match[3] is not None or devices is None else devices
     if nodes < 1 or each < 1:
         raise ValueError(f"cluster {text!r} has {nodes} nodes of {each} devices: there must be at least one of each")

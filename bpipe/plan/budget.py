@@ -426,6 +426,10 @@ class MemoryBudget:
     learns: bool
 
 
+# More than any device has; a size in MiB is beyond it.
+LARGEST_DEVICE_GIB = 4096
+
+
 def read_asked(text: str) -> MemoryBudget:
     """`70.5`, `70,70,75,79`, `auto` or `auto:70`. Raises ValueError for anything else."""
     head, colon, rest = text.partition(":")
@@ -440,4 +444,7 @@ def read_gib(text: str) -> tuple[int, ...]:
     found = tuple(int(Fraction(number) * GIB) for number in text.split(",")) if re.fullmatch(f"{one}(,{one})*", text) else ()
     if not found or min(found) < 1:
         raise ValueError(f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}")
+    if max(found) > LARGEST_DEVICE_GIB * GIB:
+        most = f"more than the {LARGEST_DEVICE_GIB} GiB of any device"
+        raise ValueError(f"{text[:40]!r} is {most}: it is in GiB, so {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}")
     return found

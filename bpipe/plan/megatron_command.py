@@ -32,6 +32,7 @@ from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_asked
 from bpipe.plan.expert_flags import READ_OF_EXPERTS, parts_of_flags
 from bpipe.plan.hybrid_flags import READ_OF_HYBRIDS, hybrid_of_flags, layers_of, settle_pattern
 from bpipe.plan.layer_split import Split
+from bpipe.plan.megatron_names import refuse_mistyped
 from bpipe.plan.recompute_flags import scope_of_flags
 from bpipe.values import LARGEST
 
@@ -84,8 +85,9 @@ READ: dict[str, Any] = {
 
 _OFFLOAD, _FSDP, _LOW = "offloading", "sharding by FSDP", "4-bit training, and 8-bit training of some layers or of more than matrices"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-# Flags that take a value are refused where it is none of these.
-_NEUTRAL = ("0", "1", "None", "none")
+# Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
+_NEUTRAL = ("0", "None", "none")
+_ONE_IS_NEUTRAL = ("--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards")
 REFUSED = {
     "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
     "--moe-latent-size": "experts of a smaller hidden size",
@@ -185,7 +187,8 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     for flag, value in others:
         # Groups of as many micro-batches as there are ranks are what Megatron has anyway.
         own_group = flag == GROUP and value == str(found.pipeline_model_parallel_size)
-        if flag in REFUSED and value not in _NEUTRAL and not own_group:
+        is_neutral = value in _NEUTRAL or (value == "1" and flag in _ONE_IS_NEUTRAL)
+        if flag in REFUSED and not is_neutral and not own_group:
             said = f"{flag} {value}".rstrip()
             raise ValueError(f"{said}: {REFUSED[flag]}: not modelled; leave the flag out to predict the training without")
     notes: list[str] = []
@@ -198,6 +201,7 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
         options.setdefault("vocabulary", vocabulary)
     scope, unmodelled = scope_of_flags(found, notes)
     left = sorted({flag for flag, _ in others if flag not in REFUSED and not _is_without_influence(flag)})
+    refuse_mistyped(left)
     options["recompute"] = scope
     return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
 

@@ -38,6 +38,7 @@ MAY: dict[str, set[str]] = {
     "runtime": {"ir", "passes.answered", "record.format", "transport", "vocabulary"},
     "plan": {
         "values",
+        "names",
         "refusals",
         "ir",
         "check",
@@ -122,7 +123,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "compute kernel_shapes profile warm_up",
     ),
     "plan": (
-        "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split predict recompute_flags shards",
+        "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names predict recompute_flags shards",
         "bash_values bash_words space",
         "bash_commands bounds hybrid_flags judge windows",
         "budget document launch_script megatron_flags",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -22,6 +23,7 @@ from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS, Model
 from bpipe.plan.megatron_command import ANY_VALUE, READ, REFUSED, WITHOUT_INFLUENCE, Reading, parser, read_command
 from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.megatron_names import names
 from bpipe.plan.options import filled, setup_of
 
 SMALL = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--vocab-size", "1000"]
@@ -327,6 +329,35 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
     valued = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in ANY_VALUE)}
     assert valued <= without
     assert [flag for flag in valued if megatrons[flag]["nargs"] == 0] == []
+
+
+@pytest.mark.timeout(120)
+def test_the_names_are_those_of_the_installed_megatron_and_ours(megatrons: dict[str, dict[str, Any]]) -> None:
+    assert names() == {flag for flag in megatrons if flag.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sequence-paralel", "unknown flag --sequence-paralel, did you mean '--sequence-parallel'?"),
+        ("--bpip", "unknown flag --bpip, did you mean '--bpipe'?"),
+        ("--num_layers 4", "unknown flag --num_layers, did you mean '--num-layers'?"),
+        ("--bpipe-reprot x", "unknown flag --bpipe-reprot, did you mean '--bpipe-report'?"),
+        ("--bpipe-xyzzy", "unknown flag --bpipe-xyzzy: leave it out"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction: not modelled"),
+        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1: offloading: not modelled"),
+        (" ".join(f"--own-{number}" for number in range(101)), "101 flags that Megatron does not have"),
+    ],
+)
+def test_a_mistyped_or_unmodelled_flag_is_no_silent_one(flags: str, message: str) -> None:
+    """Listed as not considered, a typo was predicted as if the flag was not there; 1 passed for nothing of every flag."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(*flags.split())
+
+
+def test_flags_of_a_scripts_own_and_one_shard_are_no_typos() -> None:
+    assert read("--my-own-flag", "--num-layers-of-teacher", "3").not_considered == ("--my-own-flag", "--num-layers-of-teacher")
+    assert read("--tensor-parallel-num-weight-shards", "1", "--mtp-num-layers", "0").not_considered == ()
 
 
 def test_absurd_numbers_are_refused() -> None:
