@@ -15,6 +15,7 @@ from bpipe.check.replicas import check_mirror_images, check_reduction_order, che
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, own_buffers
 from bpipe.ir.hosts import OWN_MEMORY, other_ranks, written
+from bpipe.ir.layout import MOST_PIPES, TWO_PIPES
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Exchange
@@ -39,6 +40,8 @@ def check_shape(case: Case) -> None:
     ranks = schedule.num_ranks
     if ranks == 0 or schedule.num_microbatches < 1:
         raise ScheduleError(rule, f"{ranks} ranks, {schedule.num_microbatches} micro-batches: there must be at least one of each")
+    if schedule.layout.num_pipes > MOST_PIPES:
+        raise ScheduleError(rule, f"there are {schedule.layout.num_pipes} pipes: {TWO_PIPES}")
     lengths = [len(row) for row in schedule.ranks]
     if len(set(lengths)) != 1:
         shorter = lengths.index(min(lengths))

@@ -18,7 +18,7 @@ from fractions import Fraction
 
 from bpipe.ir.action import Action
 from bpipe.ir.hosts import Hosts, mirrored, read_hosts, write_hosts
-from bpipe.ir.layout import Layout, Vocabulary
+from bpipe.ir.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary
 from bpipe.ir.memory import num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import (
@@ -112,6 +112,8 @@ def _read_layout(fields: dict[str, object], ranks: Sequence[Sequence[Slot]]) -> 
     else:
         given = _list(fields["stage_to_rank"], "stage_to_rank")
         placements = [_list(one, "stage_to_rank") for one in given] if given and isinstance(given[0], list) else [given]
+    if len(placements) > MOST_PIPES:
+        raise TextError(f"stage_to_rank places {len(placements)} pipes: {TWO_PIPES}")
     pipes = tuple(_numbers(one, "stage_to_rank") for one in placements)
     return Layout(pipes, read_vocabulary(str(vocabulary), "vocabulary"), "input" in fields)
 

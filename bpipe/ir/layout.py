@@ -14,6 +14,10 @@ from functools import lru_cache
 
 from bpipe.ir.action import SHARDS, Action, Kind
 
+# What replicas of a stage must keep among each other is known of two (`check.replicas`).
+MOST_PIPES = 2
+TWO_PIPES = "rules for replicas are known of two in opposite directions, so give no more"
+
 
 class Vocabulary(enum.Enum):
     """Whether the output layer is split over all ranks, and what the last stage's backward then waits for.

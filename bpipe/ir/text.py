@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from bpipe.ir.action import COMPUTE, Action, Kind
 from bpipe.ir.hosts import Hosts, in_pairs, pairing, partners_of, read_hosts, write_hosts
-from bpipe.ir.layout import Layout, Vocabulary, one_pipe
+from bpipe.ir.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary, one_pipe
 from bpipe.ir.memory import SHARE_DECIMALS, plain
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -186,7 +186,10 @@ def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) 
 
 
 def _read_layout(fields: Mapping[str, str]) -> Layout:
-    placements = tuple(_numbers(one, "stage_to_rank") for one in fields["stage_to_rank"].split(PIPES))
+    pipes = fields["stage_to_rank"].split(PIPES)
+    if len(pipes) > MOST_PIPES:
+        raise TextError(f"line 1: stage_to_rank= places {len(pipes)} pipes: {TWO_PIPES}")
+    placements = tuple(_numbers(one, "stage_to_rank") for one in pipes)
     if len({len(one) for one in placements}) > 1:
         raise TextError(f"line 1: stage_to_rank={fields['stage_to_rank'][:40]} has pipes of different numbers of stages")
     if fields.get("input", "shards") != "shards":

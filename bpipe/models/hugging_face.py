@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bpipe.models.hybrid import MOST_LAYERS
 from bpipe.models.model import PRESETS, Model
 from bpipe.models.parts import EVERY, Experts, Latent
 from bpipe.names import unknown
-from bpipe.values import a_list, a_whole, an_object, load_json
+from bpipe.values import a_flag, a_list, a_number, a_whole, an_object, load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,10 @@ def _model(config: dict[str, Any], name: str) -> Model:
         raise ValueError(f"model_type {str(said)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
     kind, keys = _KINDS[said], _GPT2 if said == "gpt2" else {}
 
-    def number(key: str, default: int | None = None) -> int:
+    def number(key: str, default: int | None = None, most: int = _LARGEST_SIZE) -> int:
         key = keys.get(key, key)
         value = config.get(key)
-        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, _LARGEST_SIZE)
+        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, most)
 
     activation = config.get("hidden_activation") or config.get(keys.get("hidden_act", "hidden_act"))
     if activation is not None and activation not in kind.activations:
@@ -161,12 +162,12 @@ def _model(config: dict[str, Any], name: str) -> Model:
     others: dict[str, Any]
     sizes: dict[str, Any] = {
         "name": name,
-        "num_layers": number("num_hidden_layers"),
+        "num_layers": number("num_hidden_layers", most=MOST_LAYERS),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "vocabulary": number("vocab_size"),
         "sequence": number("max_position_embeddings"),
-        "tied_embedding": bool(config.get("tie_word_embeddings", kind.tied)),
+        "tied_embedding": _flag(config, "tie_word_embeddings", kind.tied),
     }
     if said == "gpt2":
         others = {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": number("intermediate_size", 4 * hidden)}
@@ -177,8 +178,8 @@ def _model(config: dict[str, Any], name: str) -> Model:
         "ffn_hidden_size": number(kind.experts.dense if kind.experts else "intermediate_size"),
         **_windows(config, kind, number),
         "chunk": number("attention_chunk_size") if config.get("attention_chunk_size") else None,
-        "capped_attention": bool(config.get("attn_logit_softcapping")),
-        "capped_logits": bool(config.get("final_logit_softcapping")),
+        "capped_attention": _is_capped(config, "attn_logit_softcapping"),
+        "capped_logits": _is_capped(config, "final_logit_softcapping"),
         "experts": _experts(config, kind.experts, number) if kind.experts else None,
     }
     if kind.latent:
@@ -191,27 +192,46 @@ def _model(config: dict[str, Any], name: str) -> Model:
 
 def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
     """Whose layers alternate say it by layer or by a number, of which the last has none; of others all or none have one."""
-    if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not config.get("use_sliding_window", True):
+    if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not _flag(config, "use_sliding_window", True):
         return {}
     types = config.get("layer_types")
     if types is not None:
-        pattern = tuple(int(one == "sliding_attention") for one in a_list(types, "layer_types"))
+        pattern = tuple(_is_windowed(one, place) for place, one in enumerate(a_list(types, "layer_types")))
     elif config.get("sliding_window_pattern"):
-        pattern = (*(1,) * (number("sliding_window_pattern") - 1), 0)
+        pattern = (*(1,) * (number("sliding_window_pattern", most=MOST_LAYERS) - 1), 0)
     else:
         pattern = kind.windows
     return {"window": number("sliding_window"), "window_pattern": pattern} if any(pattern) else {}
+
+
+def _is_windowed(kind: object, layer: int) -> int:
+    """Raises ValueError for a layer that is neither."""
+    if kind not in ("sliding_attention", "full_attention"):
+        shown = f"layer_types[{layer}] is {str(kind)[:40]!r}"
+        raise ValueError(f"{shown}: modelled are full_attention and sliding_attention alone")
+    return int(kind == "sliding_attention")
+
+
+def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
+    """A text such as "false" would be true."""
+    value = config.get(key)
+    return default if value is None else a_flag(value, key)
+
+
+def _is_capped(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key)
+    return value is not None and a_number(value, key) > 0
 
 
 def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., int]) -> Experts:
     """Raises ValueError where single layers are named that have none."""
     if config.get("mlp_only_layers"):
         raise ValueError(f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts are not modelled")
-    step = number(keys.step, 1) if keys.step else 1
+    step = number(keys.step, 1, MOST_LAYERS) if keys.step else 1
     pattern = (1, *(0,) * (step - 1)) if keys.step_begins else (*(0,) * (step - 1), 1)
-    first = a_whole(config.get(keys.first) or 0, keys.first, 0, _LARGEST_SIZE) if keys.first else 0
+    first = a_whole(config.get(keys.first) or 0, keys.first, 0, MOST_LAYERS) if keys.first else 0
     if first:
-        layers = number("num_hidden_layers")
+        layers = number("num_hidden_layers", most=MOST_LAYERS)
         pattern = tuple(int(layer >= first and pattern[layer % step]) for layer in range(layers))
     shared = number(keys.shared) if keys.shared else 0
     if keys.num_shared:
@@ -222,7 +242,7 @@ def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., in
 
 def _has_biases(config: dict[str, Any]) -> bool:
     """Whether all linear layers of a layer have one. Raises ValueError where some do, other than a kind always has."""
-    attention, mlp = (bool(config.get(key, False)) for key in ("attention_bias", "mlp_bias"))
+    attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
         raise ValueError(f"attention_bias is {attention} and mlp_bias {mlp}: biases of one of the two alone are not modelled")
     return mlp

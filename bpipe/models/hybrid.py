@@ -20,7 +20,7 @@ _OTHERS = {
 # Values that a Mamba layer's convolution adds up for one, itself included: `MambaMixer` has no flag for it.
 CONVOLUTION = 4
 # Beyond any model.
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Hybrid:
                 raise ValueError(f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} are not modelled, only {_known()}")
             if symbol not in (MAMBA, ATTENTION, MLP, EXPERTS):
                 raise ValueError(f"the pattern of layers has {symbol!r}, which is no layer: known are {_known()}")
-        if not 1 <= len(self.pattern) <= _MOST_LAYERS:
-            raise ValueError(f"the pattern has {len(self.pattern)} layers, but must have 1 to {_MOST_LAYERS}")
+        if not 1 <= len(self.pattern) <= MOST_LAYERS:
+            raise ValueError(f"the pattern has {len(self.pattern)} layers, but must have 1 to {MOST_LAYERS}")
         for name in ("num_heads", "state_dim", "head_dim", "num_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of Mamba layers is {getattr(self, name)}, but must be at least 1")

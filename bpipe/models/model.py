@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from bpipe.models.hybrid import ATTENTION, EXPERTS, Hybrid
+from bpipe.models.hybrid import ATTENTION, EXPERTS, MOST_LAYERS, Hybrid
 from bpipe.models.parts import EVERY, Experts, Latent, LayerKind, shortest
 
 
@@ -64,6 +64,8 @@ class Model:
             value = getattr(self, name)
             if type(value) is int and value < 1:
                 raise ValueError(f"model {self.name}: {name} is {value}, but must be at least 1")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"model {self.name}: num_layers is {self.num_layers}, and no model has more than {MOST_LAYERS}")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} heads")
         if self.squared_relu and self.gated:
@@ -196,7 +198,7 @@ def _counted(model: Model, first: int, number: int) -> tuple[tuple[LayerKind, in
 
 
 def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: int, period: int) -> dict[Sort, int]:
-    """How many of each sort so many layers are from the first on, which repeat after a period. A file may say millions of them."""
+    """How many of each sort so many layers are from the first on, which repeat after a period. A file may say thousands of them."""
     periods, rest = divmod(number, period)
     counts = Counter(sort_of(first + place) for place in range(min(number, period)))
     beyond = Counter(sort_of(first + place) for place in range(rest if periods else 0))

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from bpipe.models.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from bpipe.models.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, MOST_LAYERS
 
 # One for every layer.
 EVERY = (1,)
-# Beyond any model.
-_MOST_LAYERS = 10_000
 
 
 class LayerKind(NamedTuple):
@@ -118,10 +116,11 @@ def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
 def read_pattern(text: str) -> tuple[int, ...]:
     """Of Megatron's text: a number N is one layer with experts, then N - 1 without; a list is `[0]*3+[1]*58`, `([0]+[1]*3)*4`."""
     plain = text.replace(" ", "")
-    if plain.isdecimal() and 1 <= int(plain) <= _MOST_LAYERS:
+    if plain.isdecimal() and 1 <= int(plain) <= MOST_LAYERS:
         return shortest((1, *(0,) * (int(plain) - 1)))
-    found = _sum(plain)
-    if found is None or not 1 <= len(found) <= _MOST_LAYERS:
+    # Deeper, or longer than with every layer by itself, nobody means.
+    found = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
+    if found is None or not 1 <= len(found) <= MOST_LAYERS:
         raise ValueError(f"{text[:60]!r} is no pattern of layers, such as 2 or [0]*3+[1]*58")
     return shortest(found)
 
@@ -147,7 +146,7 @@ def _sum(text: str) -> tuple[int, ...] | None:
         if times is not None:
             text = text[times.end() :]
         number = 1 if times is None else int(times[1])
-        if not part or len(part) * number > _MOST_LAYERS:
+        if not part or len(part) * number > MOST_LAYERS:
             return None
         found += part * number
         if text and (text[0] != "+" or len(text) == 1):

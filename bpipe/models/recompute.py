@@ -18,6 +18,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from bpipe.models.hybrid import MOST_LAYERS
 from bpipe.models.model import Model, counted
 from bpipe.models.parts import LayerKind
 
@@ -27,8 +28,6 @@ RECOMPUTE = ("none", "selective", "full")
 MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 METHODS = ("uniform", "block")
 FORMS = "none, selective, full, full:uniform:N, full:block:N, selective:PART+PART"
-# Beyond any model.
-_MOST_LAYERS = 10_000
 
 
 class LayerScope(NamedTuple):
@@ -60,8 +59,8 @@ class Recompute:
             raise ValueError(f"layers are not recomputed by {self.method[:40]!r}: choose from {', '.join(METHODS)}")
         if self.modules and self.method:
             raise ValueError("parts of layers and whole layers are not recomputed together: leave one of the two out")
-        if not 1 <= self.num_layers <= _MOST_LAYERS:
-            raise ValueError(f"{self.num_layers} layers are recomputed, but must be 1 to {_MOST_LAYERS}: for none of them say none")
+        if not 1 <= self.num_layers <= MOST_LAYERS:
+            raise ValueError(f"{self.num_layers} layers are recomputed, but must be 1 to {MOST_LAYERS}: for none of them say none")
         object.__setattr__(self, "modules", tuple(name for name in MODULES if name in self.modules))
 
     @property

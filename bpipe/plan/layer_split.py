@@ -6,11 +6,13 @@ a layout that lists every stage. Knows no other flag and imports no Megatron; a 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from bpipe.models.hybrid import MOST_LAYERS
 from bpipe.models.layout import without_layers
 
 LAYERS_OF_A_CHUNK = "--num-layers-per-virtual-pipeline-stage"
@@ -122,18 +124,24 @@ def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
 
 
 def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
+    if len(text) > MOST_LAYERS:
+        raise ValueError(f"{LAYOUT} {text[:40]}... has {len(text)} characters, and no layout more than {MOST_LAYERS}")
     spelled = text.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+    for repeated in (r"\(([^()]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
+        times = [len(found[1]) * int(found[2]) if len(found[2]) < 6 else math.inf for found in re.finditer(repeated, spelled)]
+        # Beside every layer of any model there may be a |.
+        if sum(times) > 2 * MOST_LAYERS:
+            raise ValueError(f"{LAYOUT} {text[:40]} repeats more than the {MOST_LAYERS} layers of any model")
         spelled = re.sub(repeated, lambda found: found[1] * int(found[2]), spelled)
     if "m" in spelled:
-        raise ValueError(f"{LAYOUT} {text}: multi-token prediction (m) is not modelled")
+        raise ValueError(f"{LAYOUT} {text[:60]}: multi-token prediction (m) is not modelled")
     if set(spelled) - set("EtL|") or not re.fullmatch("E[t|]*L", spelled):
-        raise ValueError(f"{LAYOUT} {text}: one E first, then t for every layer with | between stages, and one L last")
+        raise ValueError(f"{LAYOUT} {text[:60]}: one E first, then t for every layer with | between stages, and one L last")
     layers = [stage.count("t") for stage in spelled.split("|")]
     if len(layers) % pipeline:
-        raise ValueError(f"{LAYOUT} {text} has {len(layers)} stages, no multiple of --pipeline-model-parallel-size {pipeline}")
+        raise ValueError(f"{LAYOUT} {text[:60]} has {len(layers)} stages, no multiple of --pipeline-model-parallel-size {pipeline}")
     if sum(layers) != num_layers:
-        raise ValueError(f"{LAYOUT} {text} has {sum(layers)} layers, --num-layers is {num_layers}")
+        raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, --num-layers is {num_layers}")
     refuse_empty(layers)
     return tuple(layers)
 

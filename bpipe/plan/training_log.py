@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bpipe.plan.megatron_command import READ, REFUSED
 from bpipe.values import LARGEST
 
-_BEGIN, _END = re.compile(r"-{8,} arguments -{8,}"), re.compile(r"-{8,} end of arguments -{8,}")
+_BEGIN, _END = re.compile(r"(?<!-)-{8,} arguments -{8}"), re.compile(r"(?<!-)-{8,} end of arguments -{8}")
 # A rank's prefix may stand before it; a long name has no dots.
 _ARGUMENT = re.compile(r"(?:^|\s)([a-z]\w*) (?:\.+ | )(\S.*)$")
 _PADDED = re.compile(r"padded vocab \(size: (\d{1,12})\) with \d+ dummy tokens")

@@ -40,6 +40,9 @@ from bpipe.record.keys import keys_of, values_of
 from bpipe.record.one_run import check_one_run, check_speed, missing
 from bpipe.values import a_list, load_json
 
+# Beyond what any later version adds.
+MOST_COLUMNS = 200
+
 
 def read_run(folder: str | Path) -> Run:
     """Everything a run left in its folder of the iterations that it recorded."""
@@ -210,6 +213,8 @@ def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float
     absent = [column.name for column in COLUMNS if column.needed and column.name not in columns]
     if absent:
         raise ValueError(f"columns {', '.join(absent)} are missing")
+    if len(columns) > MOST_COLUMNS:
+        raise ValueError(f"it has {len(columns)} columns, and none has more than {MOST_COLUMNS}")
     doubled = next((name for name in columns if columns.count(name) > 1), None)
     if doubled is not None:
         raise ValueError(f"column {doubled!r:.40} stands there twice")

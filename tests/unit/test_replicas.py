@@ -95,3 +95,13 @@ def test_one_pipe_is_asked_nothing() -> None:
             [[read_action(one) for one in ["0F0", "0F1", "0B1", "0B0"]], [*map(read_action, ["1F0", "1F1", "1B1", "1B0"])]],
         )
     )
+
+
+def test_three_pipes_are_refused() -> None:
+    """No rule looked at more than two, so replicas of any order were taken."""
+    three = Layout(((0, 1), (1, 0), (0, 1)))
+    error = refused(schedule_of("0F0 1F1 0F2 1B1 0B0 0B2", "1F0 1B0 0F1 0B1 1F2 1B2", layout=three, num_microbatches=3))
+    assert (error.rule, str(error)) == (
+        "shape",
+        "shape: there are 3 pipes: rules for replicas are known of two in opposite directions, so give no more",
+    )

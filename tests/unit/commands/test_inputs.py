@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,3 +74,95 @@ def test_what_was_meant_is_said_and_nothing_absurd(arguments: list[str], message
 
 def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--cluster", "h100-80g:1x32", "--model", "gpt3-13b", *["--pipeline", "8", "--global-batch", "32"]]) == 0
+
+
+LAUNCH = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--vocab-size", "128"]
+LAUNCH += ["--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
+LAYOUT = "--pipeline-model-parallel-layout"
+CONFIG: dict[str, Any] = {"model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8}
+CONFIG |= {"num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 2048, "head_dim": 128}
+CONFIG |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+GEMMA = {**CONFIG, "model_type": "gemma3_text", "num_experts": None, "sliding_window": 1024}
+SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8"]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    begin = time.monotonic()
+    assert main(arguments) == 2
+    assert time.monotonic() - begin < 10
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([LAYOUT, "Et*99999999999999999999L"], f"{LAYOUT} Et*99999999999999999999L repeats more than the 10000 layers of any model"),
+        ([LAYOUT, "Et*1000000000L"], "repeats more than the 10000 layers of any model"),
+        ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than the 10000 layers of any model"),
+        ([LAYOUT, "(" * 100_000], "has 100000 characters, and no layout more than 10000"),
+        (["--num-layers", "1000000000"], "num_layers is 1000000000, and no model has more than 10000"),
+        (["--num-experts", "4", "--moe-layer-freq", "(" * 50_000 + "[1]" + ")" * 50_000], "is no pattern of layers"),
+        ([f"--own-{number}" for number in range(5000)], "5000 flags that Megatron does not have"),
+    ],
+)
+def test_a_launch_beyond_any_model_is_a_limit_in_words(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(["simulate", "--cluster", "a100-80g:4", "--", *LAUNCH, *flags], capsys)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**CONFIG, "decoder_sparse_step": 10**9}, "decoder_sparse_step is 1000000000, but must be a whole number from 1 to 10000"),
+        ({**CONFIG, "decoder_sparse_step": 1e9}, "decoder_sparse_step is 1000000000.0, but must be a whole number from 1 to 10000"),
+        ({**CONFIG, "num_hidden_layers": 10**8}, "num_hidden_layers is 100000000, but must be a whole number from 1 to 10000"),
+        ({**GEMMA, "sliding_window_pattern": 10**8}, "sliding_window_pattern is 100000000, but must be a whole number from 1 to 10000"),
+        ({**GEMMA, "tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
+        ({**GEMMA, "layer_types": ["full_attention", "linear_attention"] * 4}, "layer_types[1] is 'linear_attention': modelled are"),
+        ({**GEMMA, "use_sliding_window": "no"}, "use_sliding_window is 'no', but must be true or false"),
+        ({**GEMMA, "attention_bias": 1}, "attention_bias is 1, but must be true or false"),
+        ({**GEMMA, "attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', but must be a number"),
+    ],
+)
+def test_a_config_that_says_what_no_model_has_is_refused(
+    config: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text "false" tied the embedding, and a kind of layer that nobody knew was full attention."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert message in refused([*SIMULATE, "--model", str(tmp_path)], capsys)
+
+
+def test_json_of_many_keys_takes_linear_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ",".join(f'"k{number}":1' for number in range(60_000))
+    (tmp_path / "config.json").write_text(f'{{{keys},"k59999":1}}')
+    assert "'k59999' stands there twice" in refused([*SIMULATE, "--model", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize("number", [3, 500_000])
+def test_more_pipes_than_rules_know_are_refused(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slots = [{"compute": "0F0", "transfers": []}, {"compute": "0B0", "transfers": []}]
+    document = {"schedule": "x", "stages": 1, "microbatches": 1, "chunks": 1, "balance": "none", "bounds": None}
+    document |= {"stage_to_rank": [[0]] * number, "ranks": [{"rank": 0, "peak": 1, "evictions": 0, "slots": slots}]}
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(document))
+    message = f"places {number} pipes: rules for replicas are known of two in opposite directions, so give no more"
+    assert f"{path}: stage_to_rank {message}" in refused(["schedule", "--input", str(path)], capsys)
+    head = f"# bpipe schedule=x microbatches=1 stage_to_rank={'/'.join(['0'] * number)}"
+    path.write_text(f"{head}\n0F0,0B0\n")
+    assert message in refused(["schedule", "--input", str(path)], capsys)
+
+
+@pytest.mark.parametrize("row", ["-" * 300_000, "iteration" + " " * 300_000, "padded vocab (size: " * 30_000, " a " + "." * 300_000])
+def test_long_lines_of_a_log_take_linear_time(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(f"{'-' * 24} arguments {'-' * 24}\n{row}\n" * 2)
+    assert "missing: give it" in refused(["calibrate", str(path), "--cluster", "a100-80g:4"], capsys)
+
+
+def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(
+        "".join(f" iteration {number}/ 100000 | elapsed time per iteration (ms): 10.5 | lm loss: 1.0 |\n" for number in range(10**5))
+    )
+    begin = time.monotonic()
+    assert main(["compare", str(path), str(path)]) == 0
+    assert time.monotonic() - begin < 30

@@ -249,3 +249,14 @@ def test_records_from_before_megatron_said_where_it_lies_are_read(tmp_path: Path
     assert dict(read_run(tmp_path).info.versions)["megatron_core_path"] == run.pop("megatron_core_path")
     path.write_text(json.dumps(run))
     assert dict(read_run(tmp_path).info.versions) == {"torch": "2.15.0", "megatron_core": "0.19.2"}
+
+
+def test_a_record_of_thousands_of_columns_is_refused(folder: Path) -> None:
+    """Each name was counted among all others."""
+
+    def widen(lines: list[dict[str, Any]]) -> None:
+        lines[1]["columns"] += [f"column {number}" for number in range(20_000)]
+
+    edit(folder / "record_00001.jsonl", widen)
+    with pytest.raises(ValueError, match=r"record_00001.jsonl, line 2: it has 200[0-9]+ columns, and none has more than 200"):
+        read_run(folder)
