@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bpipe.record.format import STEPS, SUMMARY, RankSummary
 from bpipe.record.keys import values_of
+from bpipe.record.one_run import refuse_two_runs
 from bpipe.values import a_number, a_whole, an_object, load_json
 
 LOSS = "lm loss"
@@ -76,14 +77,18 @@ def read_stages(folder: Path, num_ranks: int | None = None, balanced: bool | Non
     """Each stage's row, and whether the run was balanced. Where several ranks hold a stage (replicas), the highest number of each kind."""
     stages: dict[int, StageNumbers] = {}
     was_balanced = balanced
+    runs: list[tuple[str, str | None]] = []
     for path in SUMMARY.files(folder):
-        stage, row, is_balanced = _read_rank(path)
+        stage, row, is_balanced, run = _read_rank(path)
+        runs.append((path.name, run))
         if was_balanced is not None and is_balanced != was_balanced:
             swapped = "are the two folders swapped?" if balanced is not None else "its other ranks were otherwise. Are they of one run?"
             raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
         was_balanced = is_balanced
         known = stages.get(stage, row)
         stages[stage] = StageNumbers(*(max(getattr(known, name), getattr(row, name)) for name in _NUMBERS))
+    if runs:
+        refuse_two_runs(folder, runs)
     if num_ranks is None and balanced is not None and not stages:
         raise ValueError(f"{folder}: no rank_*.json there, so nothing says whether this run was balanced")
     if num_ranks is not None and sorted(stages) != list(range(num_ranks)):
@@ -91,13 +96,13 @@ def read_stages(folder: Path, num_ranks: int | None = None, balanced: bool | Non
     return stages, was_balanced
 
 
-def _read_rank(path: Path) -> tuple[int, StageNumbers, bool]:
+def _read_rank(path: Path) -> tuple[int, StageNumbers, bool, str | None]:
     try:
         found = values_of(RankSummary, load_json(_read_text(path)), "it")
         absent = next((name for name in ("stage", *_NUMBERS, "balanced") if name not in found), None)
         if absent is not None:
             raise ValueError(f"{absent!r} is missing")
-        return found["stage"], StageNumbers(*(found[name] for name in _NUMBERS)), found["balanced"]
+        return found["stage"], StageNumbers(*(found[name] for name in _NUMBERS)), found["balanced"], found.get("run")
     except ValueError as error:
         raise ValueError(f"{path}: no row of a stage, so the run was perhaps cut off: {error}") from None
 

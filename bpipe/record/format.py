@@ -9,6 +9,7 @@
 
 A field with its rule is the key that `write` writes and `read` reads; a column of the rows is a field of `Row`. So whoever adds one adds
 it here and where it is filled. Keys are added and never renamed; what was added later has a default, so that older records are still read.
+`run` is one name in all files of a run.
 
 A *place* is a rank's position in its pipeline, 0 to p-1; with data or tensor parallelism there are several pipelines. Times of a row are
 seconds from its iteration's `begin_s`, which is unix time on rank 0's clock.
@@ -262,6 +263,7 @@ class RunInfo:
 
     FORMAT: ClassVar[str] = "bpipe-run"
 
+    run: Text | None = None
     started: Text | None = None
     world_size: Ranks | None = None
     num_pipelines: Ranks | None = None
@@ -292,6 +294,7 @@ class RankHeader:
 
     FORMAT: ClassVar[str] = "bpipe-record"
 
+    run: Text | None = None
     rank: Rank
     pipeline: Rank
     place: Rank
@@ -373,6 +376,7 @@ class RankSummary:
     often rooms grew.
     """
 
+    run: Text | None = None
     rank: Rank
     stage: Rank | None = None
     pipeline: Rank | None = None
@@ -409,6 +413,7 @@ class MemoryHeader:
 
     FORMAT: ClassVar[str] = "bpipe-memory"
 
+    run: Text | None = None
     rank: Rank
     pipeline: Rank
     place: Rank

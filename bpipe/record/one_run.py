@@ -16,8 +16,19 @@ from bpipe.record.format import CLOCK_ERROR_S, MOST_RANKS, RankRecord, RunInfo
 _EMPTY_IT = "Records of two runs lie in one folder: give every run a folder of its own"
 
 
+def refuse_two_runs(folder: Path, runs: Sequence[tuple[str, str | None]]) -> None:
+    """Raise ValueError where files say that they are of different runs. `runs`: what each is of, and the name of its run."""
+    for other in runs[1:]:
+        if other[1] != runs[0][1]:
+            said = (f"{what} is of {'an older run' if name is None else f'run {name[:40]}'}" for what, name in (runs[0], other))
+            raise ValueError(f"{folder}: {', '.join(said)}. {_EMPTY_IT}")
+
+
 def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> None:
     """Refuse what cannot be of one run: ranks that it does not have, two at one place, disagreement, loops at different times."""
+    refuse_two_runs(folder, [(f"the record of rank {record.rank}", record.run) for record in ranks])
+    if info.run is not None:
+        refuse_two_runs(folder, [("run.json", info.run), (f"the record of rank {ranks[0].rank}", ranks[0].run)])
     taken: dict[tuple[int, int], int] = {}
     for record in ranks:
         if info.world_size is not None and record.rank >= info.world_size:

@@ -37,7 +37,7 @@ from bpipe.record.format import (
     TrainingStep,
 )
 from bpipe.record.keys import keys_of, values_of
-from bpipe.record.one_run import check_one_run, check_speed, missing
+from bpipe.record.one_run import check_one_run, check_speed, missing, refuse_two_runs
 from bpipe.values import a_list, load_json
 
 # Beyond what any later version adds.
@@ -61,7 +61,12 @@ def read_run(folder: str | Path) -> Run:
     notes += missing(info, ranks)
     steps = {step.iteration: step.elapsed_s for step in read_steps(path / STEPS, notes) if step.elapsed_s is not None}
     check_speed(path / RUN, info, steps)
-    return Run(path, info, ranks, steps, {one.rank: one.peak_bytes for one in read_summaries(path)}, tuple(notes))
+    summaries = tuple(read_summaries(path))
+    others = [one.rank for one in summaries if one.run != ranks[0].run]
+    if others:
+        notes.append(f"{len(others)} of the files rank_*.json are another run's and left out: a rank that was killed leaves none")
+    peaks = {one.rank: one.peak_bytes for one in summaries if one.rank not in others}
+    return Run(path, info, ranks, steps, peaks, tuple(notes))
 
 
 def has_iterations(folder: str | Path) -> bool:
@@ -73,6 +78,8 @@ def read_held(folder: str | Path) -> Held | None:
     """What every rank wrote down of its memory, from its first forward on; None where none did."""
     path = Path(folder)
     ranks = tuple(found for found in map(_read_memory, MEMORY.files(path)) if found is not None)
+    if ranks:
+        refuse_two_runs(path, [(f"the memory of rank {rank.rank}", rank.run) for rank in ranks])
     return Held(path, ranks, _read_failure(path / FAILURE)) if ranks else None
 
 

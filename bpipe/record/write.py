@@ -47,8 +47,8 @@ def _keys(value: Any) -> dict[str, Any]:
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
     # Only of backwards with halves, of shards, of what a node's own memory holds, and of micro-batches that differ in size: elsewhere
-    # there is nothing to say.
-    for name in ("after_input_bytes", "shard_bytes", "in_shards_bytes", *_OWN_MEMORY, *_DIFFERING):
+    # there is nothing to say. Nor do older records name their run.
+    for name in ("run", "after_input_bytes", "shard_bytes", "in_shards_bytes", *_OWN_MEMORY, *_DIFFERING):
         if not keys.get(name, True):
             del keys[name]
     if isinstance(value, Iteration):

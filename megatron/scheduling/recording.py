@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from bpipe.models.cluster import DEVICES
 from bpipe.program import ScheduleConfig
-from bpipe.record.format import FAILURE, RECORD, RUN, Iteration, LinkSpeed, RankHeader, Row, RunInfo
+from bpipe.record.format import FAILURE, RECORD, RUN, SUMMARY, Iteration, LinkSpeed, RankHeader, Row, RunInfo
 from bpipe.record.write import append, write_whole
 from bpipe.runtime.kept import Share
 from bpipe.runtime.sizing import StayedAtHome
@@ -85,12 +86,14 @@ class RunRecord:
         self.path = RECORD.path(folder, dist.get_rank())
         self._started = False
         self._clock_ahead_s = clock_ahead_s()
+        self.run = name_of_run()
         self.pipeline = pipeline_index(config.positions)
 
     def clear(self) -> None:
         """Take away another run's record, or this run's before it was resumed: one record is one run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
+        SUMMARY.path(self._folder, dist.get_rank()).unlink(missing_ok=True)
         if dist.get_rank() == 0:
             (self._folder / FAILURE).unlink(missing_ok=True)
 
@@ -129,6 +132,7 @@ class RunRecord:
         if dist.get_rank() == 0:
             megatron = upstream.running()
             run = RunInfo(
+                run=self.run,
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
                 world_size=dist.get_world_size(),
                 num_pipelines=dist.get_world_size() // self._config.num_ranks,
@@ -156,6 +160,7 @@ class RunRecord:
         mine = [link for link in links if rank in link.ranks]
         transports = {link.transport for link in mine}
         return RankHeader(
+            run=self.run,
             rank=rank,
             pipeline=self.pipeline,
             place=self._config.positions.here(),
@@ -167,6 +172,13 @@ class RunRecord:
             weights_bytes=weights_bytes,
             limit_bytes=limit_bytes(),
         )
+
+
+def name_of_run() -> str:
+    """One for all files of this run, so that nobody takes another's for them. Collective over the world."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, uuid.uuid4().hex[:12] if dist.get_rank() == 0 else None)
+    return str(names[0])
 
 
 def clock_ahead_s() -> float:

@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Reporter:
         return step
 
     def _begin(self, record: RunRecord, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        self._watermark.begin(record.pipeline, device_name(), limit_bytes(), held(model, optimizer))
+        self._watermark.begin(record.run, record.pipeline, device_name(), limit_bytes(), held(model, optimizer))
         self._driver.watermark = self._watermark
 
     def failed(self, first: Failure) -> None:
@@ -130,12 +131,12 @@ class Reporter:
         record = self._record
         if record is not None:
             path = SUMMARY.path(self._folder, dist.get_rank())
-            self._guard.run(lambda: self._finish(path, record.pipeline), path)
+            self._guard.run(lambda: self._finish(path, record), path)
 
-    def _finish(self, path: Path, pipeline: int) -> None:
-        report = self._driver.stage_report(pipeline)
+    def _finish(self, path: Path, record: RunRecord) -> None:
+        report = self._driver.stage_report(record.pipeline)
         if report is not None:
-            write_whole(path, report)
+            write_whole(path, replace(report, run=record.run))
 
 
 def _before(path: Path, iteration: int) -> list[str]:

@@ -102,10 +102,11 @@ class Watermark:
         self._most = -1
         self.iteration = 0
 
-    def begin(self, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:
+    def begin(self, run: str, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:
         """Before the first iteration; whatever another run left goes."""
         self._path = MEMORY.path(self._folder, dist.get_rank())
         header = MemoryHeader(
+            run=run,
             rank=dist.get_rank(),
             pipeline=pipeline,
             place=self._config.positions.here(),

@@ -154,8 +154,13 @@ def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[
 @pytest.mark.parametrize(("case", "iterations"), [("m8_gloo", [3]), ("m8_peer", [2, 3]), ("m8_measured", [3])])
 def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, iterations: list[int]) -> None:
     """Each rank's rows are its program, computations in order; where the evictor copies by itself, the acceptor sees nothing of it."""
+    folder = Path(four.report_folder(case))
+    firsts = [json.loads(path.read_text().splitlines()[0]) for path in folder.glob("[rm]*_0000*.jsonl")]
+    whole = [json.loads(path.read_text()) for path in folder.glob("r*.json")]
+    runs = {one["run"] for one in (*firsts, *whole)}
+    assert (len(firsts), len(whole), len(runs)) == (8, 5, 1), "one name in all files of a run"
     for rank in range(4):
-        path = Path(four.report_folder(case)) / f"record_{rank:05d}.jsonl"
+        path = folder / f"record_{rank:05d}.jsonl"
         header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert (header["rank"], header["place"], header["pipeline"]) == (rank, rank, 0)
         assert header["weights_bytes"] > 0

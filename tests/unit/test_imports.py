@@ -55,7 +55,7 @@ MAY: dict[str, set[str]] = {
     },
     "report": {"ir", "generate.families", "program", "simulate", "models.flops", "record"},
     "report.out": {"ir", "simulate", "record.format", "report"},
-    "compare": {"values", "record.format", "record.keys"},
+    "compare": {"values", "record.format", "record.keys", "record.one_run"},
     "draw": {"ir", "simulate.report"},
     "commands": {
         *(

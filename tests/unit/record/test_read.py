@@ -260,3 +260,49 @@ def test_a_record_of_thousands_of_columns_is_refused(folder: Path) -> None:
     edit(folder / "record_00001.jsonl", widen)
     with pytest.raises(ValueError, match=r"record_00001.jsonl, line 2: it has 200[0-9]+ columns, and none has more than 200"):
         read_run(folder)
+
+
+def name_runs(folder: Path, names: dict[str, str]) -> None:
+    """Let files say whose they are, by their names."""
+    for name, run in names.items():
+        path = folder / name
+        if name.endswith("l"):
+            edit(path, lambda lines, run=run: lines[0].update(run=run))  # type: ignore[misc]
+        else:
+            path.write_text(json.dumps({**json.loads(path.read_text()), "run": run}))
+
+
+RECORDS = {f"record_{rank:05d}.jsonl": "cafe" for rank in range(4)}
+
+
+def test_records_of_one_run_are_read(folder: Path) -> None:
+    name_runs(folder, {**RECORDS, "run.json": "cafe"})
+    assert {record.run for record in read_run(folder).ranks} == {"cafe"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            {**RECORDS, "record_00002.jsonl": "beef"},
+            "the record of rank 0 is of run cafe, the record of rank 2 is of run beef. Records",
+        ),
+        ({"record_00002.jsonl": "beef"}, "rank 0 is of an older run, the record of rank 2 is of run beef. Records"),
+        ({**RECORDS, "run.json": "beef"}, "run.json is of run beef, the record of rank 0 is of run cafe. Records"),
+    ],
+)
+def test_records_of_two_runs_are_not_one(folder: Path, names: dict[str, str], message: str) -> None:
+    """Of the same sizes and at about the same time, nothing told them apart."""
+    name_runs(folder, names)
+    with pytest.raises(ValueError, match=message):
+        read_run(folder)
+
+
+def test_a_summary_that_an_earlier_run_left_is_left_out(folder: Path) -> None:
+    """A killed run leaves none, and the peaks of the one before were taken for its own."""
+    for rank in range(4):
+        (folder / f"rank_{rank:05d}.json").write_text(json.dumps({"rank": rank, "peak_bytes": 33, "run": "cafe" if rank else "beef"}))
+    name_runs(folder, {**RECORDS, "run.json": "cafe"})
+    run = read_run(folder)
+    assert run.run_peak_bytes == {1: 33, 2: 33, 3: 33}
+    assert run.notes == ("1 of the files rank_*.json are another run's and left out: a rank that was killed leaves none",)
