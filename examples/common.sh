@@ -2,7 +2,7 @@
 # Sourced by the training scripts of this folder: where they stand, what they have in common, and how they start.
 #
 # In: DRY_RUN=1 prints a command in place of running it; DATA and TOKENIZER (without them: mock data), CHECKPOINTS, TRAIN_ITERS and, on
-# SLURM, CONTAINER_IMAGE, CONTAINER_MOUNTS and EXIT_MINUTES. Out: the functions below, and the repository root as working directory.
+# SLURM, CONTAINER_IMAGE, CONTAINER_MOUNTS, MASTER_PORT and EXIT_MINUTES. Out: the functions below, and the repository root as working directory.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -41,7 +41,8 @@ checkpoint_args() {
 # slurm_args NODES: set SRUN_ARGS and DISTRIBUTED_ARGS, one torchrun a node. torchrun is what tells a process how many GPUs its node has,
 # and --bpipe lays pairs of stages on nodes by that.
 slurm_args() {
-    local nodes="${SLURM_JOB_NUM_NODES:-$1}" head=localhost
+    # A port of the job's own: two jobs whose first nodes are one would meet at a fixed one.
+    local nodes="${SLURM_JOB_NUM_NODES:-$1}" head=localhost port="${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 12000))}"
     if [[ -n "${SLURM_JOB_NODELIST:-}" ]]; then
         head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
     fi
@@ -55,7 +56,7 @@ slurm_args() {
     fi
     DISTRIBUTED_ARGS=(
         --nnodes "$nodes" --nproc-per-node 8
-        --rdzv-id "${SLURM_JOB_ID:-0}" --rdzv-backend c10d --rdzv-endpoint "$head:29500"
+        --rdzv-id "${SLURM_JOB_ID:-0}" --rdzv-backend c10d --rdzv-endpoint "$head:$port"
     )
 }
 

@@ -79,6 +79,20 @@ def test_more_nodes_and_flags_can_be_given() -> None:
     assert ended.stdout.rstrip().endswith("--seed 7")
 
 
+def test_every_job_has_a_port_of_its_own() -> None:
+    """At one fixed port, the second of two jobs with the same first node joined the first one's rendezvous, or did not start."""
+
+    def port(**environment: str) -> int:
+        (found,) = re.findall(r"--rdzv-endpoint localhost:(\d+) ", bash(JOBS[0], DRY_RUN="1", **environment).stdout)
+        return int(found)
+
+    jobs = [port(SLURM_JOB_ID=str(job)) for job in (123456, 123457, 98765432)]
+    assert len(set(jobs)) == 3
+    # Below those that a system gives out by itself.
+    assert all(20000 <= one < 32768 for one in (*jobs, port()))
+    assert port(SLURM_JOB_ID="7", MASTER_PORT="4242") == 4242
+
+
 def test_data_need_their_tokenizer(tmp_path: Path) -> None:
     script = EXAMPLES / "train_gpt3_13b.sh"
     ended = bash(script, DRY_RUN="1", DATA="d_text_document")
