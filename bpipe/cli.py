@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import shutil
 import sys
@@ -48,6 +49,7 @@ from bpipe.passes.align import align
 from bpipe.passes.answered import as_run
 from bpipe.program import BALANCES, ScheduleConfig, adopt, balancing, build
 from bpipe.read import read_file, source_of
+from bpipe.values import printable
 
 # What `--costs` and `--hop` say.
 Times = tuple[tuple[Fraction, ...] | None, Fraction | None]
@@ -96,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         # Started with standard output closed: what is written has to fail like on any other output that takes nothing.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding does not have is no reason to print nothing.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
@@ -104,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, OSError) as error:
         _drop_output()
-        print(f"bpipe: error: {_in_words(error)}", file=sys.stderr)
+        print(f"bpipe: error: {printable(_in_words(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bpipe: interrupted", file=sys.stderr)

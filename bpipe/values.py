@@ -7,6 +7,7 @@ value of another type or beyond its range. Knows no file and no format.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 # Beyond any count, duration or unix time, and any size in bytes, that a file of ours could truly hold.
 LARGEST = 10**12
 LARGEST_BYTES = 2**60
+# Controls but tabs and new lines, what turns the direction of writing, and halves of characters.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def load_json(text: str | bytes) -> object:
@@ -54,9 +57,15 @@ def a_list(value: object, name: str) -> list[Any]:
 
 
 def a_text(value: object, name: str) -> str:
+    """As it can be shown."""
     if not isinstance(value, str):
         raise _error(name, value, "must be text")
-    return value
+    return printable(value)
+
+
+def printable(text: str) -> str:
+    r"""Text of unknown origin as a terminal and a page may have it: what steers either, and half a character, as `\x1b` or `\ud800`."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def a_whole(value: object, name: str, least: int = 0, most: int = LARGEST) -> int:

@@ -15,6 +15,7 @@ from bpipe.commands.parser import REST
 from bpipe.plan.bash_words import MOST_CHARACTERS
 from bpipe.plan.launch_script import read_launch
 from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.values import printable
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +72,7 @@ def lines(reading: Reading) -> list[str]:
     found = [f"from the launch: {note}" for note in reading.notes]
     if reading.not_considered:
         found.append(f"not considered: {' '.join(reading.not_considered)}")
-    return found
+    return list(map(printable, found))
 
 
 def launch_document(reading: Reading) -> dict[str, Any]:

@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
         from bpipe.report.out.page import render
         from bpipe.report.out.view import view
 
-        Path(options.html).write_text(render(view(report)), encoding="utf-8")
+        # Encoded before anything is written: what cannot be would leave an empty page.
+        Path(options.html).write_bytes(render(view(report)).encode("utf-8", "backslashreplace"))
     if options.trace is not None:
         from bpipe.report.out.trace import write_trace
 

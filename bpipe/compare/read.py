@@ -14,7 +14,7 @@ from pathlib import Path
 from bpipe.record.format import STEPS, SUMMARY, RankSummary
 from bpipe.record.keys import values_of
 from bpipe.record.one_run import refuse_two_runs
-from bpipe.values import a_number, a_whole, an_object, load_json
+from bpipe.values import a_number, a_whole, an_object, load_json, printable
 
 LOSS = "lm loss"
 
@@ -127,7 +127,7 @@ def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             elapsed_s = found.pop("elapsed_s", None)
             if found.get(LOSS) is None or "grad_norm" not in found:
                 raise ValueError(f"{LOSS} or grad_norm is missing")
-            iterations[iteration] = {**{name: _exact(name, value) for name, value in found.items()}, "skipped": float(skipped)}
+            iterations[iteration] = {**{printable(name): _exact(name, value) for name, value in found.items()}, "skipped": float(skipped)}
             seconds.pop(iteration, None)
             if elapsed_s is not None:
                 seconds[iteration] = a_number(elapsed_s, "elapsed_s")
@@ -175,7 +175,7 @@ def _read_fields(text: str) -> dict[str, float]:
         if not colon:
             raise ValueError(f"{one.strip()!r:.60} is no field with a value")
         if _LOG_TIME in name or not _MACHINE.search(name):
-            values[name.strip()] = float(value)
+            values[printable(name.strip())] = float(value)
     return values
 
 

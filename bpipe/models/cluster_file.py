@@ -25,7 +25,7 @@ from typing import Any
 
 from bpipe.models.cluster import DEVICES, GIB, Cluster, DeviceKind, parse_cluster
 from bpipe.names import unknown
-from bpipe.values import load_json
+from bpipe.values import load_json, printable
 
 # Keys of `device`, the field each sets and how many of its units one of the key's is.
 NUMBERS = {
@@ -101,6 +101,7 @@ def _device(path: Path, said: object) -> DeviceKind:
     name = said.get("name", path.stem)
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path}: device.name is {_said(name)}, but must be text")
+    name = printable(name)
     if "like" in said:
         return replace(_known(path, "device.like", said["like"]), name=name, source=str(path), **numbers)
     missing = [f"device.{key}" for key in NUMBERS if key not in said]

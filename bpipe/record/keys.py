@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from bpipe.values import LARGEST, LARGEST_BYTES, a_list, a_number, a_whole, an_object
+from bpipe.values import LARGEST, LARGEST_BYTES, a_list, a_number, a_whole, an_object, printable
 
 
 def _as_it_is(value: Any) -> Any:
@@ -105,4 +105,8 @@ def line(kind: Callable[..., Any], name: str) -> Rule:
 
 def by_name(rule: Rule, element: str) -> Rule:
     """An object whose keys are names. `element` is what an error calls one value of it, with `{key}` for its name."""
-    return Rule(lambda value, name: {key: rule.read(one, element.format(key=key)) for key, one in an_object(value, name).items()}, dict)
+
+    def read(value: object, name: str) -> dict[str, Any]:
+        return {printable(key): rule.read(one, element.format(key=key)) for key, one in an_object(value, name).items()}
+
+    return Rule(read, dict)

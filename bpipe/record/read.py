@@ -38,7 +38,7 @@ from bpipe.record.format import (
 )
 from bpipe.record.keys import keys_of, values_of
 from bpipe.record.one_run import check_one_run, check_speed, missing, refuse_two_runs
-from bpipe.values import a_list, load_json
+from bpipe.values import a_list, load_json, printable
 
 # Beyond what any later version adds.
 MOST_COLUMNS = 200
@@ -89,7 +89,7 @@ def read_steps(path: Path, notes: list[str]) -> Iterator[TrainingStep]:
     for count, line in _lines(path, notes) if path.exists() else ():
         try:
             values = values_of(TrainingStep, line, "a step")
-            yield TrainingStep(**values, numbers={name: _exact(value) for name, value in line.items() if name not in keys})
+            yield TrainingStep(**values, numbers={printable(name): _exact(value) for name, value in line.items() if name not in keys})
         except ValueError as error:
             raise ValueError(f"{path}, line {count}: {error}") from None
 

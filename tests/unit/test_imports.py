@@ -59,6 +59,7 @@ MAY: dict[str, set[str]] = {
     "draw": {"ir", "simulate.report"},
     "commands": {
         *(
+            "values",
             "names",
             "ir",
             "flag_types",
@@ -72,6 +73,7 @@ MAY: dict[str, set[str]] = {
         *("models", "plan", "record", "report", "report.out", "compare", "draw"),
     },
     "cli": {
+        "values",
         "ir",
         "flag_types",
         "generate.families",

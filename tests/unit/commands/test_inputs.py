@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from tests.unit.report.recorded import write_run
 
 
 @pytest.mark.parametrize(
@@ -166,3 +168,24 @@ def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:
     begin = time.monotonic()
     assert main(["compare", str(path), str(path)]) == 0
     assert time.monotonic() - begin < 30
+
+
+def test_what_steers_a_terminal_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A host name with ESC sequences was printed raw, and half a character left an empty page."""
+    folder = write_run(tmp_path / "run", num_stages=2, num_microbatches=4, iterations=(5, 6), cores=1)
+    for path in folder.glob("record_*.jsonl"):
+        first, _, rest = path.read_text().partition("\n")
+        path.write_text(json.dumps({**json.loads(first), "host": "\x1b[2J\ud800\u202ehost", "device": "\x9b31m"}) + "\n" + rest)
+    (folder / "failure.json").write_text(json.dumps({"rank": 0, "cause": "\x1b]0;title\x07\r"}))
+    page = tmp_path / "page.html"
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "\\x1b[2J\\ud800\\u202ehost" in printed
+    assert not re.search("[\x1b\x9b\u202e\ud800]", printed)
+    assert "\\ud800" in page.read_text(encoding="utf-8")
+    assert "\x1b" not in page.read_text(encoding="utf-8")
+
+
+def test_an_error_shows_what_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "none\x1b[31m", "none"]) == 2
+    assert "none\\x1b[31m: " in capsys.readouterr().err
