@@ -288,7 +288,7 @@ class Variables:
         elif part.every == "*" or not state.split:
             state.add(" ".join(values))
         else:
-            state.is_void = state.is_void or not values
+            state.is_void, state.is_word = state.is_void or not values, state.is_word or bool(values)
             for place, one in enumerate(values):
                 if place:
                     state.end()
