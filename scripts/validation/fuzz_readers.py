@@ -3,7 +3,8 @@
 
 In: --count, --seed, --reader. Out: a line a reader; the inputs that failed are kept, status 1. A reader fails where it ends in a traceback,
 hangs, refuses without naming the file, or takes what it must not: a schedule that cannot be walked slot by slot or is not what the file
-says, messages that do not arrive, a record with a value that no run can have. The judges are slow, and share no code with the readers.
+says, messages that do not arrive, a record with a value that no run can have, a launch that bash does not run: scripts for that are
+drawn, not damaged, since they are run. The judges are slow, and share no code with the readers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bpipe.ir.grid import write_grid
 from bpipe.ir.messages import write_runtime
 from bpipe.ir.text import write_csv
 from bpipe.program import build
+from tests.unit.plan.bash_scripts import Script
 from tests.unit.test_messages import TORCH
 from validation.fuzz import given, records, runs
 from validation.fuzz.damage import damaged_json, damaged_text
@@ -61,6 +63,8 @@ READERS = {
     "kernel-times": Reader(lambda _: [json.dumps(given.KERNEL_TIMES)], damaged_json, given.judge_kernel_times),
     "trained": Reader(lambda _: [given.TRAINED], damaged_text, given.judge_trained),
     "script": Reader(lambda _: [given.SCRIPT], damaged_text, given.judge_script),
+    "drawn": Reader(lambda _: [given.DRAWN], lambda _, rng: Script(rng, rng.choice((0.02, 0.2))).draw(), given.judge_drawn),
+    "launch": Reader(lambda _: [given.LAUNCH], damaged_text, given.judge_launch),
 }
 
 

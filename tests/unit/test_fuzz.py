@@ -41,4 +41,4 @@ def test_a_judge_that_is_deceived_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(messages, "_check_order", lambda *_: None)
     monkeypatch.setattr(messages, "_check_progress", lambda *_: None)
     for name in ("csv", "grid", "json", "runtime"):
-        assert fuzz_readers.fuzz(name, 120, 1, tmp_path / "kept")["failed"] > 0, name
+        assert fuzz_readers.fuzz(name, 300, 1, tmp_path / "kept")["failed"] > 0, name

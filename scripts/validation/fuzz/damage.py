@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 JUNK: tuple[Any, ...] = (None, [], {}, "", "x", "1", True, False, -1, 0, 1, 3, 1.5, -0.5, 1e300, -1e300, 1e-300, math.inf, math.nan)
-JUNK = (*JUNK, 10**6, 10**9, 10**18, 10**30, 10**400, -(10**400), [1], {"a": 1}, "0F0", "9" * 60)
+JUNK = (*JUNK, "false", "\x1b[2J", "\ud800", 10**6, 10**8, 10**9, 10**18, 10**30, 10**400, -(10**400), [1], {"a": 1}, "0F0", "9" * 60)
 TOKENS = ["0F0", "1B1", "0EVICT1", "2HOST0", "(0F1;0B0)OVERLAP_F_B", "0SEND_F0", "1RECV_F0", "0WAIT_SEND_F0", "0UNSHARD", "3REDUCE_GRAD"]
 TOKENS += ["", ",", " ", "\n", "\r\n", "9", "999999999", "-1", "\t", '"', "null", "{}", "[", "٣", "\x00", "\ufeff", "# bpipe "]
-TOKENS += ["=", "&", "+", "."]
+TOKENS += ["=", "&", "+", ".", "\x1b[31m", "*99999999999999999999", "("]
 
 
 def damaged_text(text: str, rng: random.Random) -> str:
     """Cut, spliced, with cells exchanged, doubled or taken away, and numbers changed."""
+    if rng.random() < 0.01:
+        # What takes time by the square of its length shows here.
+        place = rng.randrange(len(text) + 1)
+        return text[:place] + rng.choice([*TOKENS, "$(", "${X:-", "a\n", "- "]) * 50_000 + text[place:]
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         change = rng.randrange(6)
         if change == 0:

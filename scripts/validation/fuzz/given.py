@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from bpipe.plan.launch_script import read_launch
+from tests.unit.plan.bash_scripts import calls_of, environment_of, stubs
 from validation.fuzz.damage import damaged_json, damaged_text
 from validation.fuzz.reader import Wrong, judge_numbers, outcome
 
@@ -27,13 +29,24 @@ CONFIG = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024, "n
 CONFIG |= {"intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False, "head_dim": 128}
 
 
+ROUTED = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+ROUTED |= {"decoder_sparse_step": 1}
+GEMMA = {**CONFIG, "model_type": "gemma3_text", "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 4}
+DEEPSEEK = {**CONFIG, "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+DEEPSEEK |= {"n_shared_experts": 1, "first_k_dense_replace": 2, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+DEEPSEEK |= {"v_head_dim": 64, "num_key_value_heads": 8}
+# Keys that are true or false, or a list of what layers are.
+FLAGS, KINDS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), ("full_attention", "sliding_attention")
+NO_SIZES = ("model_type", "layer_types", *FLAGS)
+
+
 def profile_texts(_: Path) -> list[str]:
     return [json.dumps({"stages": [STAGE], "measured": MEASURED}), json.dumps({"stages": [{**STAGE, "layers": 10}] * 4})]
 
 
 def config_texts(_: Path) -> list[str]:
     gpt2 = {"model_type": "gpt2", "n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 1024, "vocab_size": 50257}
-    return [json.dumps(CONFIG), json.dumps(gpt2)]
+    return [json.dumps(one) for one in (CONFIG, gpt2, ROUTED, GEMMA, DEEPSEEK)]
 
 
 def _simulated(path: Path, text: str, flag: str, named: Path | None) -> dict[str, Any] | None:
@@ -67,7 +80,12 @@ def judge_config(path: Path, text: str, _: random.Random) -> bool:
     found = json.loads(text)
     for key, value in found.items():
         known = key in CONFIG if found["model_type"] != "gpt2" else key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
-        if known and key not in ("model_type", "tie_word_embeddings") and value is not None and (type(value) is not int or value < 1):
+        if known and key not in NO_SIZES and value is not None and (type(value) is not int or value < 1):
+            raise Wrong(f"{key} {value!r:.60} was accepted")
+        if key in FLAGS and value is not None and type(value) is not bool:
+            raise Wrong(f"{key} {value!r:.60} was accepted")
+        asked = key == "layer_types" and found["model_type"] == "gemma3_text" and found.get("sliding_window")
+        if asked and not set(value or ()) <= set(KINDS):
             raise Wrong(f"{key} {value!r:.60} was accepted")
     return True
 
@@ -170,6 +188,47 @@ def judge_trained(path: Path, text: str, _: random.Random) -> bool:
     if printed is not None:
         judge_numbers("", json.loads(printed), math.inf)
     return printed is not None
+
+
+LAUNCH = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 51200 --micro-batch-size 1 "
+    "--global-batch-size 16 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(tt|)*3ttL --num-experts 4 "
+    "--moe-layer-freq [0]*2+[1]*6 --moe-ffn-hidden-size 512 --window-size 127,0 --window-attn-skip-freq 4 --bf16 "
+    "--recompute-granularity selective --recompute-modules core_attn --bpipe --bpipe-bound 3"
+)
+
+
+def judge_launch(_: Path, text: str, __: random.Random) -> bool:
+    """Only that it ends, and how; a system hands over no zero byte, and no word beyond 128 KiB."""
+    words = text.replace("\0", "").split()
+    if any(len(word) >= 2**17 for word in words):
+        return False
+    printed = outcome(["simulate", "--cluster", "a100-80g:4", "--format", "json", "--", *words], None)
+    if printed is not None:
+        judge_numbers("", json.loads(printed), math.inf)
+    return printed is not None
+
+
+DRAWN = "A=1\ntorchrun a.py --num-layers $A\n"
+
+
+def judge_drawn(path: Path, text: str, _: random.Random) -> bool:
+    """What bash itself hands to the training is what is read, or it is refused."""
+    folder = path.parent / "stubs"
+    environment = stubs(folder) if not folder.exists() else environment_of(folder)
+    try:
+        launch = read_launch(text)
+    except ValueError:
+        return False
+    words = list(launch.words)
+    while words[0] in ("srun", "exec"):
+        words = words[1:]
+    if any(map(launch.unknown, words)):
+        return False
+    for call in calls_of(text, environment, path.parent):
+        if call != words:
+            raise Wrong(f"{words} was read, and bash runs {call}")
+    return True
 
 
 def judge_script(path: Path, text: str, _: random.Random) -> bool:

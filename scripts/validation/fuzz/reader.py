@@ -9,12 +9,16 @@ import contextlib
 import io
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bpipe.cli import main as bpipe
+
+# What a terminal obeys.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 class Wrong(Exception):
@@ -46,6 +50,9 @@ def run_command(arguments: list[str]) -> tuple[int, str, str]:
 def outcome(arguments: list[str], path: Path | None) -> str | None:
     """What the command printed, None where it refused. Raises Wrong for a refusal that says nothing."""
     status, printed, error = run_command(arguments)
+    steering = _STEERING.search(printed) or _STEERING.search(error)
+    if steering is not None:
+        raise Wrong(f"{steering[0]!r} of the input is printed as it stands")
     if status == 0:
         return printed
     if status != 2 or "Traceback" in error or ": error: " not in error:

@@ -18,11 +18,20 @@ NUMBERS |= {"weights_bytes", "limit_bytes", "cores", "partner", "flops_per_itera
 NUMBERS |= {"peak_bytes", "device_peak_bytes", "num_chunks"}
 
 
+# The name in all files of a run.
+RUN_NAME = "cafe"
+
+
 def texts(folder: Path) -> list[str]:
     """Every file of a run, each as one text that names its file first."""
     write_run(folder, num_stages=4, num_microbatches=4, iterations=(5, 6), flops=1e9, peak_flops=1e13, limit_bytes=2 * 10**9, cores=4)
     for rank in range(4):
-        (folder / f"rank_{rank:05d}.json").write_text(json.dumps({"rank": rank, "peak_bytes": 33_000_000}))
+        (folder / f"rank_{rank:05d}.json").write_text(json.dumps({"run": RUN_NAME, "rank": rank, "peak_bytes": 33_000_000}))
+        path = folder / f"record_{rank:05d}.jsonl"
+        first, _, rest = path.read_text().partition("\n")
+        path.write_text(f"{json.dumps({'run': RUN_NAME, **json.loads(first)})}\n{rest}")
+    whole = folder / "run.json"
+    whole.write_text(json.dumps({"run": RUN_NAME, **json.loads(whole.read_text())}))
     return [f"{path.name}\n{path.read_text()}" for path in sorted(folder.iterdir())]
 
 
@@ -61,6 +70,8 @@ def judge(folder: Path, text: str, rng: random.Random) -> bool:
 def _judge_line(line: Any) -> None:
     if not isinstance(line, dict):
         raise Wrong(f"{line!r:.60} was taken for a line of a record")
+    if line.get("format") == "bpipe-record" and line.get("run") != RUN_NAME:
+        raise Wrong("records of two runs were taken for one")
     for key, value in {**line, **(line["program"] if isinstance(line.get("program"), dict) else {})}.items():
         wanted = key in NUMBERS and value is not None
         if wanted and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e41):
