@@ -116,7 +116,7 @@ def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
 def read_pattern(text: str) -> tuple[int, ...]:
     """Of Megatron's text: a number N is one layer with experts, then N - 1 without; a list is `[0]*3+[1]*58`, `([0]+[1]*3)*4`."""
     plain = text.replace(" ", "")
-    if plain.isdecimal() and 1 <= int(plain) <= MOST_LAYERS:
+    if re.fullmatch("[0-9]{1,5}", plain) and 1 <= int(plain) <= MOST_LAYERS:
         return shortest((1, *(0,) * (int(plain) - 1)))
     # Deeper, or longer than with every layer by itself, nobody means.
     found = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None

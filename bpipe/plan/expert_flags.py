@@ -6,6 +6,7 @@ Knows nothing of the other flags. Of experts, what the launch does not say has M
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from bpipe.models.layout import Setup
@@ -94,7 +95,7 @@ def parts_of_flags(found: argparse.Namespace, ffn_hidden_size: int, notes: list[
 def _window(text: str) -> int:
     """How many tokens one attends to, itself included: of `127,0`."""
     parts = text.strip("()").replace(" ", "").split(",")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or int(parts[1]):
+    if len(parts) != 2 or not all(re.fullmatch("[0-9]{1,12}", part) for part in parts) or int(parts[1]):
         raise ValueError(f"--window-size {text[:40]} is no window of tokens before a token, such as 127,0")
     return int(parts[0]) + 1
 
@@ -103,6 +104,6 @@ def _skipped(text: str | None) -> tuple[int, ...]:
     """Of which layers the window is: a number N says that every N-th layer has none."""
     if text is None:
         return EVERY
-    if text.isdecimal() and int(text) > 1:
+    if re.fullmatch("[0-9]{1,12}", text) and int(text) > 1:
         return shortest((*(1,) * (min(int(text), 1000) - 1), 0))
     return read_pattern(text)

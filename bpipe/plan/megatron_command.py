@@ -8,6 +8,7 @@ the parser of the installed one. Knows no cluster.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -254,11 +255,12 @@ def _devices(launcher: Sequence[str]) -> tuple[int, int] | None:
         name = name.lstrip("-").replace("-", "_")
         if name in values:
             values[name] = value or (launcher[place + 1] if place + 1 < len(launcher) else "")
-    if not all(value.isdecimal() and int(value) for value in values.values()):
+    if not all(value.isdecimal() for value in values.values()):
         return None
     if any(len(value) > 5 for value in values.values()):
         raise ValueError(f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: there are at most 99999 of each")
-    return int(values["nnodes"]), int(values["nproc_per_node"])
+    nodes, each = int(values["nnodes"]), int(values["nproc_per_node"])
+    return (nodes, each) if nodes and each else None
 
 
 def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
@@ -376,7 +378,7 @@ def _own_chunks(schedule: str | None) -> int | None:
 def _group(text: str | None) -> int | None:
     if text in (None, "auto"):
         return None
-    if not (text.isdecimal() and 1 <= int(text) <= LARGEST):
+    if not (re.fullmatch("[0-9]{1,13}", text) and 1 <= int(text) <= LARGEST):
         raise ValueError(f"--bpipe-group {text[:40]} is no number of micro-batches, and not auto")
     return int(text)
 

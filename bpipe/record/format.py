@@ -241,8 +241,6 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
 
 Program = Annotated[ScheduleConfig, Rule(read_program, _write_program)]
 
-_link_ranks = each(whole(0, MOST_RANKS), "a rank of a link")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:

@@ -104,6 +104,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ([LAYOUT, "(" * 100_000], "has 100000 characters, and no layout more than 10000"),
         (["--num-layers", "1000000000"], "num_layers is 1000000000, and no model has more than 10000"),
         (["--num-experts", "4", "--moe-layer-freq", "(" * 50_000 + "[1]" + ")" * 50_000], "is no pattern of layers"),
+        (["--window-size", "9" * 400 + ",0"], f"--window-size {'9' * 40} is no window of tokens before a token"),
         ([f"--own-{number}" for number in range(5000)], "5000 flags that Megatron does not have"),
     ],
 )
