@@ -63,6 +63,8 @@ def measure(
     `within_s` is less than what a watchdog waits before it ends the process; `abort()` ends what the transport has under way.
     """
     seconds, why = _Trial(transport, device, evictor).seconds(within_s, abort)
+    # What the trial allocated lies in the pool of its own stream, where nobody would use it again.
+    device.empty_cache()
     # The first also connects, allocates and touches pages.
     speed = 0.0 if why else 2 * PROBE_BYTES / statistics.median(seconds[1:])
     other = control.exchange(About.PROBE, why)

@@ -98,8 +98,11 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(is_aborted_at_all: b
     transports = [Hanging(is_aborted_at_all=is_aborted_at_all) for _ in range(2)]
     found: dict[bool, tuple[float, str | None]] = {}
 
+    emptied: list[None] = []
+
     def end(control: Any, transport: Any, evictor: bool) -> None:
-        found[evictor] = measure(transport, control, CPU, evictor, 0.2, transport.abort)
+        device = replace(CPU, empty_cache=lambda: emptied.append(None))
+        found[evictor] = measure(transport, control, device, evictor, 0.2, transport.abort)
 
     threads = [threading.Thread(target=functools.partial(end, *each)) for each in zip(controls(), transports, (True, False), strict=True)]
     for thread in threads:
@@ -108,6 +111,7 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(is_aborted_at_all: b
         thread.join(20.0)
         assert not thread.is_alive()
     assert [one.num_aborts for one in transports] == [1, 1]
+    assert len(emptied) == 2
     for speed, why in found.values():
         assert speed == 0.0
         assert why == "nothing came through within 0.2 s, half of --bpipe-timeout, and it was given up"
