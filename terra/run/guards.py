@@ -95,7 +95,12 @@ def must_run_at_once() -> bool:
     global _is_for_good
     _is_for_good |= _SMALLEST / 2 == 0
     here = threading.current_thread()
-    return _is_for_good or any(each is not here and not isinstance(each, RunnerThread) for each in threading.enumerate())
+    return _is_for_good or any(each is not here and not isinstance(each, RunnerThread) for each in living_threads())
+
+
+def living_threads() -> list[threading.Thread]:
+    """Return Python's threads. A name of its own, for tests that a runner of tests starts in threads."""
+    return threading.enumerate()
 
 
 def _wait() -> None:
