@@ -141,12 +141,29 @@ def try_out(groups: PairGroups, device: torch.device) -> None:
 
 
 def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> Works:
-    """One operation a tensor, in order, in as few group calls as NCCL allows."""
+    """Start one operation a tensor, in order, in as few group calls as NCCL allows."""
     works: list[Any] = []
     for start in range(0, len(tensors), MAX_BATCHED_OPERATIONS):
-        part = tensors[start : start + MAX_BATCHED_OPERATIONS]
-        works.extend(dist.batch_isend_irecv([dist.P2POp(operation, tensor, partner, group) for tensor in part]))
+        works.extend(issue(operation, tensors[start : start + MAX_BATCHED_OPERATIONS], partner, group))
     return Works(works, tensors)
+
+
+def issue(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> list[Any]:
+    """Start one operation a tensor in one group call, as `batch_isend_irecv` does it.
+
+    That makes an object for each and checks it twice: 4.4 microseconds of the main thread for a tensor, where this takes 1.4. Several
+    operations go to a backend in one call by `_coalescing_manager`, as in Megatron's and torch's sharded data parallelism.
+    """
+    start = group.send if operation is dist.isend else group.recv
+    other, device = dist.get_group_rank(group, partner), tensors[0].device
+    if not getattr(group._get_backend(device), "supports_coalescing", False):
+        return [start([tensor], other, 0) for tensor in tensors]
+    # Not public, so not typed.
+    torch_distributed: Any = dist
+    with torch_distributed._coalescing_manager(group, device, async_ops=True) as call:
+        for tensor in tensors:
+            start([tensor], other, 0)
+    return list(call.works)
 
 
 @contextmanager

@@ -342,11 +342,9 @@ class FakeDist:
         self._streams: dict[tuple[str, str], FakeStream] = {}
         self._halves: dict[tuple[str, str], deque[tuple[Node, Node, Unit, Any]]] = defaultdict(deque)
 
-    def P2POp(self, operation: str, buffer: FakeBuffer, partner: int, group: str) -> SimpleNamespace:
-        return SimpleNamespace(operation=operation, buffer=buffer, group=group)
-
-    def batch_isend_irecv(self, operations: Sequence[Any]) -> list[Any]:
-        return [self._post(each.operation, each.buffer, each.group) for each in operations]
+    def issue(self, operation: str, buffers: Sequence[FakeBuffer], partner: int, group: str) -> list[Any]:
+        """For `bpipe.transport.distributed.issue`."""
+        return [self._post(operation, buffer, group) for buffer in buffers]
 
     def _post(self, operation: str, buffer: FakeBuffer, group: str) -> Any:
         machine, device = self._machine, self._machine.on

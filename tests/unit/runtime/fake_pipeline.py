@@ -264,6 +264,7 @@ def fakes(machine: Machine, turns: Turns) -> Iterator[FakeDist]:
             patch.setattr(module, "torch", SimpleNamespace(empty=received, tensor=announcement, int64=torch.int64))
         patch.setattr(edges, "dist", dist)
         patch.setattr(distributed, "dist", dist)
+        patch.setattr(distributed, "issue", dist.issue)
         yield dist
 
 

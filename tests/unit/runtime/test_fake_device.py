@@ -81,6 +81,7 @@ def transports(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> 
         return {"evictor": Reaching(Way(machine), StreamLane(), StreamLane())}, list  # type: ignore[arg-type]
     dist = FakeDist(machine)
     monkeypatch.setattr(distributed, "dist", dist)
+    monkeypatch.setattr(distributed, "issue", dist.issue)
     here, there = controls()
     groups: dict[str, Any] = {"evictor": PairGroups(1, "up", "down"), "acceptor": PairGroups(0, "down", "up")}  # type: ignore[arg-type]
     both = {name: Distributed(control, groups[name]) for name, control in zip(groups, (here, there), strict=True)}  # type: ignore[arg-type]
@@ -407,5 +408,5 @@ def test_opposite_orders_on_the_two_ends_are_a_deadlock(fakes: Callable[[Machine
         machine.on = machine.device(name)
         for group in order:
             operation = dist.isend if name == "evictor" else dist.irecv
-            dist.batch_isend_irecv([dist.P2POp(operation, memory.narrow(0, 0, 10), 0, group)])[0].wait()  # type: ignore[arg-type]
+            dist.issue(operation, [memory.narrow(0, 0, 10)], 0, group)[0].wait()  # type: ignore[list-item]
     assert [finding.split(":")[0] for finding in machine.findings()] == ["deadlock"]
