@@ -15,4 +15,4 @@ quickstart:
 	./scripts/quickstart.sh
 
 format:
-	. scripts/setup.sh && set_up "then formatting" && ruff format . && ruff check --fix .
+	. scripts/setup.sh && set_up dev "then formatting" && ruff format . && ruff check --fix .

@@ -1,8 +1,8 @@
 """Say what a Python environment still lacks for this project.
 
-In: pyproject.toml beside this folder, and the interpreter that runs the file. Out: one line for each unmet requirement and, with
-`--stamp`, a fingerprint of what an installation depends on. Installs nothing and imports none of the packages it looks for; it runs in an
-environment that holds nothing but pip.
+In: an extra of pyproject.toml beside this folder, and the interpreter that runs the file. Out: one line for each unmet requirement of the
+project with that extra. With `--stamp` in its place: a fingerprint of what an installation depends on. Installs nothing and imports none of
+the packages it looks for; it runs in an environment that holds nothing but pip.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 try:
@@ -22,16 +24,25 @@ except ImportError:  # before the first installation only pip's own copy is ther
     from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("dev",)
 OLDEST_PYTHON = (3, 12)
 
 
-def requirements(root: Path) -> Iterator[str]:
-    """Every requirement line of the project and of the extras that the scripts install."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    yield from project["dependencies"]
-    for extra in EXTRAS:
-        yield from project["optional-dependencies"][extra]
+def described(root: Path) -> dict[str, Any]:
+    """Return the project table of a checkout's pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
+
+
+def requirements(root: Path, extra: str) -> Iterator[str]:
+    """Yield every requirement line of the project with an extra, those of the extras that it names in place of their names."""
+    project = described(root)
+    lines = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.name == project["name"]:
+            lines += chain.from_iterable(project["optional-dependencies"][name] for name in sorted(requirement.extras))
+        else:
+            yield line
 
 
 def unmet(line: str) -> str | None:
@@ -50,14 +61,15 @@ def unmet(line: str) -> str | None:
 
 
 def project_unmet(root: Path) -> str | None:
-    """Whether the environment's `bpipe` is this very checkout."""
+    """Say where the environment's installation of this project is not this very checkout."""
+    name = described(root)["name"]
     try:
-        record = metadata.distribution("bpipe").read_text("direct_url.json")
+        record = metadata.distribution(name).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return "bpipe: not installed"
+        return f"{name}: not installed"
     url = urlsplit(json.loads(record)["url"] if record else "")
     if url.scheme != "file" or Path(unquote(url.path)).resolve() != root:
-        return "bpipe: installed from somewhere else"
+        return f"{name}: installed from somewhere else"
     return None
 
 
@@ -76,7 +88,8 @@ def main() -> int:
     if sys.argv[1:] == ["--stamp"]:
         print(stamp(ROOT))
         return 0
-    missing = [reason for reason in map(unmet, requirements(ROOT)) if reason]
+    (extra,) = sys.argv[1:]
+    missing = [reason for reason in map(unmet, requirements(ROOT, extra)) if reason]
     here = project_unmet(ROOT)
     missing += [here] if here else []
     print("\n".join(missing), end="\n" if missing else "")

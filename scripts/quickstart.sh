@@ -56,7 +56,7 @@ fi
 # In the middle, when everything has been allocated and touched.
 RECORDED=$((ITERATIONS / 2))-$((ITERATIONS / 2 + 2))
 
-set_up "then training twice on Python's own source and comparing (about 5 minutes on 2 cores)"
+set_up megatron "then training twice on Python's own source and comparing (about 5 minutes on 2 cores)"
 cd "$ROOT"
 
 # Two of these at once would write into each other's folders.

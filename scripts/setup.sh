@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make sure of a Python environment in which this checkout is installed (`pip install -e ".[dev]"`).
+# Make sure of a Python environment in which this checkout is installed with an extra. Run by itself: `pip install -e ".[dev]"`.
 #
 # In: an active virtual environment, or VENV=<folder>; otherwise .venv in this checkout, made with Python 3.12 or newer. Out: $ROOT, $PYTHON
 # and a PATH that begins with the environment. The other scripts source this file; run by itself it only does the set-up. It asks the
@@ -11,6 +11,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 NEEDED_GIB=8
 PYTHON=""
 ENVIRONMENT=""
+EXTRA=""
 JOB=""
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
@@ -109,7 +110,7 @@ complete() {
     [[ -x "$PYTHON" ]] && recent_enough "$PYTHON" || return 1
     local stamp="$ENVIRONMENT/.bpipe-installed"
     [[ -f "$stamp" && "$(<"$stamp")" == "$("$PYTHON" -I "$ROOT/scripts/environment.py" --stamp)" ]] || return 1
-    "$PYTHON" -I "$ROOT/scripts/environment.py" >/dev/null
+    "$PYTHON" -I "$ROOT/scripts/environment.py" "$EXTRA" >/dev/null
 }
 
 create_environment() {
@@ -135,7 +136,7 @@ pip_install() {
     rm -rf "$unpacking"
     mkdir "$unpacking"
     TMPDIR="$unpacking" run_logged "$log" '^ *Downloading .*\([0-9]{3,}\.[0-9]+ MB|^ *Downloading .* GB' \
-        "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -e "${ROOT}[dev]" || status=$?
+        "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -e "${ROOT}[$EXTRA]" || status=$?
     rm -rf "$unpacking"
     if ((status == 0)); then return; fi
     if ((status > 128)); then exit "$status"; fi
@@ -150,7 +151,9 @@ pip_install() {
 
 # Metadata can be whole where files are missing; only an import tells.
 imports_work() {
-    "$PYTHON" -I -c 'import torch, numpy, psutil, pytest, importlib.util as u; assert u.find_spec("megatron.core") and u.find_spec("bpipe")' \
+    local also=""
+    if [[ "$EXTRA" == dev ]]; then also=", pytest"; fi
+    "$PYTHON" -I -c "import torch, numpy, psutil$also, importlib.util as u; assert u.find_spec('megatron.core') and u.find_spec('bpipe')" \
         >"$ENVIRONMENT/bpipe-import.log" 2>&1
 }
 
@@ -161,7 +164,7 @@ install() {
         create_environment
     fi
     # Only torch is big. (The listing exits with 1 where anything is missing, so it cannot stand in a pipe here.)
-    missing="$("$PYTHON" -I "$ROOT/scripts/environment.py" || true)"
+    missing="$("$PYTHON" -I "$ROOT/scripts/environment.py" "$EXTRA" || true)"
     if [[ $'\n'"$missing" == *$'\ntorch'* ]]; then check_disk; fi
     rm -f "$ENVIRONMENT/.bpipe-installed"
     pip_install
@@ -177,14 +180,15 @@ install() {
     "$PYTHON" -I "$ROOT/scripts/environment.py" --stamp >"$ENVIRONMENT/.bpipe-installed"
 }
 
-# set_up WHAT: WHAT ("then ...") is what the caller does afterwards, for the one line that says so.
+# set_up EXTRA WHAT: EXTRA is what the caller needs, of pyproject.toml's; WHAT ("then ...") what it does afterwards, for the line that says so.
 set_up() {
+    EXTRA=$1
     choose_environment
     PYTHON="$ENVIRONMENT/bin/python"
     if complete; then
-        say "using $ENVIRONMENT; $1"
+        say "using $ENVIRONMENT; $2"
     else
-        say "installing bpipe and what it needs into $ENVIRONMENT (torch is large: the first time takes minutes and 5.5 GB), $1"
+        say "installing bpipe and what it needs into $ENVIRONMENT (torch is large: the first time takes minutes and 5.5 GB), $2"
         # Two scripts started together must not install at once. The lock is on a file that is always there, so none is left behind.
         if command -v flock >/dev/null; then
             exec 9<"$ROOT/pyproject.toml"
@@ -198,5 +202,5 @@ set_up() {
 }
 
 if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
-    set_up "nothing else to do"
+    set_up dev "nothing else to do"
 fi

@@ -24,7 +24,7 @@ for option in "$@"; do
     esac
 done
 
-set_up "then formatting, lint, types, unit tests${CHECKS_ONLY:+ only}"
+set_up dev "then formatting, lint, types, unit tests${CHECKS_ONLY:+ only}"
 cd "$ROOT"
 if [[ -t 1 ]]; then export FORCE_COLOR=1; fi
 

@@ -30,7 +30,7 @@ shift
 # A package of that name is taken whole, and our megatron/scheduling would not be found beside it.
 [[ ! -e "$CHECKOUT/megatron/__init__.py" ]] || refuse "$CHECKOUT/megatron has an __init__.py and so is no namespace: too old for bpipe"
 
-set_up "then five short trainings with $CHECKOUT, four of them balanced and not (about 4 minutes on 2 cores)"
+set_up dev "then five short trainings with $CHECKOUT, four of them balanced and not (about 4 minutes on 2 cores)"
 cd "$ROOT"
 # Ours first: it holds megatron/scheduling alone, and hides nothing of the checkout.
 export PYTHONPATH="$ROOT:$CHECKOUT" NO_VCS_VERSION=1 CUDA_VISIBLE_DEVICES=""

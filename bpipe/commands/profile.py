@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 from bpipe.commands.flags import add_model_arguments
+from bpipe.extras import require
 from bpipe.flag_types import positive
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.kernel_shapes import kernel_shapes
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    require("torch" if options.kernel_times else "megatron", "bpipe profile")
     program = _measuring_kernels(options) if options.kernel_times else ["-m", PROGRAM, *flags(options)]
     ended = subprocess.run([sys.executable, *program], env=_environment(options.device, options.kernel_times), check=False)
     if ended.returncode:

@@ -18,6 +18,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from bpipe.extras import install_command
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.place import place
 from bpipe.generate.timing import Work, starts, tempo, work_of
@@ -206,7 +207,7 @@ def _solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise ValueError(f'the shortest order is found by OR-tools: pip install -e ".[optimal]" ({error})') from None
+        raise ValueError(f"the shortest order is found by OR-tools: {install_command('optimal')} ({error})") from None
     return cp_model
 
 

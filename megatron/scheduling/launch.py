@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bpipe import extras
 from megatron.scheduling import starting, startup, upstream
 
 
@@ -26,6 +27,8 @@ def prepare() -> None:
 
     Repairs follow when the arguments are parsed, because a flag leaves them.
     """
+    with _or_end():
+        extras.require("megatron", "a training")
     startup.prepare(repairing=False)
     from megatron.scheduling import patches
 

@@ -1,6 +1,7 @@
 """Make this process ready to import and run Megatron: the CPU stand-in where there is no GPU, and the repairs.
 
-In: a fresh process. Out: one where `megatron.training` runs. Must be called before `megatron.core` is imported.
+In: a fresh process. Out: one where `megatron.training` runs. Must be called before `megatron.core` is imported. Importing this module
+imports no torch, so that whoever starts without it is told how to install it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-
-import torch
 
 
 def prepare(*, repairing: bool = True) -> None:
@@ -19,6 +18,8 @@ def prepare(*, repairing: bool = True) -> None:
     """
     # Without this, importing megatron.core appends the commit of whatever git checkout the process stands in to its version.
     os.environ.setdefault("NO_VCS_VERSION", "1")
+    import torch
+
     if not torch.cuda.is_available():
         from megatron.scheduling import cpu_runtime
 
@@ -53,6 +54,8 @@ def leave_unrepaired() -> None:
 
 def device_type() -> str:
     """What activations lie on here: "cuda", or "cpu" where that only stands in."""
+    import torch
+
     return "cuda" if torch.cuda.is_available() and "megatron.scheduling.cpu_runtime" not in sys.modules else "cpu"
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
-
 TRIED_VERSIONS = ("0.19.2",)
 
 
@@ -32,6 +30,9 @@ class Running:
     @property
     def release(self) -> str:
         """The version without what a build or a checkout appended, which may be compared."""
+        # Not at the top: it comes with megatron-core, and whoever starts without is told so in one line.
+        from packaging.version import InvalidVersion, Version
+
         try:
             return Version(self.version).public
         except InvalidVersion:

@@ -20,6 +20,6 @@ elif [[ -f "$ROOT/runs/quickstart/summary.json" ]]; then
     RUNS="$ROOT/runs/quickstart"
 fi
 
-set_up "then drawing into docs/figures"
+set_up dev "then drawing into docs/figures"
 cd "$ROOT"
 "$PYTHON" scripts/validation/make_figures.py ${RUNS:+--runs "$RUNS"}

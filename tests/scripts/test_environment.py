@@ -10,9 +10,11 @@ import pytest
 
 PROJECT = """
 [project]
+name = "our-own"
 dependencies = ["numpy"]
 [project.optional-dependencies]
-dev = ["pytest"]
+trainer = ["torch"]
+dev = ["our-own[trainer]", "pytest"]
 gpu = ["flash-attn"]
 """
 
@@ -29,8 +31,23 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def test_dev_is_required_and_gpu_is_not(environment: ModuleType, tmp_path: Path) -> None:
-    assert list(environment.requirements(checkout(tmp_path / "a"))) == ["numpy", "pytest"]
+@pytest.mark.parametrize(("extra", "lines"), [("trainer", ["numpy", "torch"]), ("dev", ["numpy", "pytest", "torch"])])
+def test_requirements_of_an_extra_are_its_own_and_those_it_names(
+    environment: ModuleType, tmp_path: Path, extra: str, lines: list[str]
+) -> None:
+    assert list(environment.requirements(checkout(tmp_path / "a"), extra)) == lines
+
+
+def test_project_unmet_names_the_distribution_that_is_not_installed(environment: ModuleType, tmp_path: Path) -> None:
+    assert environment.project_unmet(checkout(tmp_path / "a")) == "our-own: not installed"
+
+
+@pytest.mark.parametrize("extra", ["megatron", "dev"])
+def test_requirements_of_the_extras_that_scripts_install_are_met_here(environment: ModuleType, extra: str) -> None:
+    """Each line names another distribution: one that named this project would be looked for by its version, and always be met."""
+    lines = list(environment.requirements(environment.ROOT, extra))
+    assert {"torch>=2.11.0a0", "megatron-core==0.19.2"} <= set(lines)
+    assert not [reason for reason in map(environment.unmet, lines) if reason]
 
 
 @pytest.mark.parametrize(
@@ -58,4 +75,6 @@ def test_the_stamp_depends_on_place_and_content(environment: ModuleType, tmp_pat
 
 
 def test_an_installation_of_another_checkout_does_not_count(environment: ModuleType, tmp_path: Path) -> None:
-    assert environment.project_unmet(tmp_path) is not None
+    folder = checkout(tmp_path / "a")
+    (folder / "pyproject.toml").write_text(PROJECT.replace("our-own", "pytest"))
+    assert environment.project_unmet(folder) == "pytest: installed from somewhere else"

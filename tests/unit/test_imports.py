@@ -21,12 +21,13 @@ ROOT = PACKAGE.parent
 MAY: dict[str, set[str]] = {
     "values": set(),
     "names": set(),
+    "extras": set(),
     "placement": set(),
     "refusals": set(),
     "vocabulary": set(),
     "ir": {"values"},
     "flag_types": {"ir"},
-    "generate": {"ir"},
+    "generate": {"extras", "ir"},
     "passes": {"ir", "generate.place"},
     "check": {"ir", "passes.lower"},
     "program": {"names", "ir", "generate", "passes", "check"},
@@ -61,6 +62,7 @@ MAY: dict[str, set[str]] = {
         *(
             "values",
             "names",
+            "extras",
             "ir",
             "flag_types",
             "generate.families",

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from bpipe.extras import DISTRIBUTION, MODULES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,22 +57,35 @@ def test_no_class_name_stands_for_two_things() -> None:
     assert not twice, f"give one of each another name: {twice}"
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def test_project_alone_needs_no_other_package() -> None:
+    """Whoever wanted to print a schedule or to plan had to install torch and Megatron: 5.5 GB."""
+    assert PROJECT["dependencies"] == []
+
+
+def test_extras_are_those_that_pages_and_commands_name() -> None:
+    assert set(EXTRAS) == {"torch", "megatron", "gpu", "dev", "hf", "optimal"}
+    assert set(MODULES) <= set(EXTRAS)
+    assert PROJECT["name"] == DISTRIBUTION
+
+
 def test_megatron_core_is_the_version_whose_signatures_were_read() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert "megatron-core==0.19.2" in project["dependencies"]
+    assert "megatron-core==0.19.2" in EXTRAS["megatron"]
 
 
 def test_the_torch_of_a_container_is_kept() -> None:
     """`torch>=2.11` leaves pre-releases out, so `pip install` in a vendor's container replaced its torch with the one of PyPI."""
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (torch,) = [wanted for wanted in map(Requirement, dependencies) if wanted.name == "torch"]
+    (torch,) = [wanted for wanted in map(Requirement, EXTRAS["torch"]) if wanted.name == "torch"]
     # As pip asks: pre-releases count only where the specifier itself names one.
     assert torch.specifier.contains("2.11.0a0+eb65b36.nv26.5")
     assert not torch.specifier.contains("2.10.0a0+b558c98.nv26.1")
 
 
 def test_nothing_says_to_install_bpipe_from_pypi() -> None:
-    """A page said `pip install "bpipe[optimal]"`: PyPI's bpipe, of 2018, is somebody else's."""
+    """A page said `pip install "bpipe[optimal]"`: PyPI's bpipe, of 2018, is somebody else's. Ours, torch-bpipe, is not there yet."""
     texts = [path for folder in ("bpipe", "megatron", "terra", "scripts", "examples", "docs") for path in (ROOT / folder).rglob("*")]
     for path in (ROOT / "README.md", *texts):
         if path.suffix in (".md", ".py", ".sh", ".toml"):
@@ -97,5 +112,4 @@ def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
 
 
 def test_what_tokenizers_need_can_be_asked_for() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"transformers", "sentencepiece", "tiktoken"} <= set(extras["hf"])
+    assert {"transformers", "sentencepiece", "tiktoken"} <= set(EXTRAS["hf"])

@@ -1,0 +1,42 @@
+"""Name what an installation lacks, and the pip command that adds it. In: an extra of the distribution. Out: nothing, or one line of error.
+
+Schedules, simulator, planner and reports need nothing but Python. Imports none of the packages it looks for.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata, util
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION = "torch-bpipe"
+# The modules that each extra of pyproject.toml brings, as far as a command of ours cannot do without them.
+MODULES = {"torch": ("torch",), "megatron": ("torch", "megatron.core")}
+
+
+def require(extra: str, for_what: str) -> None:
+    """Raise ValueError where a module of an extra is missing, with the command that installs it."""
+    missing = [module for module in MODULES[extra] if util.find_spec(module) is None]
+    if missing:
+        lacks = f"{' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed"
+        raise ValueError(f"{for_what} needs {lacks}: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra to the installation that runs: a checkout, its copy, or the package of an index."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        place = "." if checkout == Path.cwd() else checkout
+        return f'pip install -e "{place}[{extra}]"'
+    return f'pip install "{_copied_from() or DISTRIBUTION}[{extra}]"'
+
+
+def _copied_from() -> Path | None:
+    """Return the folder that pip installed from, if it was one."""
+    try:
+        record = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    url = urlsplit(json.loads(record)["url"] if record else "")
+    return Path(unquote(url.path)) if url.scheme == "file" else None
