@@ -5,6 +5,12 @@ break on. `Session` runs a step's operations beside the Python that issues them.
 bpipe nor Megatron.
 """
 
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    # With this name `python -m terra` says so in one line.
+    raise ImportError('terra needs torch, which is not installed: pip install "torch>=2.11"', name="terra")
+
 from terra.audit.compare import Audit, Finding, Kind
 from terra.audit.record import Recorder
 from terra.audit.run import audit

@@ -87,6 +87,14 @@ def test_command_without_its_packages_says_in_one_line_what_to_install(program: 
     assert ended.stderr == f'bpipe: error: {needs}: pip install -e "{ROOT}[{extra}]"\n'
 
 
+def test_terra_without_torch_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    program = "import runpy; sys.argv = ['', 'audit', 'step.py']; runpy._run_module_as_main('terra')"
+    ended = bare(program, tmp_path)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert 'terra needs torch, which is not installed: pip install "torch>=2.11"' in ended.stderr
+
+
 def test_require_accepts_what_is_installed() -> None:
     extras.require("megatron", "this test")
 
