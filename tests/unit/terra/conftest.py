@@ -1,4 +1,4 @@
-"""What holds for tests of terra: threads of whoever runs the tests look at no tensors."""
+"""What holds for tests of terra: threads that were there before a test look at none of its tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import pytest
 
 from terra.run import guards
 
-# Those of pytest-xdist, which hear what to run next.
-_THERE_BEFORE = frozenset(threading.enumerate())
-
 
 @pytest.fixture(autouse=True)
-def runner_of_tests_is_no_thread_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session runs at once, and so in no test beside Python, while another thread lives."""
-    monkeypatch.setattr(guards, "living_threads", lambda: [each for each in threading.enumerate() if each not in _THERE_BEFORE])
+def threads_from_before_are_not_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session runs at once while another thread lives: those of pytest-xdist, and daemons that other tests left, always do."""
+    before = frozenset(threading.enumerate())
+    monkeypatch.setattr(guards, "living_threads", lambda: [each for each in threading.enumerate() if each not in before])
