@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.runtime import cuda
 from bpipe.transport.distributed import gather_into
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -70,8 +71,8 @@ def gather(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Kernel:
 
 def seconds(kernel: Kernel, calls: int, device: torch.device) -> float:
     """Of one of so many calls, issued one behind the other."""
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if device.type != "cpu":
+        start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         start.record()
         for _ in range(calls):
             kernel()
@@ -117,9 +118,9 @@ def main() -> None:
     parser.add_argument("--output", help="default: standard output")
     options = parser.parse_args()
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", local) if cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     found = measure(json.loads(options.shapes), options.precision, options.repeats, device)
@@ -128,7 +129,7 @@ def main() -> None:
         dist.destroy_process_group()
     if not first:
         return
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = cuda.device_name(device) if device.type == "cuda" else "cpu"
     head = {"format": "bpipe-kernel-times", "version": 1, "device": name, "precision": options.precision, "torch": torch.__version__}
     text = json.dumps({**head, **found}, indent=1) + "\n"
     if options.output is None:

@@ -1,7 +1,8 @@
-"""Order transfers and computation on a device's streams. The only file that names `torch.cuda`.
+"""Order transfers and computation on a device's streams.
 
 In: a device. Out: a context in which a transfer starts behind what compute has issued so far, lanes for one-sided copies, and marks of
-time. Knows no schedule and no bytes. On a CPU everything a rank issues is already in order, so nothing has to be said.
+time. Knows no schedule and no bytes, and no kind of device: `torch.accelerator`, streams and events are those of whatever torch computes
+on here, and what only CUDA has stands in `cuda`. On a CPU everything a rank issues is already in order, so nothing has to be said.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from bpipe.runtime import cuda
 from bpipe.transport.base import Pending
 from bpipe.transport.device import Device
 from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
@@ -24,9 +26,29 @@ from bpipe.transport.lanes import CopyLane, Job, ThreadLane, Ticket
 _timed: ContextVar[bool] = ContextVar("timed", default=False)
 
 
+def _has_streams(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _here() -> torch.Stream:
+    """Return the current stream."""
+    return torch.accelerator.current_stream()
+
+
+@contextlib.contextmanager
+def current(stream: torch.Stream) -> Iterator[None]:
+    """Issue to this stream. Unlike a stream's own `with`, this may be nested in itself and entered by several threads."""
+    before = _here()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
 def allocated_on(device: torch.device) -> Callable[[], int] | None:
     """How many bytes of a device its allocator has given out, when asked; None for a CPU, where nobody counts."""
-    return functools.partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else None
+    return functools.partial(torch.accelerator.memory_allocated, device) if _has_streams(device) else None
 
 
 class Streams:
@@ -40,33 +62,33 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.timed = False
         self._device = device
-        self._cuda = device.type == "cuda"
-        if self._cuda:
+        self._beside = _has_streams(device)
+        if self._beside:
             # High priority: a transfer's few blocks must not queue behind a whole layer's.
-            self._outbound = torch.cuda.Stream(device, priority=-1)
-            self._inbound = torch.cuda.Stream(device, priority=-1)
+            self._outbound = torch.Stream(device, priority=-1)
+            self._inbound = torch.Stream(device, priority=-1)
 
     @contextlib.contextmanager
     def outbound(self) -> Iterator[None]:
         """Evictions and returns start here: they leave this rank. [1] They wait for what compute has issued: it writes what they read."""
-        with self._behind_compute(self._outbound if self._cuda else None):
+        with self._behind_compute(self._outbound if self._beside else None):
             yield
 
     @contextlib.contextmanager
     def inbound(self) -> Iterator[None]:
         """Loads and hostings start here: they come to it. [4][5] They wait for compute: it allocated, and last used, what they write."""
-        with self._behind_compute(self._inbound if self._cuda else None):
+        with self._behind_compute(self._inbound if self._beside else None):
             yield
 
     @contextlib.contextmanager
-    def _behind_compute(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    def _behind_compute(self, stream: torch.Stream | None) -> Iterator[None]:
         if stream is None:
             yield
             return
-        stream.wait_event(torch.cuda.current_stream().record_event())
+        stream.wait_event(_here().record_event())
         before = _timed.set(self.timed)
         try:
-            with torch.cuda.stream(stream):
+            with current(stream):
                 yield
         finally:
             _timed.reset(before)
@@ -75,12 +97,12 @@ class Streams:
 class _Issued:
     """A job on a device's stream: its end, and where it was timed also its begin."""
 
-    def __init__(self, begin: torch.cuda.Event | None, end: torch.cuda.Event) -> None:
+    def __init__(self, begin: torch.Event | None, end: torch.Event) -> None:
         self.begin = begin
         self.end = end
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.end)
+        _here().wait_event(self.end)
 
 
 class StreamLane:
@@ -89,12 +111,12 @@ class StreamLane:
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
         for pending in after:
             pending.wait()
-        stream, timed = torch.cuda.current_stream(), _timed.get()
-        begin = torch.cuda.Event(enable_timing=True) if timed else None
+        stream, timed = _here(), _timed.get()
+        begin = torch.Event(stream.device, enable_timing=True) if timed else None
         if begin is not None:
             begin.record(stream)
         job()
-        end = torch.cuda.Event(enable_timing=timed)
+        end = torch.Event(stream.device, enable_timing=timed)
         end.record(stream)
         return _Issued(begin, end)
 
@@ -106,24 +128,24 @@ class _OwnStreamLane(StreamLane):
     """A lane of a stream of its own, whatever is current; a job starts behind what the current one has been given."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.Stream(device)
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
-        self._stream.wait_event(torch.cuda.current_stream().record_event())
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_event(_here().record_event())
+        with current(self._stream):
             return super().run(job, after)
 
 
 class _Posted:
     """A job that a thread issues to a stream: the host waits until it has, and then the current stream for its end."""
 
-    def __init__(self, ticket: Pending, end: torch.cuda.Event) -> None:
+    def __init__(self, ticket: Pending, end: torch.Event) -> None:
         self._ticket = ticket
         self._end = end
 
     def wait(self) -> None:
         self._ticket.wait()
-        torch.cuda.current_stream().wait_event(self._end)
+        _here().wait_event(self._end)
 
 
 class _PostingLane:
@@ -135,13 +157,13 @@ class _PostingLane:
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._thread = ThreadLane("posting", timeout_s)
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.Stream(device, priority=-1)
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
-        asked, end = torch.cuda.current_stream().record_event(), torch.cuda.Event()
+        asked, end = _here().record_event(), torch.Event(self._stream.device)
 
         def issue() -> None:
-            with torch.cuda.stream(self._stream):
+            with current(self._stream):
                 self._stream.wait_event(asked)
                 for pending in after:
                     pending.wait()
@@ -156,57 +178,61 @@ class _PostingLane:
 
 def posting(device: torch.device, timeout_s: float) -> CopyLane:
     """A lane whose jobs may wait for a message of the partner's: never in the host's own thread."""
-    return _PostingLane(device, timeout_s) if device.type == "cuda" else ThreadLane("posting", timeout_s)
+    return _PostingLane(device, timeout_s) if _has_streams(device) else ThreadLane("posting", timeout_s)
 
 
 def beside(device: torch.device, timeout_s: float) -> CopyLane:
     """A lane for what is computed once others have made their part, while the computation goes on: a stream of its own, or a thread."""
-    return _OwnStreamLane(device) if device.type == "cuda" else ThreadLane("shards", timeout_s)
+    return _OwnStreamLane(device) if _has_streams(device) else ThreadLane("shards", timeout_s)
 
 
 def used_here(*tensors: torch.Tensor) -> None:
     """Memory of another stream is used on the current one: nobody gets it before this is over, whoever lets go of the tensor."""
     for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream())
+        if _has_streams(tensor.device):
+            tensor.record_stream(_here())
 
 
 def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:
     """What carries one-sided copies outbound and inbound beside the computation: the device's streams, or a thread each."""
-    if device.type == "cuda":
+    if _has_streams(device):
         return StreamLane(), StreamLane()
     return ThreadLane("outbound", timeout_s), ThreadLane("inbound", timeout_s)
 
 
 def copying_on(device: torch.device) -> Device:
     """What `bpipe.transport` asks of a device."""
-    if device.type == "cuda":
-        # "cuda" alone means the current one, whose number CUDA's runtime wants to be told.
+    if _has_streams(device):
+        # A type alone means the current one, whose number a device's runtime wants to be told.
         index = cast(int | None, device.index)
-        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    apart = functools.partial(_apart, device)
-    return Device(device, lanes, posting, synchronize, lambda: int(torch.cuda.current_stream().cuda_stream), torch.cuda.empty_cache, apart)
+        device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
+    handle = cuda.stream_handle if device.type == "cuda" else _native_handle
+    return Device(device, lanes, posting, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device))
+
+
+def _native_handle() -> int:
+    return int(cast(Any, _here()).native_handle)
 
 
 @contextlib.contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
     """Issue what is inside to a stream of its own. A thread's current device and stream are its own, too."""
-    if device.type != "cuda":
+    if not _has_streams(device):
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with current(torch.Stream(device)):
         yield
 
 
 def total_bytes(device: torch.device) -> int:
     """A device's memory; 0 for a CPU, whose memory is the host's."""
-    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
+    return torch.accelerator.get_memory_info(device)[1] if _has_streams(device) else 0
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given. For measurements before and after training, never in a step."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if _has_streams(device):
+        torch.accelerator.synchronize(device)
 
 
 @contextlib.contextmanager
@@ -215,11 +241,8 @@ def named(name: str, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    torch.cuda.nvtx.range_push(name)
-    try:
+    with cuda.profiled(name):
         yield
-    finally:
-        torch.cuda.nvtx.range_pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +250,7 @@ class Mark:
     """A moment: on the host, in seconds of `time.perf_counter`, and, on a device, in the current stream."""
 
     host_s: float
-    event: torch.cuda.Event | None
+    event: torch.Event | None
 
     def since(self, base: Mark) -> float:
         """Seconds from `base` on the device, or on the host where there is none. Waits for the device to come so far."""
@@ -241,18 +264,17 @@ class Clock:
     """Makes marks. Made where the computation is issued."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._compute = torch.cuda.current_stream() if self._cuda else None
+        self._compute = _here() if _has_streams(device) else None
 
     def beside(self) -> bool:
         """Whether what is issued now runs beside the computation, so that nothing of that waits when it waits."""
-        return self._cuda and torch.cuda.current_stream() != self._compute
+        return self._compute is not None and _here() != self._compute
 
     def mark(self) -> Mark:
         event = None
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream())
+        if self._compute is not None:
+            event = torch.Event(self._compute.device, enable_timing=True)
+            event.record(_here())
         return Mark(time.perf_counter(), event)
 
 

@@ -19,7 +19,7 @@ from bpipe.ir.memory import num_transfers
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
-from bpipe.runtime.streams import Streams, lanes, synchronize
+from bpipe.runtime.streams import Streams, current, lanes, synchronize
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import CopyLane, Job
 from bpipe.transport.one_sided import Reaching
@@ -82,7 +82,7 @@ def _bare(name: str) -> Callable[[Streams], contextlib.AbstractContextManager[No
 
     @contextlib.contextmanager
     def enter(streams: Streams) -> Iterator[None]:
-        with torch.cuda.stream(getattr(streams, name)):
+        with current(getattr(streams, name)):
             yield
 
     return enter

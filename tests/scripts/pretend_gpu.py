@@ -52,6 +52,19 @@ class BusyEvent(Event):
         return False
 
 
+class Accelerator:
+    """The current stream."""
+
+    def __init__(self) -> None:
+        self._current = Stream()
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self._current
+
+    def set_stream(self, stream: Stream) -> None:
+        self._current = stream
+
+
 @contextlib.contextmanager
 def _inside(stream: Stream) -> Iterator[None]:
     yield
@@ -86,8 +99,11 @@ class Cuda:
             lambda *arguments: SimpleNamespace(name="none", major=9, minor=0, total_memory=4 << 20, multi_processor_count=132),
         )
         self.answer("current_stream", lambda *arguments: Stream())
+        accelerator = Accelerator()
         for name, value in (("Stream", Stream), ("Event", Event), ("stream", _inside)):
             monkeypatch.setattr(torch.cuda, name, value)
+        for name in ("current_stream", "set_stream"):
+            monkeypatch.setattr(torch.accelerator, name, getattr(accelerator, name))
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
 

@@ -1,8 +1,8 @@
 """A device that does nothing in order unless it was told to, and an allocator that hands memory out again at once.
 
-In: the real engine's calls, made to fakes of `torch.cuda`, of storages and of point-to-point operations. Out: what touched which memory and
-what that was ordered behind, and from it every pair of touches that nothing orders, every cycle of waiting, and every value that a
-backward would have read wrongly.
+In: the real engine's calls, made to fakes of torch's streams and events, of storages and of point-to-point operations. Out: what touched
+which memory and what that was ordered behind, and from it every pair of touches that nothing orders, every cycle of waiting, and every
+value that a backward would have read wrongly.
 
 Whatever is issued becomes a node of a graph. A node comes after the last one of its stream and after the events that stream was told to
 wait for; that is all the order there is, because the host never blocks. The allocator belongs to the host: memory that was freed is given
@@ -191,16 +191,10 @@ class FakeEvent:
 
 
 def fake_torch(machine: Machine) -> SimpleNamespace:
-    """For the modules of the runtime that speak of `torch.cuda` and allocate: as much of torch as they use."""
+    """For the modules of the runtime that speak of streams and allocate: as much of torch as they use."""
 
-    @contextlib.contextmanager
-    def stream(chosen: FakeStream) -> Iterator[None]:
-        device = chosen.device
-        before, device.current = device.current, chosen
-        try:
-            yield
-        finally:
-            device.current = before
+    def set_stream(chosen: FakeStream) -> None:
+        chosen.device.current = chosen
 
     def blocked(device: object = None) -> None:
         raise AssertionError("the host blocks")
@@ -209,15 +203,13 @@ def fake_torch(machine: Machine) -> SimpleNamespace:
         return FakeMemory(machine.on, nbytes)
 
     names = iter(range(1000))
-    cuda = SimpleNamespace(
+    return SimpleNamespace(
         Stream=lambda device, priority=0: FakeStream(machine.on, f"stream {next(names)}"),
-        Event=FakeEvent,
-        current_stream=lambda: machine.on.current,
-        stream=stream,
-        synchronize=blocked,
-        nvtx=SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None),
+        Event=lambda device, enable_timing=False: FakeEvent(enable_timing),
+        accelerator=SimpleNamespace(current_stream=lambda: machine.on.current, set_stream=set_stream, synchronize=blocked),
+        empty=empty,
+        uint8=torch.uint8,
     )
-    return SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8)
 
 
 class FakeStorage:
@@ -420,6 +412,7 @@ def put_under(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     """The engine, its streams and its host buffers run on this machine."""
     torch_there = fake_torch(machine)
     patch.setattr(streams, "torch", torch_there)
+    patch.setattr(streams, "cuda", SimpleNamespace(profiled=contextlib.nullcontext))
     patch.setattr(host_buffers, "torch", torch_there)
     patch.setattr(evictor, "find", fake_find)
     patch.setattr(evictor, "hiding", lambda roots: Counter())

@@ -76,20 +76,20 @@ def mutate(file: str, line: str, instead: str, *tests: str, nth: int = 0) -> Mut
     return Mutation(f"bpipe/{folder}/{file}.py", line, instead, tests, nth)
 
 
-ON_STREAM = "with torch.cuda.stream(self.{}) if self._cuda else contextlib.nullcontext():"
+ON_STREAM = "with current(self.{}) if self._beside else contextlib.nullcontext():"
 
 TABLE = (
     # [1] and [5]: transfers behind the computation. Seen only where a device runs ahead of its host.
-    mutate("streams", "with self._behind_compute(self._outbound if self._cuda else None):", ON_STREAM.format("_outbound"), FAKE),
-    mutate("streams", "with self._behind_compute(self._inbound if self._cuda else None):", ON_STREAM.format("_inbound"), FAKE),
-    mutate("streams", "stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
-    mutate("streams", "self._stream.wait_event(torch.cuda.current_stream().record_event())", "pass", FAKE),
-    mutate("streams", "torch.cuda.current_stream().wait_event(self.end)", "pass", FAKE),
+    mutate("streams", "with self._behind_compute(self._outbound if self._beside else None):", ON_STREAM.format("_outbound"), FAKE),
+    mutate("streams", "with self._behind_compute(self._inbound if self._beside else None):", ON_STREAM.format("_inbound"), FAKE),
+    mutate("streams", "stream.wait_event(_here().record_event())", "pass", FAKE),
+    mutate("streams", "self._stream.wait_event(_here().record_event())", "pass", FAKE),
+    mutate("streams", "_here().wait_event(self.end)", "pass", FAKE),
     mutate("streams", "pending.wait()", "pass", FAKE),
     mutate("streams", "pending.wait()", "pass", FAKE, nth=1),
     mutate("streams", "self._stream.wait_event(asked)", "pass", FAKE),
     mutate("streams", "self._ticket.wait()", "pass", FAKE),
-    mutate("streams", "torch.cuda.current_stream().wait_event(self._end)", "pass", FAKE),
+    mutate("streams", "_here().wait_event(self._end)", "pass", FAKE),
     # [3] and [7]: memory and backwards behind the transfers.
     mutate(
         "evictor",

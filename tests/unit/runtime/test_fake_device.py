@@ -342,7 +342,7 @@ def without_waiting_for_compute(direction: str, monkeypatch: pytest.MonkeyPatch)
 
     @contextlib.contextmanager
     def only_the_stream(self: Any) -> Iterator[None]:
-        with streams.torch.cuda.stream(self._outbound if direction == "outbound" else self._inbound):
+        with streams.current(self._outbound if direction == "outbound" else self._inbound):
             yield
 
     monkeypatch.setattr(Streams, direction, only_the_stream)

@@ -141,7 +141,7 @@ def with_weights_that_let_go_first(patch: pytest.MonkeyPatch) -> None:
 def without_events_of_compute(patch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def only_the_stream(self: Streams, stream: Any) -> Iterator[None]:
-        with streams.torch.cuda.stream(stream):
+        with streams.current(stream):
             yield
 
     patch.setattr(Streams, "_behind_compute", only_the_stream)
