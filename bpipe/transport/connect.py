@@ -123,7 +123,7 @@ class Connection:
             raise RuntimeError(f"this pair has no groups for {name}: it was connected by {self.link.transport if self.link else 'others'}")
         if name == "host":
             return Reaching(Host(self._device, self.budget), *self._lanes)
-        lender = DeviceMemory(self._device) if self._device.on_cuda else SharedMemory()
+        lender = DeviceMemory(self._device) if self._device.has_runtime else SharedMemory()
         return Reaching(Peer(self.control, lender), *self._lanes)
 
     def _posting_lane(self) -> CopyLane:

@@ -208,8 +208,12 @@ class CudaRuntime:
         return batch
 
 
+# By the type of a device, the library with the runtime that torch uses for it. A look-up through one that is open goes on into everything
+# it was linked with.
+LIBRARIES: dict[str, str] = {"cuda": torch._C.__file__}
+
+
 @functools.cache
-def runtime() -> CudaRuntime:
-    """Torch's own. Raises RuntimeError where torch was built without CUDA."""
-    # A look-up through a library that is open goes on into everything it was linked with.
-    return CudaRuntime(ctypes.CDLL(torch._C.__file__))
+def runtime(device_type: str = "cuda") -> CudaRuntime:
+    """Torch's own. Raises RuntimeError where torch was built without it."""
+    return CudaRuntime(ctypes.CDLL(LIBRARIES[device_type]))

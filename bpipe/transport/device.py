@@ -1,4 +1,4 @@
-"""What transports ask of a rank's device. Made by `bpipe.runtime.streams.copying_on`; the transports themselves name no `torch.cuda`."""
+"""What transports ask of a rank's device. Made by `bpipe.runtime.streams.copying_on`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bpipe.transport.cuda_runtime import LIBRARIES
 from bpipe.transport.lanes import CopyLane
 
 
@@ -25,5 +26,6 @@ class Device:
     apart: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
+    def has_runtime(self) -> bool:
+        """Whether copy engines reach memory by its address, when a runtime such as CUDA's tells them to."""
+        return self.device.type in LIBRARIES

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bpipe.transport.cuda_runtime import OUT_OF_MEMORY, CudaError, runtime
+from bpipe.transport.cuda_runtime import OUT_OF_MEMORY, CudaError, CudaRuntime, runtime
 from bpipe.transport.device import Device
 
 Piece = tuple[int, torch.Tensor]
@@ -39,12 +39,12 @@ class DeviceRegion:
         self.read_all([(offset, target)])
 
     def write_all(self, pieces: Iterable[Piece]) -> None:
-        runtime().copy(
+        _runtime_of(self._device).copy(
             [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces], self._device.current_stream()
         )
 
     def read_all(self, pieces: Iterable[Piece]) -> None:
-        runtime().copy(
+        _runtime_of(self._device).copy(
             [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces], self._device.current_stream()
         )
 
@@ -56,7 +56,7 @@ class DeviceRegion:
     def close(self) -> None:
         # A transfer's wait orders streams, it does not stop the host: copies may be under way, and what unmapping does to them is not said.
         _make_current(self._device)
-        runtime().synchronize()
+        _runtime_of(self._device).synchronize()
         self._close()
 
     def abandon(self) -> None:
@@ -76,32 +76,34 @@ class DeviceMemory:
         # A handle opens the whole block an allocation lies in. Whole blocks share theirs with nobody.
         address = self._allocate(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
         try:
-            handle = runtime().handle_of(address)
+            handle = _runtime_of(self._device).handle_of(address)
         except CudaError:
             # Nobody else will ever have it: where IPC is not allowed, another transport takes over and needs the room.
-            runtime().free(address)
+            _runtime_of(self._device).free(address)
             raise
-        return {"handle": handle.hex(), "nbytes": nbytes}, DeviceRegion(address, nbytes, self._device, lambda: runtime().free(address))
+        return {"handle": handle.hex(), "nbytes": nbytes}, DeviceRegion(
+            address, nbytes, self._device, lambda: _runtime_of(self._device).free(address)
+        )
 
     def open(self, handle: Any) -> DeviceRegion:
         _make_current(self._device)
-        address = runtime().open_handle(bytes.fromhex(handle["handle"]))
-        return DeviceRegion(address, handle["nbytes"], self._device, lambda: runtime().close_handle(address))
+        address = _runtime_of(self._device).open_handle(bytes.fromhex(handle["handle"]))
+        return DeviceRegion(address, handle["nbytes"], self._device, lambda: _runtime_of(self._device).close_handle(address))
 
     def _allocate(self, nbytes: int) -> int:
         """Memory of the driver's. What torch's allocator holds and does not use is given back first, where there is no other."""
         try:
-            return runtime().allocate(nbytes)
+            return _runtime_of(self._device).allocate(nbytes)
         except CudaError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
         self._device.empty_cache()
         try:
-            return runtime().allocate(nbytes)
+            return _runtime_of(self._device).allocate(nbytes)
         except CudaError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
-            free, total = runtime().memory()
+            free, total = _runtime_of(self._device).memory()
             raise RuntimeError(
                 f"the partner's host buffers take {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of {_gib(total)} free "
                 f"after torch gave back what it did not use ({error}). Let this stage hold less (a smaller --micro-batch-size, "
@@ -117,14 +119,18 @@ def pinned_memory(nbytes: int, device: Device) -> DeviceRegion:
     _make_current(device)
     memory = torch.empty(nbytes, dtype=torch.uint8)
     address = memory.data_ptr()
-    runtime().lock(address, nbytes)
-    return DeviceRegion(address, nbytes, device, lambda: runtime().unlock(address), memory)
+    _runtime_of(device).lock(address, nbytes)
+    return DeviceRegion(address, nbytes, device, lambda: _runtime_of(device).unlock(address), memory)
+
+
+def _runtime_of(device: Device) -> CudaRuntime:
+    return runtime(device.device.type)
 
 
 def _make_current(device: Device) -> None:
     """Whichever device this thread used last, or none yet: memory and mappings belong to this rank's own."""
     assert device.device.index is not None, "a rank's device has a number"
-    runtime().set_device(device.device.index)
+    _runtime_of(device).set_device(device.device.index)
 
 
 def _gib(nbytes: int) -> str:

@@ -84,7 +84,7 @@ _WORD_BYTES = 8
 
 def own_memory(nbytes: int, device: Device) -> Region:
     """This process's own host memory, as the device needs it."""
-    return pinned_memory(nbytes, device) if device.on_cuda else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
+    return pinned_memory(nbytes, device) if device.has_runtime else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
 
 
 class SharedMemory:

@@ -149,7 +149,7 @@ def pinned_region(nbytes: int, device: torch.device) -> Region:
 def lender_on(device: torch.device) -> Lender:
     """Who makes memory that another process on this device, or on a CPU, reaches into."""
     here = copying_on(device)
-    return DeviceMemory(here) if here.on_cuda else SharedMemory()
+    return DeviceMemory(here) if here.has_runtime else SharedMemory()
 
 
 def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:

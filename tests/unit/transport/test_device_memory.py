@@ -28,7 +28,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     runtime = cuda.runtime()
     cuda.calls.clear()
-    monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
+    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
     monkeypatch.setattr(device_memory, "_abandoned", [])
     return cuda
 

@@ -299,7 +299,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
     """A kernel that waits for a partner that is gone never ends: whoever waited for the device had no traceback for minutes."""
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
+    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)
@@ -316,7 +316,7 @@ def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied
 def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
+    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)

@@ -23,7 +23,7 @@ from tests.unit.transport.loopback import CPU, AtOnce, controls
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     runtime = cuda.runtime()
-    monkeypatch.setattr(device_memory, "runtime", lambda: runtime)
+    monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
     monkeypatch.setattr(probe, "PROBE_BYTES", 1 << 16)
     return cuda
 
