@@ -1,0 +1,94 @@
+"""Build the late device: C++ against the installed torch, once for each version of the sources and of torch.
+
+In: the sources beside this file. Out: the loaded module. It is kept in the user's cache folder, under a name made of all it was built of.
+Raises `NoCompiler` where there is none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+NAME = "bpipe_late_device"
+# Optimizing takes three times as long, and the kernels that run are torch's.
+FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden")
+
+
+class NoCompiler(RuntimeError):
+    """There is nothing here to build with."""
+
+
+def load() -> ModuleType:
+    """The module, built if need be."""
+    path = built()
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def built() -> Path:
+    """Where the module lies, built if need be."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpipe" / "late"
+    sources = sorted(SOURCES.glob("*.cpp"))
+    library = folder / f"{_hash(*map(_name_of, sources))}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            # One process of a machine builds, and the others wait for it.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _build(library, {source: folder / _name_of(source) for source in sources})
+    return library
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _name_of(source: Path) -> str:
+    """An object's name, which says all that it was made of."""
+    headers = [path.name + path.read_text() for path in sorted(SOURCES.glob("*.h"))]
+    return f"{source.stem}-{_hash(torch.__version__, sys.version, *FLAGS, *headers, source.read_text())}.o"
+
+
+def _build(library: Path, objects: dict[Path, Path]) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        raise NoCompiler("the late device is built by g++ and needs Python's headers; one of them is not here")
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    defined = f"-DTORCH_EXTENSION_NAME={NAME}"
+    # The longest first.
+    missing = sorted((source for source in objects if not objects[source].exists()), key=lambda source: -source.stat().st_size)
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        list(workers.map(lambda source: _make(objects[source], compiler, *FLAGS, abi, defined, *includes, "-c", source), missing))
+    paths = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    torch_libraries = [f"-l{name}" for name in ("c10", "torch_cpu", "torch", "torch_python")]
+    _make(library, compiler, "-shared", *objects.values(), *paths, *torch_libraries)
+
+
+def _make(output: Path, *command: object) -> None:
+    """Run a compiler. What it makes has its name once it is whole."""
+    partly = output.with_suffix(f".{os.getpid()}")
+    full = [*map(str, command), "-o", str(partly)]
+    done = subprocess.run(full, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"building the late device failed: {' '.join(full)}\n{done.stderr[-4000:]}")
+    partly.replace(output)

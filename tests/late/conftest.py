@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.late import devices
+from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
+
+# The first test of a machine builds the device.
+BUILDING_S = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(BUILDING_S))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def late_device() -> None:
+    devices.needed()

@@ -1,0 +1,136 @@
+// See hosts.h.
+#include "hosts.h"
+
+#include <Python.h>
+#include <c10/util/Exception.h>
+
+#include <memory>
+
+#include "machine.h"
+
+namespace late {
+namespace {
+
+// Nobody may keep Python's lock while another host goes on.
+class WithoutPython {
+ public:
+  WithoutPython() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPython() {
+    if (state_) PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace
+
+Hosts& Hosts::get() {
+  static auto* hosts = new Hosts();
+  return *hosts;
+}
+
+void Hosts::expect(int number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  hosts_.assign(number, {});
+  turn_ = -1;
+  stuck_.clear();
+}
+
+void Hosts::enter(int host) {
+  WithoutPython without;
+  std::unique_lock<std::mutex> lock(mutex_);
+  hosts_.at(host).here = true;
+  bool all = true;
+  for (auto& each : hosts_) all &= each.here;
+  if (all) {
+    turn_ = static_cast<int>(Machine::get().order.draw(hosts_.size()));
+    turned_.notify_all();
+  }
+  wait_for_turn(lock, host);
+}
+
+void Hosts::leave(int host) {
+  WithoutPython without;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (hosts_.empty()) return;
+  hosts_.at(host).gone = true;
+  // The others' waits say themselves when nobody can go on.
+  if (turn_ == host && !hand_over(lock)) {
+    for (size_t other = 0; other < hosts_.size(); ++other)
+      if (!hosts_[other].gone) turn_ = static_cast<int>(other);
+    turned_.notify_all();
+  }
+}
+
+int Hosts::another_that_can() {
+  std::vector<int> able;
+  for (size_t other = 0; other < hosts_.size(); ++other) {
+    auto& host = hosts_[other];
+    if (static_cast<int>(other) != turn_ && host.here && !host.gone && (!host.waits_for || (*host.waits_for)()))
+      able.push_back(static_cast<int>(other));
+  }
+  return able.empty() ? -1 : able[Machine::get().order.draw(able.size())];
+}
+
+bool Hosts::hand_over(std::unique_lock<std::mutex>& lock) {
+  int next = another_that_can();
+  if (next < 0) return false;
+  turn_ = next;
+  turned_.notify_all();
+  return true;
+}
+
+void Hosts::wait_for_turn(std::unique_lock<std::mutex>& lock, int me) {
+  turned_.wait(lock, [&] { return turn_ == me || !stuck_.empty(); });
+  TORCH_CHECK(stuck_.empty(), stuck_);
+}
+
+std::string Hosts::who_waits() const {
+  std::string text;
+  for (size_t host = 0; host < hosts_.size(); ++host)
+    if (!hosts_[host].gone && !hosts_[host].what.empty()) text += "\n  host " + std::to_string(host) + ": " + hosts_[host].what;
+  return text;
+}
+
+void Hosts::wait_until(const Test& over, const Test& go_on, const std::string& what) {
+  WithoutPython without;
+  std::unique_lock<std::mutex> lock(mutex_);
+  int me = turn_;
+  if (me >= 0) {
+    hosts_[me].waits_for = &over;
+    hosts_[me].what = what;
+  }
+  auto forget = [&](void*) {
+    if (me >= 0 && me < static_cast<int>(hosts_.size())) {
+      hosts_[me].waits_for = nullptr;
+      hosts_[me].what.clear();
+    }
+  };
+  std::unique_ptr<void, decltype(forget)> at_the_end(this, forget);
+  while (!over()) {
+    TORCH_CHECK(stuck_.empty(), stuck_);
+    bool elsewhere = me >= 0 && Machine::get().order.draw(4) == 0 && hand_over(lock);
+    if (!elsewhere && go_on()) continue;
+    if (!elsewhere && me >= 0) elsewhere = hand_over(lock);
+    if (!elsewhere) {
+      std::string text = "late: nobody can go on: " + what + "." + who_waits() + Machine::get().standing();
+      if (me >= 0) {
+        stuck_ = text;
+        turned_.notify_all();
+      }
+      TORCH_CHECK(false, text);
+    }
+    wait_for_turn(lock, me);
+  }
+}
+
+void Hosts::perhaps_yield() {
+  WithoutPython without;
+  std::unique_lock<std::mutex> lock(mutex_);
+  int me = turn_;
+  if (me < 0 || Machine::get().order.draw(2) || !hand_over(lock)) return;
+  wait_for_turn(lock, me);
+}
+
+}  // namespace late

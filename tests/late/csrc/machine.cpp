@@ -1,0 +1,231 @@
+// See machine.h.
+#include "machine.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
+
+#include "hosts.h"
+
+namespace late {
+
+using Guard = std::lock_guard<std::recursive_mutex>;
+
+Machine& Machine::get() {
+  static auto* machine = new Machine();  // Never destroyed: tensors may outlive everything.
+  return *machine;
+}
+
+void Machine::reset(int devices, int connections) {
+  Guard guard(mutex);
+  TORCH_CHECK(devices > 0 && devices <= kMaxDevices, "late: ", devices, " devices, but there are 1 to ", kMaxDevices);
+  devices_ = devices;
+  connections_ = connections;
+  for (int device = 0; device < kMaxDevices; ++device) {
+    for (auto& [id, stream] : streams_[device]) {
+      // Whoever still has one of these moments need not wait for it.
+      for (auto& operation : stream.queue) operation.end->over = true;
+      if (stream.running) stream.running->over = true;
+    }
+    streams_[device].clear();
+    queues_[device].assign(connections, {});
+    handed_out_[device] = {};
+  }
+  counts.clear();
+}
+
+Stream& Machine::stream(int device, int id) {
+  auto [found, added] = streams_.at(device).try_emplace(id);
+  if (added) {
+    found->second.device = device;
+    found->second.id = id;
+  }
+  return found->second;
+}
+
+int Machine::take_from_pool(int device, bool high_priority) {
+  Guard guard(mutex);
+  int next = handed_out_.at(device)[high_priority]++ % kStreamsPerPool;
+  return 1 + next + (high_priority ? kStreamsPerPool : 0);
+}
+
+std::deque<int>* Machine::hardware_queue(int device, int stream) {
+  return connections_ ? &queues_[device][stream % connections_] : nullptr;
+}
+
+const std::deque<int>* Machine::hardware_queue(int device, int stream) const {
+  return connections_ ? &queues_[device][stream % connections_] : nullptr;
+}
+
+Ending Machine::issue(int device, int id, Operation operation) {
+  Ending end = operation.end;
+  {
+    Guard guard(mutex);
+    Stream& into = stream(device, id);
+    end->device = device;
+    end->stream = id;
+    end->label = operation.label;
+    into.queue.push_back(std::move(operation));
+    into.last = end;
+    if (auto* queue = hardware_queue(device, id)) queue->push_back(id);
+    ++counts["deferred"];
+    for (int left = order.meanwhile(); left > 0; --left)
+      if (!step()) break;
+  }
+  return end;
+}
+
+Ending Machine::mark(int device, int id, const std::string& label) {
+  Operation operation;
+  operation.label = label;
+  operation.cost = 0;
+  return issue(device, id, std::move(operation));
+}
+
+void Machine::block(int device, int id, const Ending& ending) {
+  // An event that was never recorded holds nobody up: cudaStreamWaitEvent, CUDA Runtime API.
+  if (!ending || (ending->device == device && ending->stream == id)) return;
+  Operation operation;
+  operation.label = "wait for " + ending->label;
+  operation.cost = 0;
+  operation.behind = {ending};
+  issue(device, id, std::move(operation));
+}
+
+void Machine::finish(const Ending& ending, double time) {
+  Guard guard(mutex);
+  ending->over = true;
+  ending->time = std::max(ending->time, time);
+  Stream& of = stream(ending->device, ending->stream);
+  of.clock = std::max(of.clock, ending->time);
+  if (of.running == ending) of.running = nullptr;
+}
+
+bool Machine::can_begin(const Stream& stream) const {
+  if (stream.queue.empty() || (stream.running && !stream.running->over)) return false;
+  if (auto* queue = hardware_queue(stream.device, stream.id); queue && queue->front() != stream.id) return false;
+  for (auto& ending : stream.queue.front().behind)
+    if (!ending->over) return false;
+  return true;
+}
+
+void Machine::begin_head(Stream& stream) {
+  Operation operation = std::move(stream.queue.front());
+  stream.queue.pop_front();
+  if (auto* queue = hardware_queue(stream.device, stream.id)) queue->pop_front();
+  double start = stream.clock;
+  for (auto& ending : operation.behind) start = std::max(start, ending->time);
+  stream.clock = start + operation.cost;
+  operation.end->time = stream.clock;
+  if (operation.joint) stream.running = operation.end;
+  // May finish others, and itself.
+  if (operation.run) operation.run();
+  if (!operation.joint) operation.end->over = true;
+}
+
+bool Machine::step() {
+  Guard guard(mutex);
+  std::vector<Choice> choices;
+  for (int device = 0; device < devices_; ++device)
+    for (auto& [id, stream] : streams_[device])
+      if (can_begin(stream)) choices.push_back({device, id, stream.queue.front().copies});
+  if (choices.empty()) return false;
+  auto& chosen = choices[order.choose(choices)];
+  begin_head(stream(chosen.device, chosen.stream));
+  return true;
+}
+
+bool Machine::step_towards(const Ending& ending, std::set<std::pair<int, int>>& asked) {
+  if (ending->over || !asked.insert({ending->device, ending->stream}).second) return false;
+  Stream& of = stream(ending->device, ending->stream);
+  if (can_begin(of)) {
+    begin_head(of);
+    return true;
+  }
+  if (of.queue.empty()) return false;
+  for (auto& other : of.queue.front().behind)
+    if (step_towards(other, asked)) return true;
+  if (auto* queue = hardware_queue(of.device, of.id); queue && queue->front() != of.id) {
+    Stream& ahead = stream(of.device, queue->front());
+    if (!ahead.queue.empty() && step_towards(ahead.queue.front().end, asked)) return true;
+  }
+  return false;
+}
+
+void Machine::wait_all(const std::vector<Ending>& endings, const std::string& what) {
+  auto over = [&] {
+    Guard guard(mutex);
+    for (auto& ending : endings)
+      if (!ending->over) return false;
+    return true;
+  };
+  auto go_on = [&] {
+    Guard guard(mutex);
+    if (order.as_late()) {
+      std::set<std::pair<int, int>> asked;
+      for (auto& ending : endings)
+        if (step_towards(ending, asked)) return true;
+    }
+    return step();
+  };
+  Hosts::get().wait_until(over, go_on, what);
+}
+
+void Machine::wait(const Ending& ending) {
+  if (ending) wait_all({ending}, "a host waits for " + ending->label);
+}
+
+void Machine::wait_stream(int device, int id) {
+  Ending last;
+  {
+    Guard guard(mutex);
+    last = stream(device, id).last;
+  }
+  if (last) wait_all({last}, "a host waits for stream " + std::to_string(id) + " of device " + std::to_string(device));
+}
+
+void Machine::wait_device(int device) {
+  std::vector<Ending> endings;
+  {
+    Guard guard(mutex);
+    for (auto& [id, stream] : streams_.at(device))
+      if (stream.last) endings.push_back(stream.last);
+  }
+  wait_all(endings, "a host waits for device " + std::to_string(device));
+}
+
+bool Machine::query(const Ending& ending) {
+  Guard guard(mutex);
+  if (ending && !ending->over) step();
+  return !ending || ending->over;
+}
+
+bool Machine::query_stream(int device, int id) {
+  Guard guard(mutex);
+  if (!stream(device, id).idle()) step();
+  return stream(device, id).idle();
+}
+
+std::string Machine::blocked_by(const Stream& stream) const {
+  if (stream.running && !stream.running->over) return stream.running->label + " has begun and waits for the other end";
+  if (stream.queue.empty()) return "";
+  auto& head = stream.queue.front();
+  for (auto& ending : head.behind)
+    if (!ending->over)
+      return head.label + " waits for " + ending->label + " on stream " + std::to_string(ending->stream) + " of device " +
+             std::to_string(ending->device);
+  if (auto* queue = hardware_queue(stream.device, stream.id); queue && queue->front() != stream.id)
+    return head.label + " stands in a hardware queue behind stream " + std::to_string(queue->front());
+  return head.label + " can begin";
+}
+
+std::string Machine::standing() {
+  Guard guard(mutex);
+  std::ostringstream text;
+  for (int device = 0; device < devices_; ++device)
+    for (auto& [id, stream] : streams_[device])
+      if (!stream.idle()) text << "\n  device " << device << ", stream " << id << ": " << blocked_by(stream);
+  return text.str();
+}
+
+}  // namespace late

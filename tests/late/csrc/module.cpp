@@ -1,0 +1,75 @@
+// What Python says to late devices. Tensors never pass here: they go by torch's own ways.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "allocator.h"
+#include "hosts.h"
+#include "machine.h"
+
+namespace py = pybind11;
+using late::CachingAllocator;
+using late::Hosts;
+using late::Machine;
+
+namespace {
+
+void reset(int devices, int connections, size_t capacity, bool allocation_synchronizes) {
+  py::gil_scoped_release without_python;
+  Machine::get().reset(devices, connections);
+  CachingAllocator::get().reset(capacity);
+  Machine::get().allocation_synchronizes = allocation_synchronizes;
+}
+
+void order(const std::string& kind, uint64_t seed, int stream, double eagerness) {
+  std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
+  Machine::get().order.set(kind, seed, stream, eagerness);
+}
+
+// A stream has something to do that takes so long.
+void work(int device, int stream, double microseconds) {
+  late::Operation operation;
+  operation.label = "work";
+  operation.cost = microseconds;
+  Machine::get().issue(device, stream, std::move(operation));
+}
+
+// A kernel that begins and does not end before it is let go.
+std::map<int, late::Ending> held;
+
+void hold(int device, int stream) {
+  late::Operation operation;
+  operation.label = "a kernel that is held";
+  operation.joint = true;
+  held[device] = Machine::get().issue(device, stream, std::move(operation));
+}
+
+void let_go(int device) { Machine::get().finish(held.at(device), 0); }
+
+void wait_until(const std::function<bool()>& over, const std::string& what) {
+  Hosts::Test asks = [&] {
+    py::gil_scoped_acquire with_python;
+    return over();
+  };
+  // A host that waits for another one does not keep the devices from working.
+  Hosts::get().wait_until(asks, [] { return Machine::get().step(); }, what);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("reset", &reset, py::arg("devices"), py::arg("connections"), py::arg("capacity"), py::arg("allocation_synchronizes"));
+  m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
+  m.def("devices", [] { return Machine::get().devices(); });
+  m.def("counts", [] { return Machine::get().counts; });
+  m.def("forced_because", [] { return Machine::get().forced_because; });
+  m.def("standing", [] { return Machine::get().standing(); });
+  m.def("work", &work);
+  m.def("hold", &hold);
+  m.def("let_go", &let_go);
+  m.def("expect_hosts", [](int number) { Hosts::get().expect(number); });
+  m.def("enter", [](int host) { Hosts::get().enter(host); });
+  m.def("leave", [](int host) { Hosts::get().leave(host); });
+  m.def("perhaps_yield", [] { Hosts::get().perhaps_yield(); });
+  m.def("wait_until", &wait_until);
+}

@@ -1,0 +1,336 @@
+// Operations of torch on late devices: shapes now, from the meta kernels; the work later, by the CPU kernels, on raw addresses.
+//
+// An operation without a meta kernel, or with a result whose size depends on values, waits for its stream and runs at once, as
+// torch.nonzero does on CUDA ("forced"). What draws random numbers draws them when it is issued.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include "allocator.h"
+#include "current.h"
+#include "locked.h"
+#include "machine.h"
+
+namespace late {
+namespace {
+
+using c10::IValue;
+using Values = std::vector<IValue>;
+using Change = std::function<at::Tensor(const at::Tensor&)>;
+
+bool ours(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
+
+c10::Device here() { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(current_device())}; }
+
+at::Tensor with_number(at::Tensor made, const at::Tensor& of) {
+  if (of.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
+}
+
+// The same memory, kept alive by nobody: what a kernel has of its arguments.
+at::Tensor raw(const at::Tensor& tensor) {
+  auto options = tensor.options().device(at::kCPU);
+  if (!tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  TORCH_CHECK(tensor.storage().nbytes(), "late: a tensor is used whose storage is empty");
+  return with_number(at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options), tensor);
+}
+
+// What a deferred kernel reads of a host's tensor is what stood there when it was issued.
+at::Tensor for_kernel(const at::Tensor& tensor) { return ours(tensor) ? raw(tensor) : with_number(tensor.clone(), tensor); }
+
+at::Tensor shape_of(const at::Tensor& tensor) {
+  // A host's number stays one: kernels take it by value, and meta kernels want it so.
+  if (!ours(tensor) && !tensor.dim()) return tensor;
+  return with_number(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta)), tensor);
+}
+
+at::Tensor like(const at::Tensor& shape) {
+  return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(here()));
+}
+
+IValue changed(const IValue& value, const Change& change, c10::Device device) {
+  if (value.isTensor()) return value.toTensor().defined() ? IValue(change(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
+    return list;
+  }
+  if (value.isDevice() && value.toDevice().is_privateuseone()) return device;
+  return value;
+}
+
+Values all_changed(const Values& values, const Change& change, c10::Device device) {
+  Values made;
+  for (auto& value : values) made.push_back(changed(value, change, device));
+  return made;
+}
+
+// Which argument a result is, for one that an operator writes into; -1 for a new one.
+int argument_of(const c10::FunctionSchema& schema, size_t result) {
+  auto* alias = schema.returns()[result].alias_info();
+  if (!alias) return -1;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    auto* own = schema.arguments()[i].alias_info();
+    if (own && own->isWrite() && own->beforeSets() == alias->beforeSets()) return static_cast<int>(i);
+  }
+  TORCH_CHECK(false, "late: a view that is not made by as_strided: ", schema.operator_name());
+}
+
+// out= tensors take the size of the result, as resize_output does.
+void resize_outputs(const c10::FunctionSchema& schema, const Values& arguments, const Values& shapes) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto* alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite() || !arguments[i].isTensor() || !ours(arguments[i].toTensor())) continue;
+    auto shape = shapes[i].toTensor();
+    if (arguments[i].toTensor().sizes() != shape.sizes()) arguments[i].toTensor().resize_(shape.sizes());
+  }
+}
+
+// New memory for a result on the host or a shape, and beside it what the kernel writes.
+using Pairs = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
+IValue allocated(const IValue& shape, Pairs& pairs) {
+  auto one = [&](const at::Tensor& tensor) {
+    auto made = like(tensor);
+    pairs.emplace_back(raw(made), at::Tensor());
+    return made;
+  };
+  return changed(shape, one, here());
+}
+
+void gather(const IValue& value, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor() && value.toTensor().defined()) tensors.push_back(value.toTensor());
+  if (value.isTensorList())
+    for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
+}
+
+class BelowAutograd {
+  c10::impl::ForceDispatchKeyGuard clean_{c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
+  at::AutoDispatchBelowADInplaceOrView below_;
+};
+
+// Run the CPU kernel and copy its new results where they belong.
+void compute(const c10::OperatorHandle& op, const Values& arguments, const std::vector<size_t>& fresh, const std::vector<at::Tensor>& into) {
+  BelowAutograd below;
+  torch::jit::Stack stack(arguments);
+  op.callBoxed(&stack);
+  std::vector<at::Tensor> made;
+  for (size_t result : fresh) gather(stack[result], made);
+  TORCH_CHECK(made.size() == into.size(), "late: ", op.operator_name(), " made ", made.size(), " tensors, its shapes say ", into.size());
+  for (size_t i = 0; i < made.size(); ++i) const_cast<at::Tensor&>(into[i]).copy_(made[i]);
+}
+
+std::optional<torch::jit::Stack> shapes_of(const c10::OperatorHandle& op, const Values& shapes) {
+  if (op.schema().arguments().empty() || op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return std::nullopt;
+  torch::jit::Stack stack(shapes);
+  try {
+    op.callBoxed(&stack);
+  } catch (const c10::Error& error) {
+    Machine::get().forced_because[toString(op.operator_name())] = error.what_without_backtrace();
+    return std::nullopt;
+  }
+  return stack;
+}
+
+bool draws(const c10::OperatorHandle& op) {
+  for (auto tag : op.getTags())
+    if (tag == at::Tag::nondeterministic_seeded) return true;
+  return false;
+}
+
+Operation later(std::string label, std::function<void()> run) {
+  Operation operation;
+  operation.label = std::move(label);
+  operation.run = std::move(run);
+  return operation;
+}
+
+void issue_here(Operation operation) { Machine::get().issue(current_device(), current_stream(current_device()), std::move(operation)); }
+
+c10::Device device_of(const Values& arguments) {
+  for (auto& argument : arguments) {
+    std::vector<at::Tensor> tensors;
+    gather(argument, tensors);
+    for (auto& tensor : tensors)
+      if (ours(tensor)) return tensor.device();
+    if (argument.isDevice() && argument.toDevice().is_privateuseone() && argument.toDevice().has_index()) return argument.toDevice();
+  }
+  return here();
+}
+
+void forced(const c10::OperatorHandle& op, const Values& kernel, const std::vector<size_t>& fresh, Values& results) {
+  auto& machine = Machine::get();
+  ++machine.counts["forced"];
+  ++machine.counts["forced " + toString(op.operator_name())];
+  machine.wait_stream(current_device(), current_stream(current_device()));
+  BelowAutograd below;
+  torch::jit::Stack stack(kernel);
+  op.callBoxed(&stack);
+  for (size_t result : fresh) {
+    Pairs pairs;
+    results[result] = allocated(stack[result], pairs);
+    std::vector<at::Tensor> made;
+    gather(stack[result], made);
+    for (size_t i = 0; i < made.size(); ++i) pairs[i].first.copy_(made[i]);
+  }
+}
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto& schema = op.schema();
+  Values arguments(stack->end() - static_cast<long>(schema.arguments().size()), stack->end());
+  c10::DeviceGuard guard(device_of(arguments));
+  Values shapes = all_changed(arguments, shape_of, at::kMeta);
+  auto known = draws(op) ? std::nullopt : shapes_of(op, shapes);
+  if (known) resize_outputs(schema, arguments, shapes);
+  Values kernel = all_changed(arguments, for_kernel, at::kCPU);
+  Values results(schema.returns().size());
+  std::vector<size_t> fresh;
+  for (size_t i = 0; i < results.size(); ++i) {
+    int argument = argument_of(schema, i);
+    if (argument < 0) fresh.push_back(i);
+    else results[i] = arguments[static_cast<size_t>(argument)];
+  }
+  if (known) {
+    Pairs pairs;
+    for (size_t i : fresh) results[i] = allocated((*known)[i], pairs);
+    std::vector<at::Tensor> into;
+    for (auto& pair : pairs) into.push_back(pair.first);
+    issue_here(later(toString(op.operator_name()), [op, kernel, fresh, into] { compute(op, kernel, fresh, into); }));
+  } else {
+    forced(op, kernel, fresh, results);
+  }
+  torch::jit::drop(*stack, schema.arguments().size());
+  for (auto& result : results) stack->push_back(result);
+}
+
+// -- what has to be told for a device of its own ----------------------------------------------------------------------------------------
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device,
+                 std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(size, &CachingAllocator::get(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                         std::optional<c10::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(size, stride, &CachingAllocator::get(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+at::Tensor as_strided(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  return at::cpu::as_strided_symint(tensor, size, stride, std::move(offset));
+}
+
+at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef size) { return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size)); }
+
+at::Tensor reshape_alias(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+Operation copying(const at::Tensor& from, const at::Tensor& to, bool by_engine) {
+  auto operation = later("copy", [from, to] {
+    BelowAutograd below;
+    const_cast<at::Tensor&>(to).copy_(from);
+  });
+  operation.copies = by_engine;
+  return operation;
+}
+
+bool locked(const at::Tensor& tensor) { return Locked::get().has(tensor.const_data_ptr()); }
+
+// Between two devices both take part: copy_requires_temporaries and copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
+void copy_across(const at::Tensor& from, const at::Tensor& to) {
+  auto& machine = Machine::get();
+  int source = from.device().index(), target = to.device().index();
+  machine.block(source, current_stream(source), machine.mark(target, current_stream(target), "copy from another device"));
+  machine.issue(source, current_stream(source), copying(raw(from), raw(to), true));
+  machine.block(target, current_stream(target), machine.mark(source, current_stream(source), "copy to another device"));
+}
+
+// A host that copies to or from pageable memory has waited for the copy when the call returns; from locked memory only where it is not
+// told to go on (CUDA Runtime API, API synchronization behavior).
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (!to.numel()) return to;
+  c10::DeviceGuard guard(ours(from) ? from.device() : to.device());
+  int device = current_device(), stream = current_stream(device);
+  if (ours(from) && ours(to)) {
+    if (from.device() == to.device()) issue_here(copying(raw(from), raw(to), false));
+    else copy_across(from, to);
+  } else if (ours(to)) {
+    issue_here(copying(non_blocking && locked(from) ? from : from.clone(), raw(to), true));
+    if (!non_blocking && locked(from)) Machine::get().wait_stream(device, stream);
+  } else if (non_blocking && locked(to)) {
+    issue_here(copying(raw(from), to, true));
+  } else {
+    Machine::get().wait_stream(device, stream);
+    const_cast<at::Tensor&>(to).copy_(raw(from));
+  }
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  at::native::resize_(to, from.sizes(), std::nullopt);
+  return copy_from(from, to, false);
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  c10::DeviceGuard guard(tensor.device());
+  Machine::get().wait_stream(current_device(), current_stream(current_device()));
+  return raw(tensor).item();
+}
+
+at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& other) { return at::native::set_tensor_(tensor, other); }
+
+at::Tensor& set_storage(at::Tensor& tensor, at::Storage storage) { return at::native::set_(tensor, std::move(storage)); }
+
+at::Tensor& set_part(at::Tensor& tensor, at::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  return at::cpu::set_(tensor, std::move(storage), offset, size, stride);
+}
+
+void record_stream(at::Tensor& tensor, c10::Stream stream) { CachingAllocator::get().recordStream(tensor.storage().data_ptr(), stream); }
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", as_strided);
+  m.impl("view", view);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("resize_", resize);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Storage_storage_offset", set_part);
+  m.impl("record_stream", record_stream);
+}
+
+}  // namespace
+}  // namespace late

@@ -1,0 +1,233 @@
+// The calls of CUDA's runtime that one-sided transports make, under CUDA's names, for late devices. Numbers are those of CUDA 13's headers
+// (driver_types.h). Memory of the driver's is shared memory, so that another process can open it by its handle.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+
+#include "allocator.h"
+#include "current.h"
+#include "locked.h"
+#include "machine.h"
+
+namespace late {
+namespace {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kMemoryAllocation = 2, kInvalidDevice = 101, kHostMemoryAlreadyRegistered = 712,
+              kHostMemoryNotRegistered = 713, kMapFailed = 205, kUnknown = 999;
+constexpr int kVersion = 13000;
+constexpr int kNeverWritten = 0xFF;
+// What a copy engine moves in a microsecond of the device.
+constexpr double kBytesPerMicrosecond = 25000;
+
+struct Handle {
+  char raw[64];
+};
+
+struct Shared {
+  int device;
+  int descriptor;
+  size_t nbytes;
+};
+
+struct Meaning {
+  pid_t process;
+  int descriptor;
+  size_t nbytes;
+};
+
+thread_local int last_error = kSuccess;
+std::mutex mutex;
+std::map<void*, Shared> made, opened;
+
+int result(int status) {
+  if (status != kSuccess) last_error = status;
+  return status;
+}
+
+bool within(const std::map<void*, Shared>& ranges, const void* address) {
+  auto found = ranges.upper_bound(const_cast<void*>(address));
+  if (found == ranges.begin()) return false;
+  --found;
+  return static_cast<const char*>(address) < static_cast<char*>(found->first) + found->second.nbytes;
+}
+
+// Whether a device reaches it by itself.
+bool reachable(const void* address) {
+  if (CachingAllocator::get().device_of(address) >= 0 || Locked::get().has(address)) return true;
+  std::lock_guard<std::mutex> guard(mutex);
+  return within(made, address) || within(opened, address);
+}
+
+void* map(int descriptor, size_t nbytes) {
+  void* address = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  return address == MAP_FAILED ? nullptr : address;
+}
+
+int guarded(const std::function<int()>& call) {
+  try {
+    return result(call());
+  } catch (const std::exception&) {
+    return result(kUnknown);
+  }
+}
+
+int copy_all(void* const* targets, const void* const* sources, const size_t* lengths, size_t number, int stream) {
+  Operation copy;
+  copy.label = "copy of " + std::to_string(number) + " pieces by the runtime";
+  copy.copies = true;
+  copy.cost = 1;
+  std::vector<std::tuple<void*, const void*, size_t>> pieces;
+  for (size_t i = 0; i < number; ++i) {
+    if (!reachable(targets[i]) || !reachable(sources[i])) return kInvalidValue;
+    pieces.emplace_back(targets[i], sources[i], lengths[i]);
+    copy.cost += static_cast<double>(lengths[i]) / kBytesPerMicrosecond;
+  }
+  copy.run = [pieces] {
+    for (auto& [target, source, nbytes] : pieces) std::memcpy(target, source, nbytes);
+  };
+  Machine::get().issue(current_device(), stream, std::move(copy));
+  return kSuccess;
+}
+
+}  // namespace
+}  // namespace late
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+using namespace late;
+
+EXPORTED int cudaRuntimeGetVersion(int* version) {
+  *version = kVersion;
+  return kSuccess;
+}
+
+EXPORTED int cudaDriverGetVersion(int* version) { return cudaRuntimeGetVersion(version); }
+
+EXPORTED int cudaGetLastError() {
+  int error = last_error;
+  last_error = kSuccess;
+  return error;
+}
+
+EXPORTED const char* cudaGetErrorName(int status) {
+  static const std::map<int, const char*> names = {
+      {kSuccess, "cudaSuccess"},
+      {kInvalidValue, "cudaErrorInvalidValue"},
+      {kMemoryAllocation, "cudaErrorMemoryAllocation"},
+      {kInvalidDevice, "cudaErrorInvalidDevice"},
+      {kHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered"},
+      {kHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered"},
+      {kMapFailed, "cudaErrorMapBufferObjectFailed"},
+  };
+  auto found = names.find(status);
+  return found == names.end() ? "cudaErrorUnknown" : found->second;
+}
+
+EXPORTED int cudaSetDevice(int device) {
+  if (device < 0 || device >= Machine::get().devices()) return result(kInvalidDevice);
+  set_current_device(device);
+  return kSuccess;
+}
+
+EXPORTED int cudaDeviceSynchronize() {
+  return guarded([] {
+    Machine::get().wait_device(current_device());
+    return kSuccess;
+  });
+}
+
+EXPORTED int cudaMemGetInfo(size_t* free, size_t* total) {
+  std::tie(*free, *total) = CachingAllocator::get().getMemoryInfo(static_cast<c10::DeviceIndex>(current_device()));
+  return kSuccess;
+}
+
+EXPORTED int cudaMalloc(void** found, size_t nbytes) {
+  return guarded([=] {
+    int device = current_device();
+    if (Machine::get().allocation_synchronizes) Machine::get().wait_device(device);
+    if (!CachingAllocator::get().reserve(device, nbytes)) return kMemoryAllocation;
+    int descriptor = memfd_create("late", MFD_CLOEXEC);
+    void* address = descriptor >= 0 && !ftruncate(descriptor, static_cast<off_t>(nbytes)) ? map(descriptor, nbytes) : nullptr;
+    if (!address) return kMemoryAllocation;
+    std::memset(address, kNeverWritten, nbytes);
+    std::lock_guard<std::mutex> guard(mutex);
+    made[address] = {device, descriptor, nbytes};
+    *found = address;
+    return kSuccess;
+  });
+}
+
+EXPORTED int cudaFree(void* address) {
+  return guarded([=] {
+    std::unique_lock<std::mutex> guard(mutex);
+    auto found = made.find(address);
+    if (found == made.end()) return kInvalidValue;
+    Shared shared = found->second;
+    made.erase(found);
+    guard.unlock();
+    Machine::get().wait_device(shared.device);
+    CachingAllocator::get().unreserve(shared.device, shared.nbytes);
+    munmap(address, shared.nbytes);
+    close(shared.descriptor);
+    return kSuccess;
+  });
+}
+
+EXPORTED int cudaIpcGetMemHandle(Handle* handle, void* address) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto found = made.find(address);
+  if (found == made.end()) return result(kInvalidValue);
+  Meaning meaning{getpid(), found->second.descriptor, found->second.nbytes};
+  std::memset(handle, 0, sizeof *handle);
+  std::memcpy(handle->raw, &meaning, sizeof meaning);
+  return kSuccess;
+}
+
+EXPORTED int cudaIpcOpenMemHandle(void** found, Handle handle, unsigned) {
+  Meaning meaning;
+  std::memcpy(&meaning, handle.raw, sizeof meaning);
+  std::string path = "/proc/" + std::to_string(meaning.process) + "/fd/" + std::to_string(meaning.descriptor);
+  int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  void* address = descriptor < 0 ? nullptr : map(descriptor, meaning.nbytes);
+  if (!address) return result(kMapFailed);
+  std::lock_guard<std::mutex> guard(mutex);
+  opened[address] = {current_device(), descriptor, meaning.nbytes};
+  *found = address;
+  return kSuccess;
+}
+
+EXPORTED int cudaIpcCloseMemHandle(void* address) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto found = opened.find(address);
+  if (found == opened.end()) return result(kInvalidValue);
+  munmap(address, found->second.nbytes);
+  close(found->second.descriptor);
+  opened.erase(found);
+  return kSuccess;
+}
+
+EXPORTED int cudaHostRegister(void* address, size_t nbytes, unsigned) {
+  if (Locked::get().has(address)) return result(kHostMemoryAlreadyRegistered);
+  Locked::get().add(address, nbytes);
+  return kSuccess;
+}
+
+EXPORTED int cudaHostUnregister(void* address) {
+  return Locked::get().remove(address) ? kSuccess : result(kHostMemoryNotRegistered);
+}
+
+EXPORTED int cudaMemcpyAsync(void* target, const void* source, size_t nbytes, int, void* stream) {
+  return guarded([=] { return copy_all(&target, &source, &nbytes, 1, static_cast<int>(reinterpret_cast<intptr_t>(stream))); });
+}
+
+EXPORTED int cudaMemcpyBatchAsync(void* const* targets, const void* const* sources, const size_t* lengths, size_t number, const void*,
+                                  const size_t*, size_t, void* stream) {
+  return guarded([=] {
+    int id = static_cast<int>(reinterpret_cast<intptr_t>(stream));
+    // "hStream must not be the legacy NULL stream": cudaMemcpyBatchAsync, CUDA Runtime API.
+    return id ? copy_all(targets, sources, lengths, number, id) : kInvalidValue;
+  });
+}

@@ -1,0 +1,126 @@
+"""Late devices for torch: built, registered as the device type `late`, and begun anew for each case.
+
+In: a `Draw`, which says in which order devices do what nothing orders. Out: devices that have been given nothing. One process has one kind
+of accelerator, so this is never loaded beside a GPU's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from bpipe.transport import cuda_runtime
+from tests.late import build
+
+TYPE = "late"
+CAPACITY_BYTES = 1 << 30
+DRAWN, AS_LATE, COPIES_LAST, COMPUTE_LAST, STREAM_LAST = "drawn", "as late as can be", "copies last", "compute last", "stream last"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How late devices work in one run. The same draw gives the same run.
+
+    `eagerness`: the chance that a device does another operation whenever it is given one; 0 leaves everything until a host waits.
+    `connections`: hardware queues that all streams of a device share, 0 for one each. `stream`: that of `STREAM_LAST`.
+    """
+
+    seed: int
+    order: str = DRAWN
+    stream: int = -1
+    eagerness: float = 0.0
+    connections: int = 0
+    allocation_synchronizes: bool = True
+
+    @staticmethod
+    def of(seed: int) -> Draw:
+        """Everything by the seed."""
+        chance = random.Random(seed)
+        return Draw(
+            seed,
+            eagerness=chance.choice((0.0, 0.0, 0.3, 0.8)),
+            connections=chance.choice((0, 0, 1, 2, 8)),
+            allocation_synchronizes=chance.random() < 0.5,
+        )
+
+    def __str__(self) -> str:
+        queues = f"{self.connections or 'all'} queues"
+        order = f"{self.order} {self.stream}" if self.order == STREAM_LAST else self.order
+        allocating = "synchronizing" if self.allocation_synchronizes else "free"
+        return f"seed {self.seed}, {order}, eagerness {self.eagerness:g}, {queues}, {allocating} allocation"
+
+
+# The streams of a rank's engine are the first of high priority that it takes: see `kStreamsPerPool` of csrc/machine.h.
+OUTBOUND_STREAM, INBOUND_STREAM = 33, 34
+DIRECTED = (
+    *(Draw(1, order, allocation_synchronizes=False) for order in (AS_LATE, COPIES_LAST, COMPUTE_LAST)),
+    *(Draw(1, STREAM_LAST, stream, allocation_synchronizes=False) for stream in (OUTBOUND_STREAM, INBOUND_STREAM)),
+    *(Draw(1, order, connections=1) for order in (AS_LATE, COPIES_LAST, COMPUTE_LAST)),
+)
+
+
+def draws(seeds: int) -> tuple[Draw, ...]:
+    """All directed orders, and so many drawn ones."""
+    return (*DIRECTED, *(Draw.of(seed) for seed in range(seeds)))
+
+
+@functools.cache
+def extension() -> ModuleType:
+    """The device, registered with torch. Raises `build.NoCompiler`."""
+    module = build.load()
+    torch.utils.rename_privateuse1_backend(TYPE)
+    face = ModuleType(f"torch.{TYPE}")
+    calls: dict[str, Callable[..., object]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": module.devices,
+        "current_device": lambda: torch.accelerator.current_device_index(),
+        "set_device": torch.accelerator.set_device_index,
+        "synchronize": torch.accelerator.synchronize,
+        "manual_seed_all": lambda seed: None,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+    }
+    for name, call in calls.items():
+        setattr(face, name, call)
+    torch._register_device_module(TYPE, face)
+    cuda_runtime.LIBRARIES[TYPE] = str(build.built())
+    return module
+
+
+def begin(draw: Draw, devices: int = 1, capacity: int = CAPACITY_BYTES) -> None:
+    """New devices, which nobody has given anything. Nothing of the ones before may be used any more."""
+    late = extension()
+    # While what is left is freed, nothing is drawn.
+    late.order(DRAWN, 0, -1, 0.0)
+    late.reset(devices, draw.connections, capacity, draw.allocation_synchronizes)
+    late.order(draw.order, draw.seed, draw.stream, draw.eagerness)
+    torch.accelerator.set_device_index(0)
+
+
+def device(index: int = 0) -> torch.device:
+    # Its name before it is registered, which tests are collected without.
+    return torch.device("privateuseone", index)
+
+
+def without_synchronizing(draw: Draw) -> Draw:
+    return replace(draw, allocation_synchronizes=False)
+
+
+def needed() -> None:
+    """Skip where the device cannot be built; fail in CI, where it can."""
+    if torch.cuda.is_available():
+        pytest.skip("torch knows one accelerator a process, and here that is a GPU")
+    try:
+        extension()
+    except build.NoCompiler as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
