@@ -10,7 +10,7 @@ import functools
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
@@ -21,6 +21,8 @@ from tests.late import build
 
 TYPE = "late"
 CAPACITY_BYTES = 1 << 30
+# Torch's autograd learns once a process how many there are.
+NUM_DEVICES = 8
 DRAWN, AS_LATE, COPIES_LAST, COMPUTE_LAST, STREAM_LAST = "drawn", "as late as can be", "copies last", "compute last", "stream last"
 
 
@@ -30,6 +32,8 @@ class Draw:
 
     `eagerness`: the chance that a device does another operation whenever it is given one; 0 leaves everything until a host waits.
     `connections`: hardware queues that all streams of a device share, 0 for one each. `stream`: that of `STREAM_LAST`.
+    `allocation_synchronizes`: whether torch's allocator waits for the device when it takes a new segment; `lending_synchronizes`: the same
+    of memory that a rank makes for a partner.
     """
 
     seed: int
@@ -37,7 +41,8 @@ class Draw:
     stream: int = -1
     eagerness: float = 0.0
     connections: int = 0
-    allocation_synchronizes: bool = True
+    allocation_synchronizes: bool = False
+    lending_synchronizes: bool = False
 
     @staticmethod
     def of(seed: int) -> Draw:
@@ -47,7 +52,6 @@ class Draw:
             seed,
             eagerness=chance.choice((0.0, 0.0, 0.3, 0.8)),
             connections=chance.choice((0, 0, 1, 2, 8)),
-            allocation_synchronizes=chance.random() < 0.5,
         )
 
     def __str__(self) -> str:
@@ -60,8 +64,8 @@ class Draw:
 # The streams of a rank's engine are the first of high priority that it takes: see `kStreamsPerPool` of csrc/machine.h.
 OUTBOUND_STREAM, INBOUND_STREAM = 33, 34
 DIRECTED = (
-    *(Draw(1, order, allocation_synchronizes=False) for order in (AS_LATE, COPIES_LAST, COMPUTE_LAST)),
-    *(Draw(1, STREAM_LAST, stream, allocation_synchronizes=False) for stream in (OUTBOUND_STREAM, INBOUND_STREAM)),
+    *(Draw(1, order) for order in (AS_LATE, COPIES_LAST, COMPUTE_LAST)),
+    *(Draw(1, STREAM_LAST, stream) for stream in (OUTBOUND_STREAM, INBOUND_STREAM)),
     *(Draw(1, order, connections=1) for order in (AS_LATE, COPIES_LAST, COMPUTE_LAST)),
 )
 
@@ -95,12 +99,12 @@ def extension() -> ModuleType:
     return module
 
 
-def begin(draw: Draw, devices: int = 1, capacity: int = CAPACITY_BYTES) -> None:
+def begin(draw: Draw, capacity: int = CAPACITY_BYTES) -> None:
     """New devices, which nobody has given anything. Nothing of the ones before may be used any more."""
     late = extension()
     # While what is left is freed, nothing is drawn.
     late.order(DRAWN, 0, -1, 0.0)
-    late.reset(devices, draw.connections, capacity, draw.allocation_synchronizes)
+    late.reset(NUM_DEVICES, draw.connections, capacity, draw.allocation_synchronizes, draw.lending_synchronizes)
     late.order(draw.order, draw.seed, draw.stream, draw.eagerness)
     torch.accelerator.set_device_index(0)
 
@@ -108,10 +112,6 @@ def begin(draw: Draw, devices: int = 1, capacity: int = CAPACITY_BYTES) -> None:
 def device(index: int = 0) -> torch.device:
     # Its name before it is registered, which tests are collected without.
     return torch.device("privateuseone", index)
-
-
-def without_synchronizing(draw: Draw) -> Draw:
-    return replace(draw, allocation_synchronizes=False)
 
 
 def needed() -> None:

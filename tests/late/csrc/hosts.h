@@ -25,6 +25,8 @@ class Hosts {
   // Go on once `over` holds. Meanwhile the devices work (`go_on`, which says whether anything could), or another host does.
   // Throws, in every host, where nobody can.
   void wait_until(const Test& over, const Test& go_on, const std::string& what);
+  // Who waited for what when nobody could go on; empty where that never was.
+  const std::string& stuck() const { return stuck_; }
   // Let another host go on, if the seed says so.
   void perhaps_yield();
 

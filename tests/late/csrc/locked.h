@@ -19,6 +19,10 @@ class Locked {
     std::lock_guard<std::mutex> guard(mutex_);
     return ranges_.erase(static_cast<const char*>(address)) > 0;
   }
+  void clear() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    ranges_.clear();
+  }
   bool has(const void* address) {
     std::lock_guard<std::mutex> guard(mutex_);
     auto found = ranges_.upper_bound(static_cast<const char*>(address));

@@ -37,7 +37,8 @@ class Machine {
   // Everything below is called by hosts, by threads of autograd's and by operations that run.
   std::recursive_mutex mutex;
   Order order;
-  bool allocation_synchronizes = true;
+  bool allocation_synchronizes = true;  // Where torch takes a segment of the driver.
+  bool lending_synchronizes = false;    // Where a transport does.
 
   // Forget everything that was issued and begin anew; `connections` is the number of hardware queues, 0 one a stream.
   void reset(int devices, int connections);

@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 
 #include "allocator.h"
+#include "exchange.h"
 #include "hosts.h"
+#include "locked.h"
 #include "machine.h"
 
 namespace py = pybind11;
@@ -14,11 +16,31 @@ using late::Machine;
 
 namespace {
 
-void reset(int devices, int connections, size_t capacity, bool allocation_synchronizes) {
+void reset(int devices, int connections, size_t capacity, bool allocation_synchronizes, bool lending_synchronizes) {
   py::gil_scoped_release without_python;
+  late::forget_exchanges();
+  late::Locked::get().clear();
+  Hosts::get().expect(0);
   Machine::get().reset(devices, connections);
   CachingAllocator::get().reset(capacity);
   Machine::get().allocation_synchronizes = allocation_synchronizes;
+  Machine::get().lending_synchronizes = lending_synchronizes;
+}
+
+// One message of an exchange: channel, whether it is sent, address and bytes.
+using Sent = std::tuple<std::string, bool, uintptr_t, size_t>;
+
+late::Ending exchange(int device, int stream, const std::vector<Sent>& sent, const std::string& label) {
+  std::vector<late::Message> messages;
+  for (auto& [channel, sends, address, nbytes] : sent) messages.push_back({channel, sends, reinterpret_cast<char*>(address), nbytes});
+  return late::exchange(device, stream, messages, label);
+}
+
+late::Ending collective(int device, int stream, const std::string& communicator, int rank, int size, const std::string& kind, int root,
+                        char dtype, uintptr_t input, uintptr_t output, size_t nbytes, const std::string& label) {
+  auto *from = reinterpret_cast<const char*>(input);
+  auto *to = reinterpret_cast<char*>(output);
+  return late::collective(device, stream, {communicator, rank, size, kind, root, dtype, from, to, nbytes}, label);
 }
 
 void order(const std::string& kind, uint64_t seed, int stream, double eagerness) {
@@ -58,7 +80,8 @@ void wait_until(const std::function<bool()>& over, const std::string& what) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("reset", &reset, py::arg("devices"), py::arg("connections"), py::arg("capacity"), py::arg("allocation_synchronizes"));
+  m.def("reset", &reset, py::arg("devices"), py::arg("connections"), py::arg("capacity"), py::arg("allocation_synchronizes"),
+        py::arg("lending_synchronizes"));
   m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
   m.def("devices", [] { return Machine::get().devices(); });
   m.def("counts", [] { return Machine::get().counts; });
@@ -67,7 +90,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("work", &work);
   m.def("hold", &hold);
   m.def("let_go", &let_go);
+  py::class_<late::Moment, late::Ending>(m, "Moment");
+  m.def("exchange", &exchange);
+  m.def("collective", &collective);
+  m.def("abort", &late::abort);
+  m.def("mark", [](int device, int stream) { return Machine::get().mark(device, stream, "event"); });
+  m.def("block", [](int device, int stream, const late::Ending& ending) { Machine::get().block(device, stream, ending); });
+  m.def("wait", [](const late::Ending& ending) { Machine::get().wait(ending); });
+  m.def("query", [](const late::Ending& ending) { return Machine::get().query(ending); });
   m.def("expect_hosts", [](int number) { Hosts::get().expect(number); });
+  m.def("stuck", [] { return Hosts::get().stuck(); });
   m.def("enter", [](int host) { Hosts::get().enter(host); });
   m.def("leave", [](int host) { Hosts::get().leave(host); });
   m.def("perhaps_yield", [] { Hosts::get().perhaps_yield(); });

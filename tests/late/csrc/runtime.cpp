@@ -147,7 +147,7 @@ EXPORTED int cudaMemGetInfo(size_t* free, size_t* total) {
 EXPORTED int cudaMalloc(void** found, size_t nbytes) {
   return guarded([=] {
     int device = current_device();
-    if (Machine::get().allocation_synchronizes) Machine::get().wait_device(device);
+    if (Machine::get().lending_synchronizes) Machine::get().wait_device(device);
     if (!CachingAllocator::get().reserve(device, nbytes)) return kMemoryAllocation;
     int descriptor = memfd_create("late", MFD_CLOEXEC);
     void* address = descriptor >= 0 && !ftruncate(descriptor, static_cast<off_t>(nbytes)) ? map(descriptor, nbytes) : nullptr;

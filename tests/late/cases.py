@@ -1,0 +1,30 @@
+"""The schedules that run on late devices: every way in which activations leave and come back. In: nothing. Out: schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bpipe.ir.schedule import Schedule
+from bpipe.passes.balance import balance
+from bpipe.program import BalanceConfig, ScheduleConfig, build
+
+
+def balanced(name: str, p: int, m: int, v: int = 1, bounds: tuple[int, ...] | None = None, hosts: str = "pair") -> Schedule:
+    group_size = 2 if name.startswith("grouped") else None
+    return build(ScheduleConfig(name, p, m, v, BalanceConfig(bounds, hosts=hosts), group_size=group_size))
+
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "1f1b": lambda: balanced("1f1b", 4, 8),
+    # A host buffer is filled again before the backward of what left it.
+    "1f1b of 6": lambda: balanced("1f1b", 6, 10),
+    "1f1b of 8": lambda: balanced("1f1b", 8, 16),
+    "interleaved": lambda: balanced("interleaved-1f1b", 4, 8, 2),
+    "split": lambda: balanced("1f1b-split", 4, 8),
+    "grouped": lambda: balanced("grouped-interleaved", 4, 6, 2),
+    "v-half": lambda: balance(build(ScheduleConfig("v-half", 4, 6, 2)), (4, 3, 12, 12), (2, 3, 0, 1)),
+    "bidirectional": lambda: balance(build(ScheduleConfig("chimera", 4, 8)), (3, 6, 6, 3), (1, 0, 3, 2)),
+    "pool": lambda: balanced("1f1b", 4, 8, bounds=(2, 3, 3, 3), hosts="pool"),
+    "own memory": lambda: balanced("1f1b", 4, 8, hosts="host"),
+    "behind devices": lambda: balanced("interleaved-1f1b", 4, 8, 2, (6,), "all"),
+}

@@ -1,0 +1,170 @@
+// See exchange.h.
+#include "exchange.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+
+#include "machine.h"
+
+namespace late {
+namespace {
+
+struct Kernel {
+  Ending end;
+  size_t left;
+};
+
+struct End {
+  std::shared_ptr<Kernel> kernel;
+  Message message;
+};
+
+struct Channel {
+  std::deque<End> sends, receives;
+};
+
+struct Part {
+  std::shared_ptr<Kernel> kernel;
+  Contribution contribution;
+};
+
+std::map<std::string, Channel> channels;
+std::map<std::string, std::vector<Part>> meetings;
+// By communicator and rank, how many collectives it has begun.
+std::map<std::pair<std::string, int>, long> begun;
+
+void count_down(const std::shared_ptr<Kernel>& kernel, double time) {
+  kernel->end->time = std::max(kernel->end->time, time);
+  if (!--kernel->left) Machine::get().finish(kernel->end, time);
+}
+
+void meet(Channel& channel) {
+  while (!channel.sends.empty() && !channel.receives.empty()) {
+    End from = channel.sends.front(), to = channel.receives.front();
+    channel.sends.pop_front();
+    channel.receives.pop_front();
+    TORCH_CHECK(from.message.nbytes == to.message.nbytes, "late: ", from.message.channel, ": ", from.message.nbytes, " bytes are sent and ",
+                to.message.nbytes, " received");
+    std::memcpy(to.message.address, from.message.address, to.message.nbytes);
+    double time = std::max(from.kernel->end->time, to.kernel->end->time);
+    count_down(from.kernel, time);
+    count_down(to.kernel, time);
+  }
+}
+
+template <typename T>
+void reduce_as(const std::vector<Part>& parts, std::vector<char>& result, bool adds) {
+  size_t count = result.size() / sizeof(T);
+  auto* into = reinterpret_cast<T*>(result.data());
+  for (size_t part = 0; part < parts.size(); ++part) {
+    auto* from = reinterpret_cast<const T*>(parts[part].contribution.input);
+    for (size_t i = 0; i < count; ++i) into[i] = part == 0 ? from[i] : adds ? into[i] + from[i] : std::max(into[i], from[i]);
+  }
+}
+
+std::vector<char> reduced(const std::vector<Part>& parts) {
+  auto& first = parts.front().contribution;
+  std::vector<char> result(first.nbytes);
+  bool adds = first.kind == "sum";
+  switch (first.dtype) {
+    case 'f': reduce_as<float>(parts, result, adds); break;
+    case 'd': reduce_as<double>(parts, result, adds); break;
+    case 'q': reduce_as<int64_t>(parts, result, adds); break;
+    case 'i': reduce_as<int32_t>(parts, result, adds); break;
+    default: TORCH_CHECK(false, "late: no reduction of numbers of type ", first.dtype);
+  }
+  return result;
+}
+
+void finish_meeting(std::vector<Part>& parts) {
+  std::sort(parts.begin(), parts.end(), [](auto& one, auto& other) { return one.contribution.rank < other.contribution.rank; });
+  auto& first = parts.front().contribution;
+  double time = 0;
+  for (auto& part : parts) {
+    auto& own = part.contribution;
+    TORCH_CHECK(own.kind == first.kind && own.nbytes == first.nbytes && own.root == first.root, "late: communicator ", own.communicator,
+                ": rank ", first.rank, " is at ", first.kind, " of ", first.nbytes, " bytes and rank ", own.rank, " at ", own.kind, " of ",
+                own.nbytes);
+    time = std::max(time, part.kernel->end->time);
+  }
+  std::vector<char> result;
+  if (first.kind == "gather")
+    for (auto& part : parts) result.insert(result.end(), part.contribution.input, part.contribution.input + first.nbytes);
+  else if (first.kind == "broadcast")
+    result.assign(parts.at(first.root).contribution.input, parts.at(first.root).contribution.input + first.nbytes);
+  else
+    result = reduced(parts);
+  for (auto& part : parts) {
+    bool takes = first.root < 0 || first.kind == "broadcast" || part.contribution.rank == first.root;
+    if (takes) std::memcpy(part.contribution.output, result.data(), result.size());
+    count_down(part.kernel, time);
+  }
+}
+
+Ending joint(int device, int stream, const std::string& label, std::shared_ptr<Kernel> kernel, std::function<void()> run) {
+  Operation operation;
+  operation.label = label;
+  operation.joint = true;
+  operation.run = std::move(run);
+  kernel->end = operation.end;
+  return Machine::get().issue(device, stream, std::move(operation));
+}
+
+}  // namespace
+
+Ending exchange(int device, int stream, const std::vector<Message>& messages, const std::string& label) {
+  auto kernel = std::make_shared<Kernel>(Kernel{nullptr, messages.size()});
+  return joint(device, stream, label, kernel, [kernel, messages] {
+    for (auto& message : messages) {
+      auto& channel = channels[message.channel];
+      (message.sends ? channel.sends : channel.receives).push_back({kernel, message});
+      meet(channel);
+    }
+  });
+}
+
+Ending collective(int device, int stream, const Contribution& contribution, const std::string& label) {
+  auto kernel = std::make_shared<Kernel>(Kernel{nullptr, 1});
+  return joint(device, stream, label, kernel, [kernel, contribution] {
+    long number = begun[{contribution.communicator, contribution.rank}]++;
+    auto key = contribution.communicator + "#" + std::to_string(number);
+    auto& parts = meetings[key];
+    parts.push_back({kernel, contribution});
+    if (static_cast<int>(parts.size()) < contribution.size) return;
+    auto all = std::move(parts);
+    meetings.erase(key);
+    finish_meeting(all);
+  });
+}
+
+void forget_exchanges() {
+  std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
+  channels.clear();
+  meetings.clear();
+  begun.clear();
+}
+
+void abort(const std::string& communicator) {
+  std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
+  auto of_it = [&](const std::string& name) { return name.rfind(communicator + ":", 0) == 0 || name.rfind(communicator + "#", 0) == 0; };
+  for (auto& [name, channel] : channels)
+    if (of_it(name))
+      for (auto* ends : {&channel.sends, &channel.receives}) {
+        for (auto& end : *ends) Machine::get().finish(end.kernel->end, 0);
+        ends->clear();
+      }
+  for (auto found = meetings.begin(); found != meetings.end();) {
+    if (!of_it(found->first)) {
+      ++found;
+      continue;
+    }
+    for (auto& part : found->second) Machine::get().finish(part.kernel->end, 0);
+    found = meetings.erase(found);
+  }
+}
+
+}  // namespace late

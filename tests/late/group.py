@@ -1,0 +1,215 @@
+"""A process group with NCCL's rules on late devices, registered with torch.distributed as the backend `late`.
+
+In: ranks that are threads of one process, each a host in `Hosts` (csrc/hosts.h), and a `SharedStore` between them. Out: sends, receives and
+collectives whose kernels meet on the devices. The rules, and where they stand in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
+
+- A communicator is made with the first operation that needs it, and its ranks' hosts wait there for each other (`initNCCLComm`). A batch of
+  messages uses the group's own, with all its ranks; a message by itself one of the two ranks (`pointToPoint`: "For single P2P").
+- Every communicator has a stream of its own on each device. An operation there starts behind what the current stream was given
+  (`syncStream`), and `wait` lets the current stream wait for its end, not the host (`WorkNCCL::synchronize`).
+- A batch is one kernel, over when all of it is (`endCoalescing`).
+- What an operation reads and writes is kept until it was waited for (`stashed_for_allocator_safety_`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from tests.late.devices import TYPE, extension
+
+DTYPES = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.int32: "i", torch.uint8: "B", torch.bool: "?"}
+KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
+
+# By communicator, the ranks that have come to its birth. Of all threads.
+_born: dict[str, set[int]] = defaultdict(set)
+_stored: dict[str, bytes] = {}
+
+
+class SharedStore(dist.Store):
+    """What ranks tell each other while they make groups. A wait lets another host go on."""
+
+    def set(self, key: str, value: Any) -> None:
+        _stored[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return _stored[key]
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(_stored.get(key, b"0")) + amount
+        _stored[key] = str(number).encode()
+        return number
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in _stored for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        extension().wait_until(lambda: self.check(keys), f"a host waits for {', '.join(keys)}")
+
+    def deleteKey(self, key: str) -> bool:
+        return _stored.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(_stored)
+
+
+class LateWork(dist.Work):
+    """An operation under way. `over` is its end on the device."""
+
+    def __init__(self, over: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._over, self._tensors = over, list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        stream = torch.accelerator.current_stream()
+        extension().block(stream.device_index, stream.stream_id, self._over)
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(extension().query(self._over))
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class LateGroup(dist.ProcessGroup):
+    """One rank's end of a group."""
+
+    supports_coalescing = True
+    supports_splitting = False
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._name, self._rank, self._size = name, rank, size
+        self._streams: dict[str, torch.Stream] = {}
+        self._batch: list[tuple[str, bool, torch.Tensor]] | None = None
+
+    def getBackendName(self) -> str:
+        return TYPE
+
+    def _get_backend(self, device: object) -> LateGroup:
+        return self
+
+    # -- communicators -----------------------------------------------------------------------------------------------------------------
+
+    def _communicator(self, ranks: Sequence[int], key: str) -> tuple[str, torch.Stream]:
+        """Its name and this rank's stream of it. The first time, wait until all its ranks have come."""
+        name = f"{self._name}/{key}"
+        if name not in self._streams:
+            _born[name].add(self._rank)
+            what = f"a host waits for the communicator {name} of ranks {', '.join(map(str, ranks))} to be made"
+            extension().wait_until(lambda: len(_born[name]) == len(ranks), what)
+            self._streams[name] = torch.Stream(torch.device(TYPE, torch.accelerator.current_device_index()))
+        return name, self._streams[name]
+
+    def _whole(self) -> tuple[str, torch.Stream]:
+        return self._communicator(range(self._size), "all")
+
+    def _behind_current(self, stream: torch.Stream) -> None:
+        stream.wait_event(torch.accelerator.current_stream().record_event())
+
+    # -- messages ----------------------------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> LateWork | None:
+        return self._message(tensors[0], self._rank, dst, True)
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> LateWork | None:
+        return self._message(tensors[0], src, self._rank, False)
+
+    def _message(self, tensor: torch.Tensor, source: int, target: int, sends: bool) -> LateWork | None:
+        assert tensor.is_contiguous()
+        message = f"{source}>{target}", sends, tensor
+        if self._batch is not None:
+            self._batch.append(message)
+            return None
+        pair = sorted((source, target))
+        return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), [message])
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> LateWork:
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        return self._exchange(*self._whole(), batch)
+
+    def _exchange(self, name: str, stream: torch.Stream, batch: Sequence[tuple[str, bool, torch.Tensor]]) -> LateWork:
+        self._behind_current(stream)
+        messages = [(f"{name}:{channel}", sends, tensor.data_ptr(), tensor.nbytes) for channel, sends, tensor in batch]
+        label = f"{name} " + ", ".join(f"{'send' if sends else 'receive'} {channel}" for channel, sends, _ in batch[:2])
+        over = extension().exchange(stream.device_index, stream.stream_id, messages, label)
+        return LateWork(over, [tensor for _, _, tensor in batch])
+
+    # -- collectives -------------------------------------------------------------------------------------------------------------------
+
+    def _collective(self, kind: str, source: torch.Tensor, target: torch.Tensor, root: int = -1) -> LateWork:
+        name, stream = self._whole()
+        self._behind_current(stream)
+        dtype = DTYPES[source.dtype]
+        where = stream.device_index, stream.stream_id
+        numbers = dtype, source.data_ptr(), target.data_ptr(), source.nbytes
+        over = extension().collective(*where, name, self._rank, self._size, kind, root, *numbers, f"{name} {kind}")
+        return LateWork(over, [source, target])
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> LateWork:
+        return self._collective("broadcast", tensors[0], tensors[0], opts.rootRank)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> LateWork:
+        return self._collective(KINDS[opts.reduceOp.op], tensors[0], tensors[0], opts.rootRank)
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        return self._collective("sum" if opts is None else KINDS[opts.reduceOp.op], tensors[0], tensors[0])
+
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> LateWork:
+        return self._collective("gather", source, output)
+
+    all_gather_single = _allgather_base
+
+    def barrier(self, opts: Any = None) -> LateWork:
+        one = torch.zeros(1, device=TYPE)
+        return self._collective("sum", one, one)
+
+    def abort(self) -> None:
+        for name in self._streams:
+            extension().abort(name)
+
+    shutdown = abort
+
+
+def join(rank: int, size: int) -> None:
+    """In a rank's thread, whose turn it is: the world of this thread, and its device."""
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group(TYPE, store=SharedStore(), rank=rank, world_size=size, timeout=timedelta(seconds=60))
+
+
+@contextlib.contextmanager
+def world_of_threads() -> Iterator[None]:
+    """Each thread is a rank with a world of its own in torch.distributed. Nobody has made anything yet."""
+    if TYPE.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(TYPE, _make, extended_api=True, devices=[TYPE])
+    _born.clear()
+    _stored.clear()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    before = dist.distributed_c10d._world
+    dist.distributed_c10d._world = multi_threaded_pg.ThreadLocalWorld()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._world = before
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def _make(options: Any, backend_options: Any) -> LateGroup:
+    return LateGroup(f"{options.group_id}@{'.'.join(map(str, options.global_ranks_in_group))}", options.group_rank, options.group_size)

@@ -1,0 +1,88 @@
+"""A small model for late devices, and what its gradients have to be.
+
+In: a schedule. Out: the stages of one rank on its device, and by rank and stage the gradient that a CPU makes of it, micro-batch by
+micro-batch in the order in which that rank goes back. Not one bit may differ: the kernels are the same, and so is their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bpipe.ir.action import Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.stage import TorchStages
+from tests.late.devices import device
+from tests.unit.runtime.pipeline import WIDTH, inputs_of
+
+# By stage and micro-batch, how many numbers more its forward saves.
+Extra = Callable[[int, int], int]
+# A stage may be on two ranks.
+Place = tuple[int, int]
+
+
+def nothing(stage: int, microbatch: int) -> int:
+    return 0
+
+
+def differing(stage: int, microbatch: int) -> int:
+    return (0, 40, 300, 40, 1000)[(2 * microbatch + stage) % 5]
+
+
+class LateModel:
+    """A stage is a layer; the first draws its input, the last makes a loss of the micro-batch."""
+
+    def __init__(self, num_stages: int, extra: Extra = nothing) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._num_stages, self._extra = num_stages, extra
+        self.weights = [torch.randn(WIDTH, WIDTH, generator=generator) / 2 for _ in range(num_stages)]
+        self._on_device: dict[Place, torch.nn.Parameter] = {}
+
+    def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+        (x,) = received or (inputs_of(microbatch).to(weight.device),)
+        made = torch.nn.functional.gelu(x @ weight) @ weight.t()
+        count = self._extra(stage, microbatch)
+        if count:
+            more = torch.linspace(-1, 1 + microbatch, count).to(weight.device)
+            # Small: what grows from stage to stage ends as NaN, which is not equal to itself.
+            made = made * (1 + (more * made.mean().tanh()).mean() / 64)
+        return made if stage + 1 < self._num_stages else (made * (microbatch + 1)).square().mean()
+
+    def on_device(self, schedule: Schedule, rank: int) -> TorchStages:
+        for stage in schedule.layout.stages_of(rank):
+            self._on_device[rank, stage] = torch.nn.Parameter(self.weights[stage].to(device(rank)))
+
+        def part_of(stage: int) -> Callable[..., torch.Tensor]:
+            return lambda microbatch, *received: self.forward(self._on_device[rank, stage], stage, microbatch, *received)
+
+        return TorchStages({stage: part_of(stage) for stage in schedule.layout.stages_of(rank)})
+
+    def gradients_on(self, rank: int) -> dict[Place, torch.Tensor]:
+        """On the host, which waits for them."""
+        found = {}
+        for place, weight in self._on_device.items():
+            if place[0] == rank:
+                assert weight.grad is not None
+                found[place] = weight.grad.cpu()
+        return found
+
+    def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
+        parts = [self._alone(microbatch) for microbatch in range(schedule.num_microbatches)]
+        found: dict[Place, torch.Tensor] = {}
+        for rank, slots in [*enumerate(schedule.ranks)] * iterations:
+            for slot in slots:
+                action = slot.compute
+                if action is not None and action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    place, part = (rank, action.stage), parts[action.microbatch][action.stage]
+                    found[place] = found[place] + part if place in found else part
+        return found
+
+    def _alone(self, microbatch: int) -> list[torch.Tensor]:
+        """By stage, what one micro-batch adds."""
+        weights = [torch.nn.Parameter(weight) for weight in self.weights]
+        made: tuple[torch.Tensor, ...] = ()
+        for stage, weight in enumerate(weights):
+            made = (self.forward(weight, stage, microbatch, *made),)
+        torch.autograd.backward(made)
+        return [weight.grad for weight in weights if weight.grad is not None]

@@ -1,0 +1,155 @@
+"""All ranks of a schedule on late devices: a host and a device each, and everything between them is the real code.
+
+In: a schedule, over what activations move (`two-sided`, `peer`, `host`), a `Draw`. Out: gradients of all stages' weights, to be compared
+with those of the model in one piece. Real are executor, engine, streams, edges between stages, transports and their copies. Threads stand
+for processes, and a queue for the control group's messages.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from bpipe.ir.host_buffers import links_of, passed_on_for
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.streams import allocated_on, copying_on
+from bpipe.transport.base import Transport
+from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.distributed import Distributed, pair_groups
+from bpipe.transport.edges import Edges, connect_edges
+from bpipe.transport.headed import Headed
+from bpipe.transport.one_sided import Host, Peer, Reaching
+from bpipe.transport.passing import Passing
+from tests.late.control import LateControl, controls
+from tests.late.devices import TYPE, Draw, begin, device, extension
+from tests.late.group import join, world_of_threads
+from tests.late.model import Extra, LateModel, Place, nothing
+from tests.late.model import differing as differing_sizes
+
+KINDS = ("two-sided", "peer", "host")
+TIMEOUT_S = 30.0
+
+
+class Rank:
+    """One rank: what its thread makes and runs."""
+
+    def __init__(self, pipeline: LatePipeline, rank: int) -> None:
+        self._pipeline, self.rank = pipeline, rank
+        self.meter = Meter()
+        self.engine: Engine | None = None
+        # After each iteration: bytes in segments, how often one was taken, and the most that was given out in it.
+        self.memory: list[tuple[int, int, int]] = []
+        self.gradients: dict[Place, torch.Tensor] = {}
+        self.moved_bytes: dict[int, int] = {}
+
+    def run(self, iterations: int) -> None:
+        pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
+        join(self.rank, schedule.num_ranks)
+        edges = Edges(self.rank, connect_edges(neighbours(schedule), TYPE, TIMEOUT_S, here), here)
+        transports = self._transports()
+        named = f"rank {self.rank}"
+        config = EngineConfig(
+            named, here, 1, TIMEOUT_S, pipeline.poison, differing=pipeline.differing, allocated=allocated_on(here), synchronous=False
+        )
+        if pipeline.engines:
+            self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
+        stages = pipeline.model.on_device(schedule, self.rank)
+        executor = Executor(schedule, self.rank, stages, edges)
+        for _ in range(iterations):
+            for _ in executor.walk(self.engine):
+                extension().perhaps_yield()
+            stats = torch.accelerator.memory_stats(here)
+            names = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
+            self.memory.append(tuple(stats[name] for name in names))
+            torch.accelerator.reset_peak_memory_stats(here)
+        self.gradients = pipeline.model.gradients_on(self.rank)
+        torch.accelerator.synchronize(here)
+        if self.engine is not None:
+            self.moved_bytes = self.engine.moved_bytes
+            self.engine.release()
+
+    def _transports(self) -> dict[int, Transport]:
+        """By the other rank; under its own number into its own node's memory."""
+        schedule, made = self._pipeline.schedule, {}
+        for low, high in self._pipeline.links:
+            control = self._pipeline.controls.get((low, high), {}).get(self.rank)
+            # Everybody has a part in making groups.
+            groups = pair_groups(low, high, TYPE, TIMEOUT_S, device(self.rank)) if self._two_sided(low, high) else None
+            if self.rank not in (low, high):
+                continue
+            partner = high if self.rank == low else low
+            if groups is None:
+                made[partner] = self._reaching(low == high, control)
+                continue
+            alike = Distributed(control, groups)  # type: ignore[arg-type]
+            copying = copying_on(device(self.rank))
+            posting = copying.posting(device(self.rank), TIMEOUT_S)
+            made[partner] = Headed(alike, control, posting) if self._pipeline.differing else alike  # type: ignore[arg-type]
+            if partner in passed_on_for(schedule, self.rank):
+                outbound, inbound = copying.lanes(device(self.rank), TIMEOUT_S)
+                made[partner] = Passing(alike, Reaching(Host(copying), inbound, outbound), inbound, outbound)
+        return made
+
+    def _two_sided(self, low: int, high: int) -> bool:
+        return self._pipeline.kind == "two-sided" and low != high
+
+    def _reaching(self, own: bool, control: LateControl | None) -> Reaching:
+        copying = copying_on(device(self.rank))
+        lanes = copying.lanes(device(self.rank), TIMEOUT_S)
+        if own or self._pipeline.kind == "host":
+            return Reaching(Host(copying), *lanes)
+        assert control is not None
+        return Reaching(Peer(control, DeviceMemory(copying)), *lanes)  # type: ignore[arg-type]
+
+
+class LatePipeline:
+    """All ranks. `run` gives the gradients, or raises what the first rank to fail raised."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        kind: str,
+        engines: bool = True,
+        poison: bool = False,
+        measures: bool = False,
+        differing: bool = False,
+        extra: Extra = nothing,
+    ) -> None:
+        self.schedule, self.kind = schedule, kind
+        self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
+        self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
+        self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
+        self.model = LateModel(schedule.num_stages, differing_sizes if differing else extra)
+        self.ranks = [Rank(self, rank) for rank in range(schedule.num_ranks)]
+
+    def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:
+        begin(draw)
+        late = extension()
+        errors: list[Exception] = []
+        late.expect_hosts(len(self.ranks))
+
+        def one(rank: Rank) -> None:
+            late.enter(rank.rank)
+            try:
+                rank.run(iterations)
+            except Exception as error:
+                errors.append(error)
+            finally:
+                late.leave(rank.rank)
+
+        with world_of_threads():
+            threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in self.ranks]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(2 * TIMEOUT_S)
+        alive = [number for number, thread in enumerate(threads) if thread.is_alive()]
+        if errors:
+            # Who failed first, and, where nobody could go on, who waited for whom.
+            raise RuntimeError(f"{errors[0]}\n{late.stuck()}") from errors[0]
+        assert not alive, f"ranks {alive} did not end"
+        return {key: gradient for rank in self.ranks for key, gradient in rank.gradients.items()}

@@ -1,0 +1,126 @@
+"""Whole pipelines on late devices: not one bit differs, and nobody stands still, in whichever order devices do what nothing orders.
+
+And each wait of the protocol, taken out, is noticed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bpipe.ir.memory import memory_of, num_transfers, peak_counts
+from bpipe.passes.balance import occupied
+from bpipe.program import ScheduleConfig, build
+from tests.late.cases import SCHEDULES
+from tests.late.devices import DIRECTED, DRAWN, Draw, draws
+from tests.late.pipeline import KINDS, LatePipeline
+from tests.late.waits import WAITS, Wait
+
+ITERATIONS = 2
+# Which of the draws a case makes every day; the others are `slow`. See `test_one_queue_and_two_first_messages_that_cross`.
+ONE_QUEUE_STANDS_STILL = {"bidirectional"}
+
+
+def wrong_bits(pipeline: LatePipeline, draw: Draw, iterations: int = ITERATIONS) -> list[object]:
+    """Rank and stage of every gradient that is not what it has to be. Raises what a rank raised."""
+    found = pipeline.run(draw, iterations)
+    expected = pipeline.model.expected(pipeline.schedule, iterations)
+    assert found.keys() == expected.keys()
+    return [place for place in found if not torch.equal(found[place], expected[place])]
+
+
+def runs_right(name: str, kind: str, draw: Draw, differing: bool = False) -> None:
+    if draw.connections == 1 and name in ONE_QUEUE_STANDS_STILL:
+        return
+    print(f"{name}, {kind}{', sizes that differ' if differing else ''}: {draw}")
+    pipeline = LatePipeline(SCHEDULES[name](), kind, differing=differing)
+    assert wrong_bits(pipeline, draw) == []
+    if any(num_transfers(pipeline.schedule, rank).evictions for rank in range(pipeline.schedule.num_ranks)):
+        assert any(rank.moved_bytes for rank in pipeline.ranks), "nothing has moved"
+
+
+def number_of(name: str, kind: str) -> int:
+    """Cases make different draws."""
+    return [*SCHEDULES].index(name) * len(KINDS) + KINDS.index(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "1f1b of 8"])
+def test_no_bit_differs(name: str, kind: str) -> None:
+    number = number_of(name, kind)
+    runs_right(name, kind, DIRECTED[number % len(DIRECTED)])
+    # Lengths go ahead by a thread of their own where both ends take part: see `Headed`.
+    runs_right(name, kind, Draw.of(number), differing=kind != "two-sided")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_bit_differs_over_two_hundred_seeds(name: str, kind: str) -> None:
+    for draw in draws(200):
+        runs_right(name, kind, draw, differing=kind != "two-sided" and draw.seed % 2 == 1)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_that_is_missing_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wait in WAITS[name]:
+        assert noticed(wait, monkeypatch), f"{name}, in {wait.schedule} by {wait.kind}: nobody noticed"
+
+
+def noticed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By wrong bits or by an error, in one of a few draws; without one, nothing."""
+    plan = SCHEDULES[wait.schedule]()
+    with monkeypatch.context() as patch:
+        wait.take_out(patch)
+        # With all hardware queues: one orders by itself much of what nobody ordered.
+        for draw in (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10))):
+            try:
+                if wrong_bits(LatePipeline(plan, wait.kind), draw):
+                    return f"wrong bits: {draw}"
+            except RuntimeError as error:
+                return f"{error}: {draw}"
+    return ""
+
+
+def test_one_queue_and_two_first_messages_that_cross() -> None:
+    """What `Waits.ONE_QUEUE` of the checker does not know: the first message of a sort tells its shape, which the host reads of the device.
+
+    Two neighbours that send to each other at once, with one hardware queue: each has its second message at the queue's head, behind its
+    first, which the other receives only once it has read the shape; and that stands in its queue behind its own second message.
+    """
+    with pytest.raises(RuntimeError, match=r"nobody can go on: (.|\n)*stands in a hardware queue behind stream"):
+        LatePipeline(SCHEDULES["bidirectional"](), "host").run(Draw(1, connections=1))
+
+
+def test_memory_made_for_a_partner_while_receives_are_posted() -> None:
+    """If cudaMalloc waited for kernels that run, as it is allowed to, and not only for its turn: on the host's device stands a receive for
+    a message that the partner sends only once it has heard of that memory. A GPU has to say whether; Megatron's own loops post no receive
+    ahead. A pipeline without balancing would stand still as well, where torch's allocator takes a segment."""
+    draw = Draw(1, lending_synchronizes=True)
+    with pytest.raises(RuntimeError, match=r"nobody can go on: (.|\n)*waits to hear from host 3 about MEMORY(.|\n)*waits for device 3"):
+        LatePipeline(SCHEDULES["interleaved"](), "peer").run(draw)
+
+
+NUMBERS = 1 << 19
+STORAGE_BYTES = 4 * NUMBERS
+
+
+@pytest.mark.parametrize(("name", "kind"), [("1f1b", "two-sided"), ("interleaved", "peer"), ("v-half", "two-sided")])
+def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str) -> None:
+    """Peaks by the allocator against those of the same schedule without transfers; after the first iteration no segment is taken."""
+    balanced = SCHEDULES[name]()
+    plain = build(ScheduleConfig(balanced.name, 4, balanced.num_microbatches, len(balanced.layout.stages_of(0))))
+    peaks = {}
+    for schedule in (balanced, plain):
+        pipeline = LatePipeline(schedule, kind, extra=lambda stage, microbatch: NUMBERS)
+        assert wrong_bits(pipeline, Draw(3), 3) == []
+        for rank in pipeline.ranks:
+            assert len({(reserved, taken) for reserved, taken, _ in rank.memory}) == 1, f"rank {rank.rank}: {rank.memory}"
+        peaks[schedule] = [rank.memory[-1][-1] for rank in pipeline.ranks]
+    for rank in range(4):
+        own, hosted = occupied(balanced, rank, memory_of([1] * balanced.num_stages))
+        held = own + (hosted if kind == "two-sided" else 0) - peak_counts(plain)[rank]
+        found = (peaks[balanced][rank] - peaks[plain][rank]) / STORAGE_BYTES
+        # Beside the large storage each micro-batch saves three of half a kibibyte.
+        assert found == pytest.approx(held, abs=0.01), f"rank {rank} holds {found} micro-batches more than without transfers, not {held}"
