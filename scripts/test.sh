@@ -81,6 +81,8 @@ step "types (mypy)" mypy
 test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
+    # In processes of their own: torch has one kind of accelerator in each.
+    test_step "devices that run late" "${UNIT_WORKERS[@]}" tests/late
     test_step "tests with real processes" "${PROCESS_WORKERS[@]}" tests/scripts tests/gloo tests/gpu tests/browser
     finish
 fi

@@ -7,8 +7,6 @@ for processes, and a queue for the control group's messages.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from bpipe.ir.host_buffers import links_of, passed_on_for
@@ -26,7 +24,8 @@ from bpipe.transport.one_sided import Host, Peer, Reaching
 from bpipe.transport.passing import Passing
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
-from tests.late.group import join, world_of_threads
+from tests.late.group import join
+from tests.late.hosts import run_hosts
 from tests.late.model import Extra, LateModel, Place, nothing
 from tests.late.model import differing as differing_sizes
 
@@ -128,28 +127,5 @@ class LatePipeline:
 
     def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:
         begin(draw)
-        late = extension()
-        errors: list[Exception] = []
-        late.expect_hosts(len(self.ranks))
-
-        def one(rank: Rank) -> None:
-            late.enter(rank.rank)
-            try:
-                rank.run(iterations)
-            except Exception as error:
-                errors.append(error)
-            finally:
-                late.leave(rank.rank)
-
-        with world_of_threads():
-            threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in self.ranks]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(2 * TIMEOUT_S)
-        alive = [number for number, thread in enumerate(threads) if thread.is_alive()]
-        if errors:
-            # Who failed first, and, where nobody could go on, who waited for whom.
-            raise RuntimeError(f"{errors[0]}\n{late.stuck()}") from errors[0]
-        assert not alive, f"ranks {alive} did not end"
+        run_hosts(len(self.ranks), lambda rank: self.ranks[rank].run(iterations))
         return {key: gradient for rank in self.ranks for key, gradient in rank.gradients.items()}

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <set>
 
 #include "machine.h"
 
@@ -36,6 +37,16 @@ std::map<std::string, Channel> channels;
 std::map<std::string, std::vector<Part>> meetings;
 // By communicator and rank, how many collectives it has begun.
 std::map<std::pair<std::string, int>, long> begun;
+std::set<std::string> aborted;
+
+bool belongs(const std::string& name, const std::string& communicator) {
+  return name.rfind(communicator + ":", 0) == 0 || name.rfind(communicator + "#", 0) == 0;
+}
+
+// What begins in a communicator that was aborted ends at once.
+bool is_aborted(const std::string& name) {
+  return std::any_of(aborted.begin(), aborted.end(), [&](auto& communicator) { return belongs(name, communicator); });
+}
 
 void count_down(const std::shared_ptr<Kernel>& kernel, double time) {
   kernel->end->time = std::max(kernel->end->time, time);
@@ -120,6 +131,10 @@ Ending exchange(int device, int stream, const std::vector<Message>& messages, co
   auto kernel = std::make_shared<Kernel>(Kernel{nullptr, messages.size()});
   return joint(device, stream, label, kernel, [kernel, messages] {
     for (auto& message : messages) {
+      if (is_aborted(message.channel)) {
+        count_down(kernel, 0);
+        continue;
+      }
       auto& channel = channels[message.channel];
       (message.sends ? channel.sends : channel.receives).push_back({kernel, message});
       meet(channel);
@@ -132,6 +147,7 @@ Ending collective(int device, int stream, const Contribution& contribution, cons
   return joint(device, stream, label, kernel, [kernel, contribution] {
     long number = begun[{contribution.communicator, contribution.rank}]++;
     auto key = contribution.communicator + "#" + std::to_string(number);
+    if (is_aborted(key)) return count_down(kernel, 0);
     auto& parts = meetings[key];
     parts.push_back({kernel, contribution});
     if (static_cast<int>(parts.size()) < contribution.size) return;
@@ -146,19 +162,20 @@ void forget_exchanges() {
   channels.clear();
   meetings.clear();
   begun.clear();
+  aborted.clear();
 }
 
 void abort(const std::string& communicator) {
   std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
-  auto of_it = [&](const std::string& name) { return name.rfind(communicator + ":", 0) == 0 || name.rfind(communicator + "#", 0) == 0; };
+  aborted.insert(communicator);
   for (auto& [name, channel] : channels)
-    if (of_it(name))
+    if (belongs(name, communicator))
       for (auto* ends : {&channel.sends, &channel.receives}) {
         for (auto& end : *ends) Machine::get().finish(end.kernel->end, 0);
         ends->clear();
       }
   for (auto found = meetings.begin(); found != meetings.end();) {
-    if (!of_it(found->first)) {
+    if (!belongs(found->first, communicator)) {
       ++found;
       continue;
     }
