@@ -20,6 +20,7 @@ from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.headed import Headed
+from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import Host, Peer, Reaching
 from bpipe.transport.passing import Passing
 from tests.late.control import LateControl, controls
@@ -44,6 +45,7 @@ class Rank:
         self.memory: list[tuple[int, int, int]] = []
         self.gradients: dict[Place, torch.Tensor] = {}
         self.moved_bytes: dict[int, int] = {}
+        self._posting: list[CopyLane] = []
 
     def run(self, iterations: int) -> None:
         pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
@@ -70,6 +72,8 @@ class Rank:
         if self.engine is not None:
             self.moved_bytes = self.engine.moved_bytes
             self.engine.release()
+        for lane in self._posting:
+            lane.close(wait=False)
 
     def _transports(self) -> dict[int, Transport]:
         """By the other rank; under its own number into its own node's memory."""
@@ -86,8 +90,10 @@ class Rank:
                 continue
             alike = Distributed(control, groups)  # type: ignore[arg-type]
             copying = copying_on(device(self.rank))
-            posting = copying.posting(device(self.rank), TIMEOUT_S)
-            made[partner] = Headed(alike, control, posting) if self._pipeline.differing else alike  # type: ignore[arg-type]
+            made[partner] = alike
+            if self._pipeline.differing:
+                self._posting.append(copying.posting(device(self.rank), TIMEOUT_S))
+                made[partner] = Headed(alike, control, self._posting[-1])  # type: ignore[arg-type]
             if partner in passed_on_for(schedule, self.rank):
                 outbound, inbound = copying.lanes(device(self.rank), TIMEOUT_S)
                 made[partner] = Passing(alike, Reaching(Host(copying), inbound, outbound), inbound, outbound)

@@ -37,13 +37,20 @@ void Hosts::expect(int number) {
   stuck_.clear();
 }
 
+int Hosts::add() {
+  WithoutPython without;
+  std::lock_guard<std::mutex> lock(mutex_);
+  hosts_.push_back({});
+  return static_cast<int>(hosts_.size()) - 1;
+}
+
 void Hosts::enter(int host) {
   WithoutPython without;
   std::unique_lock<std::mutex> lock(mutex_);
   hosts_.at(host).here = true;
   bool all = true;
   for (auto& each : hosts_) all &= each.here;
-  if (all) {
+  if (all && turn_ < 0) {
     turn_ = static_cast<int>(Machine::get().order.draw(hosts_.size()));
     turned_.notify_all();
   }

@@ -100,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("query", [](const late::Ending& ending) { return Machine::get().query(ending); });
   m.def("expect_hosts", [](int number) { Hosts::get().expect(number); });
   m.def("stuck", [] { return Hosts::get().stuck(); });
+  m.def("add_host", [] { return Hosts::get().add(); });
   m.def("enter", [](int host) { Hosts::get().enter(host); });
   m.def("leave", [](int host) { Hosts::get().leave(host); });
   m.def("perhaps_yield", [] { Hosts::get().perhaps_yield(); });
