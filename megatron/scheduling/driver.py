@@ -228,7 +228,7 @@ class Driver:
                 say(describe(schedule))
             differing = self.differing = self._config.differing or differ(config)
             transports = self._transports(schedule, self.device, config, differing)
-            refuse_standstill(schedule, program.passing, self._config, self.device, self.links)
+            refuse_standstill(schedule, program.passing, self._config, self.device, self.links, differing)
             self._streams = self._streams or Streams(self.device)
             engine_config = self._engine_config(differing, program.balance)
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)

@@ -42,12 +42,18 @@ def waits_of(config: SchedulingConfig, device: torch.device) -> tuple[Waits, str
 
 
 def refuse_standstill(
-    schedule: Schedule, exchange: Exchange, config: SchedulingConfig, device: torch.device, links: Iterable[MeasuredLink]
+    schedule: Schedule,
+    exchange: Exchange,
+    config: SchedulingConfig,
+    device: torch.device,
+    links: Iterable[MeasuredLink],
+    differing: bool = False,
 ) -> None:
     """Raise ValueError where ranks could wait for each other. One-sided transfers wait for no partner.
 
     Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in the way of others in
-    one queue.
+    one queue. `differing`: micro-batches may differ in size. Two of these were seen on devices that run late (tests/late): no checker of
+    programs knows what a thread posts, and which first messages say how large others are.
     """
     waits, cause = waits_of(config, device)
     one_queue = waits is Waits.ONE_QUEUE
@@ -56,7 +62,17 @@ def refuse_standstill(
             f"with {cause} every rank would wait behind its S for all others', because what follows it waits in the one queue that there "
             "is: drop it, or take --bpipe-vocabulary 1"
         )
+    if one_queue and schedule.layout.num_pipes > 1:
+        raise ValueError(
+            f"with {cause} the first messages of two pipes, which say how large the others are, would wait for each other in the one queue "
+            "that there is: drop it, or take a schedule of one pipe"
+        )
     meets = any(link.transport not in ONE_SIDED for link in links)
+    if meets and differing and device.type == "cuda":
+        raise ValueError(
+            "micro-batches differ in size, and over NCCL a thread posts each transfer once it has heard how large it is: in a queue that "
+            "streams share that can stand behind what waits for it. Take --bpipe-transport peer or host, or pad micro-batches to one size"
+        )
     if not cause or not (meets or (one_queue and exchange is Exchange.POSTED)):
         return
     try:

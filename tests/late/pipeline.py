@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from bpipe.ir.host_buffers import links_of, passed_on_for
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
@@ -17,12 +17,11 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.transport.base import Transport
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.distributed import Distributed, pair_groups
+from bpipe.transport.distributed import Distributed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.headed import Headed
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import Host, Peer, Reaching
-from bpipe.transport.passing import Passing
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
 from tests.late.group import join
@@ -77,26 +76,24 @@ class Rank:
 
     def _transports(self) -> dict[int, Transport]:
         """By the other rank; under its own number into its own node's memory."""
-        schedule, made = self._pipeline.schedule, {}
+        made: dict[int, Transport] = {}
         for low, high in self._pipeline.links:
             control = self._pipeline.controls.get((low, high), {}).get(self.rank)
             # Everybody has a part in making groups.
-            groups = pair_groups(low, high, TYPE, TIMEOUT_S, device(self.rank)) if self._two_sided(low, high) else None
+            groups = pair_groups(low, high, TYPE, TIMEOUT_S) if self._two_sided(low, high) else None
             if self.rank not in (low, high):
                 continue
             partner = high if self.rank == low else low
             if groups is None:
                 made[partner] = self._reaching(low == high, control)
                 continue
+            try_out(groups, device(self.rank))
             alike = Distributed(control, groups)  # type: ignore[arg-type]
             copying = copying_on(device(self.rank))
             made[partner] = alike
             if self._pipeline.differing:
                 self._posting.append(copying.posting(device(self.rank), TIMEOUT_S))
                 made[partner] = Headed(alike, control, self._posting[-1])  # type: ignore[arg-type]
-            if partner in passed_on_for(schedule, self.rank):
-                outbound, inbound = copying.lanes(device(self.rank), TIMEOUT_S)
-                made[partner] = Passing(alike, Reaching(Host(copying), inbound, outbound), inbound, outbound)
         return made
 
     def _two_sided(self, low: int, high: int) -> bool:

@@ -137,5 +137,5 @@ def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str
         own, hosted = occupied(balanced, rank, memory_of([1] * balanced.num_stages))
         held = own + (hosted if kind == "two-sided" else 0) - peak_counts(plain)[rank]
         found = (peaks[balanced][rank] - peaks[plain][rank]) / STORAGE_BYTES
-        # Beside the large storage each micro-batch saves three of half a kibibyte.
-        assert found == pytest.approx(held, abs=0.01), f"rank {rank} holds {found} micro-batches more than without transfers, not {held}"
+        # Beside the large storage each micro-batch saves three of half a kibibyte, and messages are under way.
+        assert found == pytest.approx(held, abs=0.02), f"rank {rank} holds {found} micro-batches more than without transfers, not {held}"

@@ -75,6 +75,27 @@ def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(m
         refuse_standstill(far_ahead(), posted, small, CUDA, [])
 
 
+def test_first_messages_that_cross_are_refused_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that runs late with one queue, two pipes stood still in their first iteration, whatever transfers went over."""
+    posted, small = Exchange.POSTED, SchedulingConfig(balance=False, num_ranks=4, num_chunks=1)
+    schedule = build(ScheduleConfig("chimera", 4, 8))
+    refuse_standstill(schedule, posted, small, CUDA, [])
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    refuse_standstill(schedule, posted, small, CPU, [])
+    with pytest.raises(ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 the first messages of two pipes, .*: drop it, or take"):
+        refuse_standstill(schedule, posted, small, CUDA, [])
+
+
+def test_sizes_that_differ_are_refused_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread posts each transfer behind what the host issued meanwhile: with 2 and 8 queues, too, a device that runs late stood still."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    schedule, small = build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig())), SchedulingConfig(balance=True, num_ranks=4, num_chunks=1)
+    for device, transport in ((CPU, "gloo"), (CUDA, "peer")):
+        refuse_standstill(schedule, Exchange.MEGATRON_1F1B, small, device, [MeasuredLink((0, 3), transport, {})], differing=True)
+    with pytest.raises(ValueError, match=r"micro-batches differ in size, and over NCCL .* Take --bpipe-transport peer or host, or pad"):
+        refuse_standstill(schedule, Exchange.MEGATRON_1F1B, small, CUDA, [MeasuredLink((0, 3), "nccl", {})], differing=True)
+
+
 def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not stand still, but every S would wait for all others."""
     posted, small = Exchange.POSTED, SchedulingConfig(balance=False, num_ranks=4, num_chunks=1)
