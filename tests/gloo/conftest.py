@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.gloo.ports import free_ports
 from tests.gloo.warm import Parents, Rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,17 +80,6 @@ Process = subprocess.Popen[bytes] | Rank
 def parents() -> Iterator[None]:
     yield
     PARENTS.close()
-
-
-def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def start(
@@ -165,7 +154,7 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, wor
         (folder / "cases.json").write_text(json.dumps(some))
         script = [str(ROOT / "tests/gloo" / worker), str(folder / "cases.json"), str(folder)]
         # Each case chooses a port of its own.
-        processes = start(world, script, folder, _free_ports(1)[0], cold=worker in COLD_WORKERS)
+        processes = start(world, script, folder, free_ports(1)[0], cold=worker in COLD_WORKERS)
         done = followed(done, finish(processes, folder, begin + timeout_s - time.monotonic()))
         if done.codes != [0] * world:
             break

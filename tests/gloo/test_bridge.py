@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo.conftest import ROOT, _free_ports, finish, start
+from tests.gloo.conftest import ROOT, finish, free_ports, start
 
 # What Bridge imports and cannot be stood in for, because it does work in a training.
 NEEDED = ("megatron.bridge", "transformers", "modelopt", "omegaconf", "hydra")
@@ -22,7 +22,7 @@ def missing() -> list[str]:
 @pytest.mark.skipif(bool(missing()), reason=f"{', '.join(missing())} not installed: docs/bridge.md says how, without a GPU")
 def test_bridges_own_steps_are_balanced(tmp_path: Path) -> None:
     """Bridge's `pretrain` from its configuration: its loop, step, model, data and optimizer; the recipe compares the bits itself."""
-    port, *ports = _free_ports(5)
+    port, *ports = free_ports(5)
     script = [str(ROOT / "tests/gloo/bridge_recipe.py"), *map(str, ports)]
     # What it puts in the place of packages comes before Megatron.
     outcome = finish(start(4, script, tmp_path, port, cold=True), tmp_path, 450)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.conftest import _free_ports, finish, start
+from tests.gloo.conftest import finish, free_ports, start
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("train_gpt3_13b.sh", "train_gpt3_96b.sbatch", "train_gpt3_134b.sbatch", "train_llama_65b.sbatch", "smoke_8gpu.sh")
@@ -78,7 +78,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     script, asked = folder / "parse.py", folder / "commands.json"
     script.write_text(PARSE)
     asked.write_text(json.dumps([command for those in commands.values() for command in those]))
-    ended = finish(start(1, [str(script), " ".join(WANTED), str(asked)], folder, _free_ports(1)[0], environment), folder, 240)
+    ended = finish(start(1, [str(script), " ".join(WANTED), str(asked)], folder, free_ports(1)[0], environment), folder, 240)
     assert ended.codes == [0], ended.logs[0][-3000:]
     found = [json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")]
     return {script: [found.pop(0) for _ in those] for script, those in commands.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, Outcome, _free_ports, finish, start
+from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, Outcome, finish, free_ports, start
 
 # Without placement, process r is stage r.
 STAGES = (*ITERATIONS, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16", "--bpipe-placement", "none")
@@ -20,7 +20,7 @@ STAGES = (*ITERATIONS, "--num-layers", "4", "--pipeline-model-parallel-size", "4
 def run(folder: Path, arguments: Sequence[str], fault: str | None = None, only: int | None = None, ranks: int = 4) -> Outcome:
     """Train on so many ranks; wait for all of them to end, or for rank `only`."""
     script = [str(ROOT / "tests/gloo/faulty.py"), *TINY, *STAGES, *arguments]
-    processes = start(ranks, script, folder, _free_ports(1)[0], {"FAULT": fault} if fault else None)
+    processes = start(ranks, script, folder, free_ports(1)[0], {"FAULT": fault} if fault else None)
     return finish(processes, folder, timeout_s=90.0, only=only)
 
 
@@ -229,7 +229,7 @@ def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
     """Four ranks see the same mistakes, none meets another, and one of them speaks: no traceback, one usage where the parser refuses."""
     cases = [[*TINY, *STAGES, *arguments] for arguments, _ in [*REFUSED, ITS_OWN]]
     script = [str(ROOT / "tests/gloo/faulty.py")]
-    outcome = finish(start(4, script, tmp_path, _free_ports(1)[0], {"CASES": json.dumps(cases)}), tmp_path, 100)
+    outcome = finish(start(4, script, tmp_path, free_ports(1)[0], {"CASES": json.dumps(cases)}), tmp_path, 100)
     first, *others = [log.split("=== refused")[:-1] for log in outcome.logs]
     assert [len(parts) for parts in (first, *others)] == [len(cases)] * 4
     for index, (arguments, message) in enumerate(REFUSED):

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, _free_ports, finish, start
+from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, finish, free_ports, start
 
 FOUR = (*TINY, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
 
@@ -59,7 +59,7 @@ def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_pat
     script = str(ROOT / "tests/gloo/plain_script.py")
     two = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
     outcome = finish(
-        start(2, ["-m", "megatron.scheduling.launch", script, *TINY, *two, *ITERATIONS], tmp_path, _free_ports(1)[0]), tmp_path, 100
+        start(2, ["-m", "megatron.scheduling.launch", script, *TINY, *two, *ITERATIONS], tmp_path, free_ports(1)[0]), tmp_path, 100
     )
     assert outcome.codes == [0] * 2, outcome.logs[0][-3000:]
     assert "iteration        3/       3" in "".join(outcome.logs)
@@ -73,7 +73,7 @@ def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None
     """0.19.2 from its wheel runs `make` where there is no Makefile; a repair that were made all the same would train."""
     script = str(ROOT / "tests/gloo/plain_script.py")
     one = ("--num-layers", "1", "--global-batch-size", "8", *ITERATIONS, "--bpipe-no-repairs")
-    outcome = finish(start(1, ["-m", "megatron.scheduling.launch", script, *TINY, *one], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+    outcome = finish(start(1, ["-m", "megatron.scheduling.launch", script, *TINY, *one], tmp_path, free_ports(1)[0]), tmp_path, 100)
     assert outcome.codes == [1]
     assert "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that dataset helpers" in outcome.logs[0]
     assert "bpipe: repaired" not in outcome.logs[0]
@@ -108,7 +108,7 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
         command = ["-m", "megatron.scheduling.launch", script, *FOUR, *flags, *ITERATIONS, "--bpipe-report", str(folder), *more]
         # One imports by itself, as a user's do.
         cold = case == "balanced" and "--label-shift" in flags
-        outcome = finish(start(4, command, folder, _free_ports(1)[0], cold=cold), folder, 80)
+        outcome = finish(start(4, command, folder, free_ports(1)[0], cold=cold), folder, 80)
         assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     stock, balanced = (iterations(folder) for folder in folders)
     assert len(stock) == 3
@@ -152,7 +152,7 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
     """`place`, `install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
     script = [str(ROOT / "tests/gloo/own_loop.py"), *asked]
     # One imports by itself, and nothing of Megatron's trainer is there.
-    outcome = finish(start(4, script, tmp_path, _free_ports(1)[0], cold=asked == ["1"]), tmp_path, 100)
+    outcome = finish(start(4, script, tmp_path, free_ports(1)[0], cold=asked == ["1"]), tmp_path, 100)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: plain, balanced and plain again are equal" in log
@@ -166,7 +166,7 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
 @pytest.mark.timeout(120)
 def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     """Whose samples a chunk reads is asked; with the rank's own for all chunks the last one's labels were those of other tokens."""
-    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop_of_two_pipes.py")], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop_of_two_pipes.py")], tmp_path, free_ports(1)[0]), tmp_path, 100)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: stock and two pipes are equal" in log
@@ -181,7 +181,7 @@ def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    outcome = finish(start(4, [str(ROOT / "pretrain_gpt.py"), *common, "--bpipe-report", str(whole)], whole, _free_ports(1)[0]), whole, 80)
+    outcome = finish(start(4, [str(ROOT / "pretrain_gpt.py"), *common, "--bpipe-report", str(whole)], whole, free_ports(1)[0]), whole, 80)
     assert outcome.codes == [0] * 4
     checkpoints = ["--save", str(broken / "c"), "--load", str(broken / "c"), "--save-interval", "2", "--bpipe-report", str(broken)]
     script = [str(ROOT / "tests/gloo/faulty.py"), *common, *checkpoints]
@@ -201,7 +201,7 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     """`--exit-signal-handler`: SIGTERM lets the iteration finish, saves, and ends every rank with 0."""
     script = [str(ROOT / "tests/gloo/faulty.py"), *FOUR, "--train-iters", "1000", *BPIPE, "--exit-signal-handler"]
     script += ["--save", str(tmp_path / "c"), "--save-interval", "1000"]
-    processes = start(4, script, tmp_path, _free_ports(1)[0])
+    processes = start(4, script, tmp_path, free_ports(1)[0])
     try:
         deadline = time.monotonic() + 80
         # The last stage prints the iterations; with pairs placed side by side it is the second process.
@@ -221,7 +221,7 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     """Two torchrun agents of four processes each: every pair is on one of them."""
     eight = [*TINY, "--num-layers", "8", "--pipeline-model-parallel-size", "8", "--global-batch-size", "32", *ITERATIONS, *BPIPE]
-    port = str(_free_ports(1)[0])
+    port = str(free_ports(1)[0])
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
     script = [str(ROOT / "pretrain_gpt.py"), *eight]
     codes = end([torchrun(tmp_path, 4, script, *options, str(node)) for node in range(2)], tmp_path, 150)

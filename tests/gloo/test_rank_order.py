@@ -10,7 +10,7 @@ import pytest
 
 from bpipe.placement import Part, Topology
 from megatron.scheduling.placement import rank_of
-from tests.gloo.conftest import _free_ports, finish, start
+from tests.gloo.conftest import finish, free_ports, start
 
 ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 # tensor, context, pipeline, data; among them the sizes of the paper's runs and odd ones.
@@ -40,7 +40,7 @@ def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[tupl
     folder = tmp_path_factory.mktemp("groups")
     script = folder / "ask.py"
     script.write_text(ASK_MEGATRON)
-    ended = finish(start(1, [str(script), question], folder, _free_ports(1)[0]), folder, 240)
+    ended = finish(start(1, [str(script), question], folder, free_ports(1)[0]), folder, 240)
     assert ended.codes == [0], ended.logs[0][-3000:]
     (line,) = [line for line in ended.logs[0].splitlines() if line.startswith("ANSWERS ")]
     answers: list[Any] = json.loads(line.removeprefix("ANSWERS "))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.conftest import ROOT, _free_ports, finish, start
+from tests.gloo.conftest import ROOT, finish, free_ports, start
 from tests.gloo.soak import ITERATIONS_A_TURN, PROGRAMS, TURNS, Scenario
 
 # Allocators keep pools, and which of a few thread arenas serves a copy is chance. One micro-batch that is kept an iteration is more.
@@ -249,7 +249,7 @@ def test_whenever_a_process_breaks_the_others_end(
 def test_a_link_that_carries_nothing_is_given_up_and_another_taken(tmp_path: Path) -> None:
     """With NCCL its watchdog ended the process before anything else was tried."""
     script = [str(ROOT / "tests/gloo/hanging_worker.py"), str(tmp_path)]
-    outcome = finish(start(2, script, tmp_path, _free_ports(1)[0]), tmp_path, 60.0)
+    outcome = finish(start(2, script, tmp_path, free_ports(1)[0]), tmp_path, 60.0)
     assert outcome.codes == [0, 0], outcome.logs
     for rank in range(2):
         left = json.loads((tmp_path / f"rank{rank}.json").read_text())

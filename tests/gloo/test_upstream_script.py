@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo.conftest import BPIPE, ROOT, TINY, Case, Outcome, _free_ports, asked_for, finish, start
+from tests.gloo.conftest import BPIPE, ROOT, TINY, Case, Outcome, asked_for, finish, free_ports, start
 from tests.gloo.test_placed import ALIKE, EIGHT, FOUR, RESUMED, TWO, alike
 from tests.unit.torch_schedules import as_csv, torch_schedule
 
@@ -74,7 +74,7 @@ def test_a_choice_that_is_not_megatrons_is_refused_in_a_v(tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(upstreams.replace(given, "get_embedding_ranks=lambda pp_ranks: pp_ranks[1:]"))
     flags = (*TINY, *FOUR, "--num-layers", "8", *EIGHT, "--train-iters", "1", "--bpipe-schedule", "v-half")
-    outcome = finish(start(4, ["-m", "megatron.scheduling.launch", str(script), *flags], tmp_path, _free_ports(1)[0]), tmp_path, 100)
+    outcome = finish(start(4, ["-m", "megatron.scheduling.launch", str(script), *flags], tmp_path, free_ports(1)[0]), tmp_path, 100)
     assert outcome.codes == [2] * 4, outcome.logs[0][-3000:]
     said = (
         "bpipe: error: get_embedding_ranks: of the pipeline of ranks 0, 1, 2, 3 the script chooses 1, 2, 3, where Megatron's own chooses "

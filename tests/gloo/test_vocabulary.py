@@ -21,7 +21,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
 from bpipe.models.saved import shard_bytes
 from bpipe.record.read import read_held
-from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, _free_ports, asked_for, finish, start
+from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, asked_for, finish, free_ports, start
 from tests.gloo.test_launch import FOUR, iterations
 from tests.gloo.test_parallelism import LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_training import same
@@ -412,7 +412,7 @@ def trained(tmp_path: Path, case: str, script: Path, *flags: str) -> Outcome:
     folder = tmp_path / case
     folder.mkdir()
     command = ["-m", "megatron.scheduling.launch", str(script), *FOUR, *ITERATIONS, "--bpipe-report", str(folder), *flags]
-    return finish(start(4, command, folder, _free_ports(1)[0]), folder, 80)
+    return finish(start(4, command, folder, free_ports(1)[0]), folder, 80)
 
 
 OF_SCRIPTS = [

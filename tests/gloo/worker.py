@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,8 @@ import pretrain_gpt  # before Megatron: it readies the process
 # isort: split
 import torch
 from megatron.training import training
+
+from tests.gloo.ports import free_ports
 
 LAUNCH_RANK = os.environ["RANK"]
 
@@ -91,9 +92,7 @@ def agree_on_port(path: Path) -> str:
     One chosen before the launch would be somebody's gloo socket by the time a late case comes to listen on it.
     """
     if LAUNCH_RANK == "0":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        (port,) = map(str, free_ports(1))
         partial = path.with_suffix(".partial")
         partial.write_text(port)
         partial.replace(path)
