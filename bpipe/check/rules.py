@@ -14,7 +14,7 @@ from bpipe.check.deadlock import Waits, blocked_ranks
 from bpipe.check.replicas import check_mirror_images, check_reduction_order, check_sum_order
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Hosting, host_buffers, own_buffers
-from bpipe.ir.hosts import OWN_MEMORY, other_ranks, written
+from bpipe.ir.hosts import OWN_MEMORY, Hosts, other_ranks, written
 from bpipe.ir.layout import MOST_PIPES, TWO_PIPES
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
 from bpipe.ir.needs import NOTHING, Needs
@@ -25,6 +25,8 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWAR
 _SHARD_FORWARD, _SHARD_BACKWARD = Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD
 _INPUT_FORWARD, _INPUT_BACKWARD = Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
+# Names of rules that several functions raise.
+_ONCE, _SHARD_ORDER = "each computation once", "order of shards"
 
 
 def check(schedule: Schedule, exchange: Exchange = Exchange.POSTED) -> None:
@@ -35,7 +37,7 @@ def check(schedule: Schedule, exchange: Exchange = Exchange.POSTED) -> None:
 
 
 def check_shape(case: Case) -> None:
-    """Ranks have equally many slots, stages are shared out evenly, there is one bound a rank, and a share that can be written."""
+    """Ranks have equally many slots, and no more stages and micro-batches than these can hold."""
     schedule, rule = case.schedule, "shape"
     ranks = schedule.num_ranks
     if ranks == 0 or schedule.num_microbatches < 1:
@@ -51,6 +53,11 @@ def check_shape(case: Case) -> None:
         raise ScheduleError(
             rule, f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches cannot be in {ranks} x {lengths[0]} slots"
         )
+
+
+def check_head(case: Case) -> None:
+    """Stages are shared out evenly, there is one bound a rank, and `after_input` is a share that can be written."""
+    schedule, rule, ranks = case.schedule, "shape", case.schedule.num_ranks
     for placement in schedule.layout.placements:
         owned = [placement.count(rank) for rank in range(ranks)]
         if len(set(owned)) != 1 or not owned[0] or sum(owned) != schedule.num_stages:
@@ -75,51 +82,67 @@ def check_hosts(case: Case) -> None:
 
 def check_once(case: Case) -> None:
     """Every stage computes each micro-batch forward once and backward once, on its own rank, and every shard; fills in `case.spots`."""
-    schedule, rule, layout = case.schedule, "each computation once", case.schedule.layout
-    width = schedule.num_microbatches
-    size = schedule.num_stages * width
-    forward, need, release = [NOWHERE] * size, [NOWHERE] * size, [NOWHERE] * size
-    shards = {kind: [NOWHERE] * (schedule.num_ranks * width) for kind in layout.shard_kinds}
-    filled = {_FORWARD: (forward,), _BACKWARD: (need, release), _INPUT: (need,), _WEIGHT: (release,)}
-    filled |= {kind: (spots,) for kind, spots in shards.items()}
-    limits = {kind: schedule.num_ranks if kind in SHARDS else schedule.num_stages for kind in filled}
-    for rank, row in enumerate(schedule.ranks):
+    schedule, width, spots = case.schedule, case.schedule.num_microbatches, _empty_spots(case.schedule)
+    filled = {_FORWARD: (spots.forward,), _BACKWARD: (spots.need, spots.release), _INPUT: (spots.need,), _WEIGHT: (spots.release,)}
+    filled |= {kind: (slots,) for kind, slots in spots.shards.items()}
+    limits = {kind: len(slots[0]) // width for kind, slots in filled.items()}
+    rank_of = schedule.layout.rank_of_action
+    for rank, slot, compute in _computations(case):
+        kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
+        if kind not in filled:
+            what = "belongs to a split vocabulary, and here it is whole" if kind in COMPUTE else "is no computation"
+            raise case.error(_ONCE, rank, slot, compute, f"{kind.value} {what}")
+        num_stages = limits[kind]
+        if not 0 <= stage < num_stages or not 0 <= microbatch < width:
+            raise case.error(_ONCE, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
+        if (owner := rank_of(compute)) != rank:
+            raise case.error(_ONCE, rank, slot, compute, f"stage {stage} belongs to rank {owner}", (owner,))
+        key = stage * width + microbatch
+        for slots in filled[kind]:
+            if slots[key] != NOWHERE:
+                raise case.error(_ONCE, rank, slot, compute, f"already computed in slot {slots[key]}")
+            slots[key] = slot
+    _check_complete(case, spots)
+    case.spots = spots
+
+
+def _computations(case: Case) -> Iterator[tuple[int, int, Action]]:
+    """Yield rank, slot and computation, slot by slot. Raises ScheduleError for two that cannot overlap."""
+    for rank, row in enumerate(case.schedule.ranks):
         for slot, cell in enumerate(row):
-            if cell.compute is None and cell.overlapped is None:
-                continue
             if cell.overlapped is not None:
                 _check_pair(case, rank, slot, cell)
-            for compute in cell.computations:
-                kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
-                if kind not in filled:
-                    what = "belongs to a split vocabulary, and here it is whole" if kind in COMPUTE else "is no computation"
-                    raise case.error(rule, rank, slot, compute, f"{kind.value} {what}")
-                num_stages = limits[kind]
-                if not 0 <= stage < num_stages or not 0 <= microbatch < width:
-                    raise case.error(rule, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
-                if (owner := layout.rank_of_action(compute)) != rank:
-                    raise case.error(rule, rank, slot, compute, f"stage {stage} belongs to rank {owner}", (owner,))
-                key = stage * width + microbatch
-                for spots in filled[kind]:
-                    if spots[key] != NOWHERE:
-                        raise case.error(rule, rank, slot, compute, f"already computed in slot {spots[key]}")
-                    spots[key] = slot
-    named = {kind.value: spots for kind, spots in shards.items()}
-    for kinds, spots in {"F": forward, "B or I": need, "B or W": release, **named}.items():
-        if NOWHERE in spots:
-            stage, microbatch = divmod(spots.index(NOWHERE), width)
-            owner = stage if kinds in named else layout.rank_of(stage, microbatch)
-            whose = f"{'rank' if kinds in named else 'stage'} {stage}"
-            last = len(schedule.ranks[owner]) - 1
-            raise case.error(rule, owner, last, None, f"{whose} has no {kinds} of micro-batch {microbatch} in any slot")
-    case.spots = Spots(forward, need, release, shards)
+            if cell.compute is not None:
+                yield rank, slot, cell.compute
+            if cell.overlapped is not None:
+                yield rank, slot, cell.overlapped
+
+
+def _empty_spots(schedule: Schedule) -> Spots:
+    width = schedule.num_microbatches
+    size = schedule.num_stages * width
+    shards = {kind: [NOWHERE] * (schedule.num_ranks * width) for kind in schedule.layout.shard_kinds}
+    return Spots([NOWHERE] * size, [NOWHERE] * size, [NOWHERE] * size, shards)
+
+
+def _check_complete(case: Case, spots: Spots) -> None:
+    """No computation of any stage or shard is missing."""
+    schedule = case.schedule
+    stages = {"F": spots.forward, "B or I": spots.need, "B or W": spots.release}
+    shards = {kind.value: slots for kind, slots in spots.shards.items()}
+    for kinds, slots in (stages | shards).items():
+        if NOWHERE in slots:
+            place, microbatch = divmod(slots.index(NOWHERE), schedule.num_microbatches)
+            whose, owner = ("rank", place) if kinds in shards else ("stage", schedule.layout.rank_of(place, microbatch))
+            reason = f"{whose} {place} has no {kinds} of micro-batch {microbatch} in any slot"
+            raise case.error(_ONCE, owner, len(schedule.ranks[owner]) - 1, None, reason)
 
 
 def _check_pair(case: Case, rank: int, slot: int, cell: Slot) -> None:
     first, second = cell.compute, cell.overlapped
     if first is None or first.kind is not _FORWARD or second is None or second.kind not in (_BACKWARD, _INPUT):
         what = f"{first or 'nothing'} and {second} cannot overlap: it takes a forward and a backward, in this order"
-        raise case.error("each computation once", rank, slot, second, what)
+        raise case.error(_ONCE, rank, slot, second, what)
 
 
 def check_forward_first(case: Case) -> None:
@@ -167,55 +190,71 @@ def _too_early(case: Case, needs: Needs, action: Action, slot: int) -> ScheduleE
 
 def check_shard_order(case: Case) -> None:
     """All ranks compute the output layer's shards in one order, and each sort of input shards by micro-batch: their collectives meet."""
-    schedule, rule = case.schedule, "order of shards"
     if not case.spots.shards:
         return
     first: list[tuple[int, Action]] = []
-    for rank, row in enumerate(schedule.ranks):
-        mine = [(slot, one) for slot, cell in enumerate(row) for one in cell.computations if one.kind in SHARDS]
+    for rank, row in enumerate(case.schedule.ranks):
+        shards = [(slot, one) for slot, cell in enumerate(row) for one in cell.computations if one.kind in SHARDS]
         for kind in (_INPUT_FORWARD, _INPUT_BACKWARD):
-            of_kind = [(slot, one) for slot, one in mine if one.kind is kind]
-            for (_, before), (slot, after) in pairwise(of_kind):
-                if after.microbatch < before.microbatch:
-                    raise case.error(rule, rank, slot, after, f"stands behind {before}: {kind.value} goes by micro-batch")
-        outputs = [(slot, one) for slot, one in mine if one.kind in (_SHARD_FORWARD, _SHARD_BACKWARD)]
+            _check_by_microbatch(case, rank, [(slot, one) for slot, one in shards if one.kind is kind])
+        outputs = [(slot, one) for slot, one in shards if one.kind in (_SHARD_FORWARD, _SHARD_BACKWARD)]
         first = first or outputs
         for (_, expected), (slot, one) in zip(first, outputs, strict=True):
             if (one.kind, one.microbatch) != (expected.kind, expected.microbatch):
-                raise case.error(rule, rank, slot, one, f"rank 0 has {expected} in its place: all ranks need one order", (0,))
+                reason = f"rank 0 has {expected} in its place: all ranks need one order"
+                raise case.error(_SHARD_ORDER, rank, slot, one, reason, (0,))
+
+
+def _check_by_microbatch(case: Case, rank: int, of_kind: Sequence[tuple[int, Action]]) -> None:
+    for (_, before), (slot, after) in pairwise(of_kind):
+        if after.microbatch < before.microbatch:
+            raise case.error(_SHARD_ORDER, rank, slot, after, f"stands behind {before}: {after.kind.value} goes by micro-batch")
 
 
 def check_other_ends(case: Case) -> None:
     """Every transfer has its other end in the same slot of one host, or goes to own memory; what comes back comes from where it went."""
     schedule, rule = case.schedule, "other ends"
     hosts = schedule.hosts or ((),) * schedule.num_ranks
-    guests = [[other for other, of_rank in enumerate(hosts) if rank in other_ranks(of_rank)] for rank in range(schedule.num_ranks)]
-    rows, num_stages, rank_of = schedule.ranks, schedule.num_stages, schedule.layout.rank_of
+    guests = [_guests(hosts, rank) for rank in range(schedule.num_ranks)]
     stays: dict[tuple[int, int], int] = {}
     for rank, slot, transfer in _transfers(schedule):
-        kind, stage, microbatch = transfer.kind, transfer.stage, transfer.microbatch
-        if kind not in TRANSFER:
-            raise case.error(rule, rank, slot, transfer, f"{kind.value} is no transfer")
-        is_evictors = kind is _EVICT or kind is _LOAD
+        is_evictors = transfer.kind is _EVICT or transfer.kind is _LOAD
         others = hosts[rank] if is_evictors else guests[rank]
-        if not others:
-            raise case.error(rule, rank, slot, transfer, f"rank {rank} has no partner")
-        owner = rank_of(stage, microbatch) if 0 <= stage < num_stages else NOWHERE
-        if owner != rank if is_evictors else owner not in others:
-            whose = str(rank) if is_evictors else " or ".join(map(str, others))
-            raise case.error(rule, rank, slot, transfer, f"stage {stage} is none of rank {whose}'s")
-        if not 0 <= microbatch < schedule.num_microbatches:
-            raise case.error(rule, rank, slot, transfer, f"there are micro-batches 0 to {schedule.num_microbatches - 1}")
-        other = Action(stage, OTHER_END[kind], microbatch)
-        where = _other_end(rows, others if is_evictors else (owner,), slot, other)
+        wrong = _unfit(schedule, rank, transfer, others)
+        if wrong is not None:
+            raise case.error(rule, rank, slot, transfer, wrong)
+        stage, microbatch = transfer.stage, transfer.microbatch
+        other = Action(stage, OTHER_END[transfer.kind], microbatch)
+        where = _other_end(schedule.ranks, others if is_evictors else (schedule.layout.rank_of(stage, microbatch),), slot, other)
         if isinstance(where, str):
             raise case.error(rule, rank, slot, transfer, f"{where} {other} in this slot")
-        if is_evictors:
-            before = stays.setdefault((stage, microbatch), where)
-            if before != where:
-                raise case.error(rule, rank, slot, transfer, f"it is with {_place(before)}, not with {_place(where)}")
-            if kind is _LOAD:
-                del stays[stage, microbatch]
+        if not is_evictors:
+            continue
+        before = stays.setdefault((stage, microbatch), where)
+        if before != where:
+            raise case.error(rule, rank, slot, transfer, f"it is with {_place(before)}, not with {_place(where)}")
+        if transfer.kind is _LOAD:
+            del stays[stage, microbatch]
+
+
+def _guests(hosts: Hosts, rank: int) -> list[int]:
+    """The ranks that may evict to this one."""
+    return [guest for guest, of_rank in enumerate(hosts) if rank in other_ranks(of_rank)]
+
+
+def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[int]) -> str | None:
+    """Return why an action cannot be a transfer between this rank and one of `others`, or None."""
+    kind, stage, microbatch = transfer.kind, transfer.stage, transfer.microbatch
+    if kind not in TRANSFER:
+        return f"{kind.value} is no transfer"
+    if not others:
+        return f"rank {rank} has no partner"
+    owners = (rank,) if kind is _EVICT or kind is _LOAD else others
+    if not 0 <= stage < schedule.num_stages or schedule.layout.rank_of(stage, microbatch) not in owners:
+        return f"stage {stage} is none of rank {' or '.join(map(str, owners))}'s"
+    if not 0 <= microbatch < schedule.num_microbatches:
+        return f"there are micro-batches 0 to {schedule.num_microbatches - 1}"
+    return None
 
 
 def _other_end(rows: Sequence[Sequence[Slot]], others: Sequence[int], slot: int, end: Action) -> int | str:
@@ -334,7 +373,7 @@ def check_pair_order(case: Case) -> None:
     """Both ends of a pair start the transfers of one direction in the same order: those of one slot, where rules before saw both ends."""
     hosts = case.schedule.hosts or ()
     for rank, of_rank in enumerate(hosts):
-        others = sorted({*other_ranks(of_rank), *(guest for guest, of in enumerate(hosts) if rank in other_ranks(of))})
+        others = sorted({*other_ranks(of_rank), *_guests(hosts, rank)})
         for slot, cell in enumerate(case.schedule.ranks[rank]):
             if len(cell.transfers) > 1:
                 sent = [one for one in cell.transfers if one.kind is _EVICT or one.kind is _RETURN]
@@ -379,6 +418,7 @@ def _check_waits(case: Case, waits: Waits) -> None:
 
 RULES: tuple[Rule, ...] = (
     check_shape,
+    check_head,
     check_hosts,
     check_once,
     check_forward_first,
