@@ -19,7 +19,7 @@ from fractions import Fraction
 from bpipe.ir.action import Action
 from bpipe.ir.hosts import Hosts, mirrored, read_hosts, write_hosts
 from bpipe.ir.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary
-from bpipe.ir.memory import num_transfers, peak_counts, plain
+from bpipe.ir.memory import Count, num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.text import (
     NAME,
@@ -42,8 +42,16 @@ _TIMES = ("costs", "hop", "makespan", "bubble_percent")
 
 def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) -> str:
     """One line a rank, keys in the order above. `times`: values of the keys about durations."""
-    layout = schedule.layout
-    head: dict[str, object] = {
+    said = times or {}
+    head = {**_usual_head(schedule), **_special_head(schedule), **{key: said[key] for key in _TIMES if key in said}}
+    lines = ",\n  ".join(json.dumps(_rank(schedule, rank, peak)) for rank, peak in enumerate(peak_counts(schedule)))
+    return f'{json.dumps(head)[:-1]},\n "ranks": [\n  {lines}]}}\n'
+
+
+def _usual_head(schedule: Schedule) -> dict[str, object]:
+    """What every document says first."""
+    placements = schedule.layout.placements
+    return {
         "schedule": schedule.name,
         "stages": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
@@ -51,31 +59,34 @@ def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) ->
         "balance": "none" if schedule.hosts is None else "bpipe",
         "bounds": schedule.bounds,
         "partners": None if schedule.is_pooled else schedule.partners,
-        "stage_to_rank": layout.placements[0] if layout.num_pipes == 1 else layout.placements,
+        "stage_to_rank": placements[0] if len(placements) == 1 else placements,
     }
-    if layout.vocabulary is not Vocabulary.WHOLE:
-        head["vocabulary"] = layout.vocabulary.value
-    if layout.input_shards:
-        head["input"] = "shards"
+
+
+def _special_head(schedule: Schedule) -> dict[str, object]:
+    """What a document says only where it is not the usual."""
+    special: dict[str, object] = {}
+    if schedule.layout.vocabulary is not Vocabulary.WHOLE:
+        special["vocabulary"] = schedule.layout.vocabulary.value
+    if schedule.layout.input_shards:
+        special["input"] = "shards"
     if schedule.hosts is not None and schedule.is_pooled:
-        head["hosts"] = write_hosts(schedule.hosts)
+        special["hosts"] = write_hosts(schedule.hosts)
     if schedule.after_input != 1:
-        head["after_input"] = plain(schedule.after_input)
-    head.update({key: times[key] for key in _TIMES if key in times} if times else {})
-    peaks = peak_counts(schedule)
-    ranks = [
-        {
-            "rank": rank,
-            "peak": plain(peaks[rank]),
-            "evictions": num_transfers(schedule, rank).evictions,
-            "slots": [
-                {"compute": write_computation(slot) or None, "transfers": [str(action) for action in slot.transfers]} for slot in row
-            ],
-        }
-        for rank, row in enumerate(schedule.ranks)
-    ]
-    lines = ",\n  ".join(json.dumps(rank) for rank in ranks)
-    return f'{json.dumps(head)[:-1]},\n "ranks": [\n  {lines}]}}\n'
+        special["after_input"] = plain(schedule.after_input)
+    return special
+
+
+def _rank(schedule: Schedule, rank: int, peak: Count) -> dict[str, object]:
+    return {
+        "rank": rank,
+        "peak": plain(peak),
+        "evictions": num_transfers(schedule, rank).evictions,
+        "slots": [
+            {"compute": write_computation(slot) or None, "transfers": [str(action) for action in slot.transfers]}
+            for slot in schedule.ranks[rank]
+        ],
+    }
 
 
 def read_json(text: str) -> Schedule:

@@ -149,15 +149,22 @@ class _Reader:
             parts = [] if cell == BUBBLE else [_long(one, own, hosted, number, slot) for one in cell.split(BESIDE)]
             moved = [] if transfers == BUBBLE else [_long(one, own, hosted, below, slot) for one in transfers.split(JOIN)]
             try:
-                if len(parts) > 1 and (len(parts) > 2 or parts[0].kind is not Kind.FORWARD or parts[1].kind not in _BACKWARDS):
-                    raise TextError(f"{cell[:40]!r} overlaps other than a forward and a backward, in this order")
-                found = slot_of([*([tuple(parts)] if parts else []), *((action,) for action in moved)])
+                found = _slot(cell, parts, moved)
             except TextError as error:
                 raise TextError(f"line {number}, slot {slot}: {error}") from None
-            if (found.compute is None) != (cell == BUBBLE):
-                raise TextError(f"line {number}, slot {slot}: what is computed stands on line C, what is moved on line T")
             lane.append(found)
         return lane
+
+
+def _slot(cell: str, parts: Sequence[Action], moved: Sequence[Action]) -> Slot:
+    """The slot of what `cell`, on line C, and the one below it name. Raises TextError for what cannot stand so."""
+    overlaps = len(parts) == 2 and parts[0].kind is Kind.FORWARD and parts[1].kind in _BACKWARDS
+    if len(parts) > 1 and not overlaps:
+        raise TextError(f"{cell[:40]!r} overlaps other than a forward and a backward, in this order")
+    found = slot_of([*([tuple(parts)] if parts else []), *((action,) for action in moved)])
+    if (found.compute is None) != (cell == BUBBLE):
+        raise TextError("what is computed stands on line C, what is moved on line T")
+    return found
 
 
 def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), radius: int = 4) -> str:

@@ -28,22 +28,33 @@ _WIDEST = 24
 def write_listing(programs: Sequence[Program], exchange: Exchange) -> str:
     """All that every rank does, and where the other end of each message and transfer is."""
     keys = [_passing(program) for program in programs]
-    begun: dict[_Key, dict[int, int]] = {}
-    for program, of_rank in zip(programs, keys, strict=True):
-        for index, (do, key) in enumerate(zip(program.dos, of_rank, strict=True)):
-            if key is not None and do not in (Do.WAIT, Do.FINISH):
-                begun.setdefault(key, {})[program.rank] = index
+    begun = _begun(programs, keys)
     rows = [("place", "slot", "does", "")]
     for program, of_rank in zip(programs, keys, strict=True):
         rows.append(("", "", "", ""))
         for index, (instruction, key) in enumerate(zip(program.instructions, of_rank, strict=True)):
             elsewhere = {} if key is None else {rank: at for rank, at in begun[key].items() if rank != program.rank}
-            slot = _slot(program, index)
-            at = ("start" if index < _first_computed(program) else "end") if slot is None else str(slot)
-            rows.append((f"{program.rank}:{index}", at, str(instruction), _explained(program, instruction, elsewhere)))
+            rows.append((f"{program.rank}:{index}", _when(program, index), str(instruction), _explained(program, instruction, elsewhere)))
     widths = [max(len(row[column]) for row in rows if len(row[column]) <= _WIDEST) for column in range(3)]
     lines = [" ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows]
     return "\n".join((header(programs[0].messages.schedule), f"# exchange={exchange.value}", *lines)) + "\n"
+
+
+def _begun(programs: Sequence[Program], keys: Sequence[Sequence[_Key | None]]) -> dict[_Key, dict[int, int]]:
+    """By what passes and by rank, the instruction that begins it."""
+    begun: dict[_Key, dict[int, int]] = {}
+    for program, of_rank in zip(programs, keys, strict=True):
+        for index, (do, key) in enumerate(zip(program.dos, of_rank, strict=True)):
+            if key is not None and do not in (Do.WAIT, Do.FINISH):
+                begun.setdefault(key, {})[program.rank] = index
+    return begun
+
+
+def _when(program: Program, index: int) -> str:
+    slot = _slot(program, index)
+    if slot is not None:
+        return str(slot)
+    return "start" if index < _first_computed(program) else "end"
 
 
 def write_listing_json(programs: Sequence[Program], exchange: Exchange) -> str:

@@ -13,8 +13,10 @@ no time and no parameters: where they are gathered, let go and reduced is only h
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from bpipe.ir.action import SHARDS, Action, Kind
@@ -25,6 +27,16 @@ from bpipe.ir.text import NUMBER, TextError, assemble, read_computation, read_ro
 
 _MESSAGE = re.compile(f"{NUMBER}((?:WAIT_)?SEND_[FB]|RECV_[FB]){NUMBER}")
 _PARAMETERS = re.compile(f"{NUMBER}(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
+# By the word that ends what a stage's parameters or gradients are in, the word that begins it.
+_OPENING = {"RESHARD": "UNSHARD", "WAIT_REDUCE_GRAD": "REDUCE_GRAD"}
+_CLOSING = {opening: closing for closing, opening in _OPENING.items()}
+# The words of the same stage that may not stand before one.
+_AT_MOST_ONCE = {
+    "UNSHARD": ("UNSHARD",),
+    "RESHARD": (),
+    "REDUCE_GRAD": ("REDUCE_GRAD", "WAIT_REDUCE_GRAD"),
+    "WAIT_REDUCE_GRAD": ("WAIT_REDUCE_GRAD",),
+}
 _ANY = re.compile("[0-9](WAIT_|SEND_|RECV_|UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
@@ -132,38 +144,54 @@ class _Walk:
                 self._pass(cell, cell.message)
             else:
                 self._parameters(cell)
+        self._check_passed()
+        self._check_closed()
+
+    def _check_passed(self) -> None:
+        """Raises TextError for a message that never leaves, that nothing needs, or whose sending nobody waits for."""
         for message, maker in self.unsent.items():
             raise TextError(f"{maker.place}: what {maker.text} makes never leaves: {message.send} is missing behind it")
         for message, cell in self.received.items():
             if message not in self.consumed:
                 raise TextError(f"{cell.place}: nothing behind it needs what {cell.text} receives")
-        for message, cell in self.sent.items():
-            if self.waited and message not in self.waited:
+        for message, cell in self.sent.items() if self.waited else ():
+            if message not in self.waited:
                 raise TextError(f"{cell.place}: nobody waits for {cell.text}: {message.wait} is missing behind it")
+
+    def _check_closed(self) -> None:
+        """Raises TextError for parameters that are not let go, or not reduced, at the end."""
         for (word, stage), place in self.words.items():
             if word == "UNSHARD" or (word == "REDUCE_GRAD" and self.reducing):
-                closing = "RESHARD" if word == "UNSHARD" else "WAIT_REDUCE_GRAD"
-                raise TextError(f"{place}: {stage}{word} has no {stage}{closing} behind it")
+                raise TextError(f"{place}: {stage}{word} has no {stage}{_CLOSING[word]} behind it")
 
     def _compute(self, cell: _Cell, slot: Slot) -> None:
         for action in slot.computations:
             if action.stage >= self.needs.num_stages or action.microbatch >= self.needs.num_microbatches or action.kind in SHARDS:
                 there = f"stages 0 to {self.needs.num_stages - 1}, micro-batches 0 to {self.needs.num_microbatches - 1}"
                 raise TextError(f"{cell.place}: {action} cannot be placed: there are {there}, and no shards")
-            needed = _message(self.needs, self.needs.needed(action))
-            if needed is not None and self.passing:
+            needed = self._carrier(self.needs.needed(action))
+            if needed is not None:
                 if needed not in self.received:
                     raise TextError(f"{cell.place}: {action} needs what comes from another rank: {needed.receive} is missing before it")
                 self.consumed.add(needed)
-            if ("RESHARD", action.stage) in self.words and ("UNSHARD", action.stage) not in self.words:
-                raise TextError(f"{cell.place}: {action} computes with parameters that {action.stage}RESHARD has let go")
-            if ("WAIT_REDUCE_GRAD", action.stage) in self.words or ("REDUCE_GRAD", action.stage) in self.words:
-                raise TextError(f"{cell.place}: {action} comes behind {action.stage}REDUCE_GRAD, and what it adds is not reduced")
+            self._check_parameters(cell, action)
         for action in slot.computations:
             self.computed.add(action.stage)
-            made = _message(self.needs, self.needs.made(action))
-            if made is not None and self.passing:
+            made = self._carrier(self.needs.made(action))
+            if made is not None:
                 self.unsent[made] = cell
+
+    def _carrier(self, value: int) -> _Message | None:
+        """The message that carries a value, where the file has messages at all."""
+        return _message(self.needs, value) if self.passing else None
+
+    def _check_parameters(self, cell: _Cell, action: Action) -> None:
+        """A stage computes while its parameters are there, and before its gradients are reduced."""
+        stage, words = action.stage, self.words
+        if ("RESHARD", stage) in words and ("UNSHARD", stage) not in words:
+            raise TextError(f"{cell.place}: {action} computes with parameters that {stage}RESHARD has let go")
+        if ("WAIT_REDUCE_GRAD", stage) in words or ("REDUCE_GRAD", stage) in words:
+            raise TextError(f"{cell.place}: {action} comes behind {stage}REDUCE_GRAD, and what it adds is not reduced")
 
     def _pass(self, cell: _Cell, message: _Message) -> None:
         owner = self.schedule.layout.only_placement
@@ -192,21 +220,24 @@ class _Walk:
         owner, stage = self.schedule.layout.only_placement, cell.stage
         if not 0 <= stage < len(owner) or owner[stage] != self.rank:
             raise TextError(f"{cell.place}: {cell.text} is of a stage that rank {self.rank} does not compute")
-        opening = {"RESHARD": "UNSHARD", "WAIT_REDUCE_GRAD": "REDUCE_GRAD"}.get(cell.word)
-        if (cell.word, stage) in self.words and cell.word != "RESHARD":
+        if any((word, stage) in self.words for word in _AT_MOST_ONCE[cell.word]):
             raise TextError(f"{cell.place}: {cell.text} stands there twice")
-        if cell.word == "REDUCE_GRAD" and ("WAIT_REDUCE_GRAD", stage) in self.words:
-            raise TextError(f"{cell.place}: {cell.text} stands there twice")
+        opening = _OPENING.get(cell.word)
         if opening is not None and self.words.pop((opening, stage), None) is None:
             raise TextError(f"{cell.place}: {cell.text} has no {stage}{opening} before it")
         if cell.word == "UNSHARD" and stage in self.computed and ("RESHARD", stage) not in self.words:
             raise TextError(f"{cell.place}: {cell.text} comes behind a computation of its stage")
-        reducing = next((other for word, other in self.words if word == "REDUCE_GRAD"), None)
-        if cell.word == "REDUCE_GRAD" and reducing is not None and self.reducing:
-            raise TextError(
-                f"{cell.place}: {cell.text} starts while stage {reducing} is still reduced: {reducing}WAIT_REDUCE_GRAD is missing"
-            )
+        if cell.word == "REDUCE_GRAD" and self.reducing:
+            self._check_alone(cell)
         self.words[cell.word, stage] = cell.place
+
+    def _check_alone(self, cell: _Cell) -> None:
+        """Only one stage's gradients are reduced at a time."""
+        for word, other in self.words:
+            if word == "REDUCE_GRAD":
+                raise TextError(
+                    f"{cell.place}: {cell.text} starts while stage {other} is still reduced: {other}WAIT_REDUCE_GRAD is missing"
+                )
 
 
 def _message(needs: Needs, value: int) -> _Message | None:
@@ -220,25 +251,23 @@ def _message(needs: Needs, value: int) -> _Message | None:
 def _check_order(schedule: Schedule, rows: Sequence[Sequence[_Cell]]) -> None:
     """What one rank sends another is received in the order in which it was sent: the messages carry no names that could tell them apart."""
     owner = schedule.layout.only_placement
-    sent: dict[tuple[int, int], list[_Message]] = {}
-    for row in rows:
-        for cell in row:
-            if cell.message is not None and cell.word == "SEND":
-                sent.setdefault((owner[cell.message.stage], owner[cell.message.to_stage]), []).append(cell.message)
-    for messages in sent.values():
-        messages.reverse()
-    for row in rows:
-        for cell in row:
-            if cell.message is not None and cell.word == "RECV":
-                pair = owner[cell.message.stage], owner[cell.message.to_stage]
-                queue = sent.get(pair)
-                if not queue or queue[-1] != cell.message:
-                    found = f"{queue[-1].send} is what comes next" if queue else f"{cell.message.send} is missing"
-                    raise TextError(f"{cell.place}: {cell.text} is out of order: from rank {pair[0]}, {found}")
-                queue.pop()
-    for messages in sent.values():
-        for message in messages:
-            raise TextError(f"rank {owner[message.to_stage]} never receives what {message.send} sends: {message.receive} is missing")
+    sent: dict[tuple[int, int], deque[_Message]] = {}
+    for _, message in _passed(rows, "SEND"):
+        sent.setdefault((owner[message.stage], owner[message.to_stage]), deque()).append(message)
+    for cell, message in _passed(rows, "RECV"):
+        sender = owner[message.stage]
+        queue = sent.get((sender, owner[message.to_stage]))
+        if not queue or queue[0] != message:
+            found = f"{queue[0].send} is what comes next" if queue else f"{message.send} is missing"
+            raise TextError(f"{cell.place}: {cell.text} is out of order: from rank {sender}, {found}")
+        queue.popleft()
+    for message in chain.from_iterable(sent.values()):
+        raise TextError(f"rank {owner[message.to_stage]} never receives what {message.send} sends: {message.receive} is missing")
+
+
+def _passed(rows: Sequence[Sequence[_Cell]], word: str) -> Iterator[tuple[_Cell, _Message]]:
+    """The cells of this word, with their messages."""
+    return ((cell, cell.message) for row in rows for cell in row if cell.message is not None and cell.word == word)
 
 
 def _check_progress(rows: Sequence[Sequence[_Cell]]) -> None:
@@ -272,38 +301,60 @@ def write_runtime(schedule: Schedule) -> str:
     A message leaves right behind its computation and is received before its receiver's next one; a forward's is waited for behind the same
     micro-batch's backward, the others' at the end. A stage's parameters are there from before its first computation to the end.
     """
+    _check_known(schedule)
+    writing = _Writing(schedule)
+    for column in zip(*schedule.ranks, strict=True):
+        for rank, slot in enumerate(column):
+            if slot.compute is not None:
+                writing.compute(rank, slot)
+    writing.end()
+    return "".join(",".join(row) + "\n" for row in writing.rows)
+
+
+def _check_known(schedule: Schedule) -> None:
+    """Raises ValueError for what torch's runtime does not know."""
     moving = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
     if moving is not None:
         raise ValueError(f"{moving} moves activations, for which torch's runtime has no operation: write csv, or do not balance")
-    layout = schedule.layout
-    if layout != one_pipe(layout.placements[0]):
+    if schedule.layout != one_pipe(schedule.layout.placements[0]):
         raise ValueError("torch's runtime knows one pipe and no shards of the vocabulary: write csv")
-    needs = Needs(layout, schedule.num_microbatches)
-    rows: list[list[str]] = [[] for _ in schedule.ranks]
-    pending: list[dict[_Message, None]] = [{} for _ in schedule.ranks]
-    left = [2 * schedule.num_microbatches] * schedule.num_stages
-    seen: set[int] = set()
-    for column in zip(*schedule.ranks, strict=True):
-        for rank, slot in enumerate(column):
-            if slot.compute is None:
-                continue
-            for action in slot.computations:
-                if action.stage not in seen:
-                    seen.add(action.stage)
-                    rows[rank].append(f"{action.stage}UNSHARD")
-            rows[rank].append(write_computation(slot))
-            for action in slot.computations:
-                message = _message(needs, needs.made(action))
-                if message is not None:
-                    rows[rank].append(message.send)
-                    pending[rank][message] = None
-                    rows[schedule.layout.only_rank_of(message.to_stage)].append(message.receive)
-            for action in slot.computations:
-                rows[rank] += _closed(action, pending[rank], left)
-    for rank, row in enumerate(rows):
-        row += [message.wait for message in pending[rank]]
-        row += [f"{stage}RESHARD" for stage, owner in enumerate(schedule.layout.only_placement) if owner == rank and stage in seen]
-    return "".join(",".join(row) + "\n" for row in rows)
+
+
+class _Writing:
+    """Every rank's row, as far as it is written."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.owner, self.needs = schedule.layout.only_placement, Needs(schedule.layout, schedule.num_microbatches)
+        self.rows: list[list[str]] = [[] for _ in schedule.ranks]
+        # By rank, the messages whose sending is not waited for yet; by stage, how many forwards and full backwards or W are to come.
+        self.pending: list[dict[_Message, None]] = [{} for _ in schedule.ranks]
+        self.left = [2 * schedule.num_microbatches] * schedule.num_stages
+        self.seen: set[int] = set()
+
+    def compute(self, rank: int, slot: Slot) -> None:
+        """Write a slot's computations, what they send, and what is over with them."""
+        row, pending = self.rows[rank], self.pending[rank]
+        for action in slot.computations:
+            if action.stage not in self.seen:
+                self.seen.add(action.stage)
+                row.append(f"{action.stage}UNSHARD")
+        row.append(write_computation(slot))
+        for action in slot.computations:
+            message = _message(self.needs, self.needs.made(action))
+            if message is not None:
+                row.append(message.send)
+                pending[message] = None
+                self.rows[self.owner[message.to_stage]].append(message.receive)
+        for action in slot.computations:
+            row += _closed(action, pending, self.left)
+
+    def end(self) -> None:
+        """Write the waits that are left, then let go of the parameters."""
+        for row, pending in zip(self.rows, self.pending, strict=True):
+            row += [message.wait for message in pending]
+        for stage, rank in enumerate(self.owner):
+            if stage in self.seen:
+                self.rows[rank].append(f"{stage}RESHARD")
 
 
 def _closed(action: Action, pending: dict[_Message, None], left: list[int]) -> Iterator[str]:
