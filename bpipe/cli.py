@@ -239,14 +239,7 @@ def _add_arguments(parser: Parser) -> None:
 def _schedule(options: argparse.Namespace) -> None:
     output = None if options.output is None else Path(options.output)
     form = options.format or _format_of(output)
-    if options.exchange is not None and not options.messages:
-        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
-    if options.messages and (form not in ("grid", "json") or options.format == "grid"):
-        own = "runtime writes torch's messages itself" if form == "runtime" else f"a {form} has no room for messages"
-        raise ValueError(f"--messages is written as text, or with --format json: {own}, leave one of them out")
-    said = next((name for name in ("bound", "partners", "hosts") if getattr(options, name)), None)
-    if options.balance == "none" and said:
-        raise ValueError(f"--{said} says how to balance: give --balance bpipe, too, or leave it out")
+    _refuse_unused(options, form)
     shortest.check(options)
     schedule = shortest.changed(_generated(options) if options.input is None else _imported(options), options)
     if options.messages:
@@ -258,6 +251,18 @@ def _schedule(options: argparse.Namespace) -> None:
         return
     sys.stdout.buffer.write(content)
     sys.stdout.buffer.flush()
+
+
+def _refuse_unused(options: argparse.Namespace, form: str) -> None:
+    """Raises ValueError for a flag that says how to do what is not asked for."""
+    if options.exchange is not None and not options.messages:
+        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
+    if options.messages and (form not in ("grid", "json") or options.format == "grid"):
+        own = "runtime writes torch's messages itself" if form == "runtime" else f"a {form} has no room for messages"
+        raise ValueError(f"--messages is written as text, or with --format json: {own}, leave one of them out")
+    said = next((name for name in ("bound", "partners", "hosts") if getattr(options, name)), None)
+    if options.balance == "none" and said:
+        raise ValueError(f"--{said} says how to balance: give --balance bpipe, too, or leave it out")
 
 
 def _format_of(output: Path | None) -> str:

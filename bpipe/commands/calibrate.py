@@ -39,14 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     if (options.measured is None) == (options.run_of is None):
         raise ValueError("name a run's folder or log, or give --measured SECONDS: one of them, the other says the same")
-    reading = reading_of(options)
-    if options.run_of is not None and Path(options.run_of).is_file():
-        launch, vocabulary = _launch_of(Path(options.run_of))
-        reading = reading or launch
-        if options.vocabulary is None and options.model is None:
-            options.vocabulary = vocabulary
+    reading = _reading(options)
     every = filled(options, reading, ("pipeline", "global_batch"))
-    setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading.devices if reading else None)))
+    setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
     found = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
     calibration = calibrate(setup, options.measured if found is None else found.median_s, options.run_of or "--measured")
     if options.output is not None:
@@ -54,9 +49,20 @@ def run(options: argparse.Namespace) -> None:
     if options.format == "json":
         print_json({**calibration.document(), "iterations": None if found is None else found._asdict()})
         return
-    print("\n".join([*(lines(reading) if reading else ()), *_said(setup, found, calibration)]))
+    print("\n".join([*lines(reading), *_said(setup, found, calibration)]))
     if options.output is None:
         print("give --output FILE to keep it for --calibration of bpipe simulate and bpipe plan")
+
+
+def _reading(options: argparse.Namespace) -> Reading | None:
+    """What the launch says, else the run's log, which fills in the vocabulary too where neither flag says the model's."""
+    reading = reading_of(options)
+    if options.run_of is None or not Path(options.run_of).is_file():
+        return reading
+    launch, vocabulary = _launch_of(Path(options.run_of))
+    if options.vocabulary is None and options.model is None:
+        options.vocabulary = vocabulary
+    return reading or launch
 
 
 def _said(setup: Setup, found: Steady | None, calibration: Calibration) -> list[str]:

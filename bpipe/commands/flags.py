@@ -23,6 +23,7 @@ from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import DISPATCHERS
 from bpipe.models.switches import HELP, flag_of
+from bpipe.plan.megatron_command import Reading
 from bpipe.plan.options import MODEL_SWITCHES, SIZES
 
 
@@ -79,9 +80,9 @@ def add_calibration_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel-times", nargs="+", metavar="FILE", help=measured)
 
 
-def cluster_of(options: argparse.Namespace, devices: tuple[int, int] | None = None) -> Cluster:
-    """`devices` are nodes and GPUs of one, for a cluster that says none."""
-    cluster = cluster_named(options.cluster, devices)
+def cluster_of(options: argparse.Namespace, reading: Reading | None = None) -> Cluster:
+    """Return the cluster; what its text does not say of nodes and their devices, the launch says."""
+    cluster = cluster_named(options.cluster, None if reading is None else reading.devices)
     if options.kernel_times is not None:
         cluster = replace(cluster, kernels=read_kernel_times(options.kernel_times))
     if options.calibration is None:

@@ -67,8 +67,10 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def lines(reading: Reading) -> list[str]:
+def lines(reading: Reading | None) -> list[str]:
     """What a reader must know of the translation, for a person."""
+    if reading is None:
+        return []
     found = [f"from the launch: {note}" for note in reading.notes]
     if reading.not_considered:
         found.append(f"not considered: {' '.join(reading.not_considered)}")

@@ -22,7 +22,7 @@ from bpipe.commands.flags import (
 )
 from bpipe.commands.front import SUFFIXES, show
 from bpipe.commands.launch import add_launch_arguments, lines, reading_of
-from bpipe.commands.plan_output import beside_of, launch_values, plan_document, table, yours_lines
+from bpipe.commands.plan_output import Beside, beside_of, launch_values, plan_document, table, yours_lines
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
@@ -40,7 +40,7 @@ from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, scope, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
-from bpipe.plan.search import search
+from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space, divisors, usual_contexts
 from bpipe.program import BALANCES
 
@@ -108,36 +108,50 @@ def run(asked: argparse.Namespace) -> int:
     yours = None if reading is None else _yours(asked, reading)
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --global-batch")
-    row = options.emit_args
     space = _space(asked, options, _contexts(asked, every, reading), reading)
     bar = _Bar()
     if options.front:
         with _seldom_collected():
-            found = show(space, options.format, picture_file(options.plot, SUFFIXES), row, bar.show)
+            found = show(space, options.format, picture_file(options.plot, SUFFIXES), options.emit_args, bar.show)
         return NO_ROWS if found.winner is None else 0
     if options.plot is not None:
         raise ValueError("--plot draws a front: give --front, too, or leave it out")
-    with _seldom_collected():
-        asked_what = (space, max(options.rows, row or 0), bar.show)
-        if options.memory is not None or set(space.hosts) & set(IN_NODES):
-            outcome = search(*asked_what, _sending_what_must(space, space.cluster.device.memory_bytes))
-        else:
-            outcome = search(*asked_what)
-    if row is not None:
+    outcome = _searched(space, options, bar)
+    if options.emit_args is not None:
         bar.clear()
-        if row > len(outcome.rows):
-            raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
-        print(shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup)))
-        return 0 if outcome.rows else NO_ROWS
-    beside = beside_of(outcome, reading if reading is None or _is_as_launched(asked, reading) else None)
-    bar.clear()
-    if options.format == "json":
-        print_json({**plan_document(outcome, beside), **(launch_values(yours, reading) if yours and reading else {})})
+        print(_flags_of_row(outcome, options.emit_args))
     else:
-        for line in (*(lines(reading) if reading else ()), *(yours_lines(yours, reading) if yours and reading else ())):
-            print(line)
-        print(table(outcome, beside), end="")
+        beside = beside_of(outcome, reading if reading is None or _is_as_launched(asked, reading) else None)
+        bar.clear()
+        _print(outcome, beside, options.format, reading, yours)
     return 0 if outcome.rows else NO_ROWS
+
+
+def _searched(space: Space, options: argparse.Namespace, bar: _Bar) -> Outcome:
+    """Search for as many rows as are shown. Within a budget, or where own memory hosts, balanced rows send only what must leave."""
+    num_rows = max(options.rows, options.emit_args or 0)
+    with _seldom_collected():
+        if options.memory is None and not set(space.hosts) & set(IN_NODES):
+            return search(space, num_rows, bar.show)
+        return search(space, num_rows, bar.show, _sending_what_must(space, space.cluster.device.memory_bytes))
+
+
+def _flags_of_row(outcome: Outcome, row: int) -> str:
+    """Return Megatron's flags of a row. Raises ValueError for a row that is not there."""
+    if row > len(outcome.rows):
+        raise ValueError(f"--emit-args {row}: there are {len(outcome.rows)} rows. {verdict(outcome).text}")
+    return shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup))
+
+
+def _print(outcome: Outcome, beside: Beside, form: str, reading: Reading | None, yours: SetupPrediction | str | None) -> None:
+    """Print the rows, and beside them the launch as it stands, where one was given."""
+    if form == "json":
+        launch = {} if reading is None or yours is None else launch_values(yours, reading)
+        print_json(plan_document(outcome, beside) | launch)
+        return
+    for line in (*lines(reading), *(() if reading is None or yours is None else yours_lines(yours, reading))):
+        print(line)
+    print(table(outcome, beside), end="")
 
 
 def _is_as_launched(asked: argparse.Namespace, reading: Reading) -> bool:
@@ -149,7 +163,7 @@ def _is_as_launched(asked: argparse.Namespace, reading: Reading) -> bool:
 
 def _space(asked: argparse.Namespace, options: argparse.Namespace, contexts: tuple[int, ...], reading: Reading | None) -> Space:
     """What to search."""
-    model, cluster = model_of(options), _budgeted(cluster_of(options, reading.devices if reading else None), options.memory)
+    model, cluster = model_of(options), _budgeted(cluster_of(options, reading), options.memory)
     return Space(
         model=model,
         cluster=cluster,
@@ -213,7 +227,7 @@ def _contexts(asked: argparse.Namespace, every: argparse.Namespace, reading: Rea
     """What was asked for; else what a launch has is tried beside the usual ones."""
     if asked.context is not None:
         return tuple(sorted(set(asked.context)))
-    model, cluster = model_of(every), cluster_of(every, reading.devices if reading else None)
+    model, cluster = model_of(every), cluster_of(every, reading)
     is_possible = every.attention == "flash" and every.kernels == "gpu" and model.no_context(model.sequence, every.cp_comm_type) is None
     return tuple(sorted({*(usual_contexts(model.sequence, cluster.num_devices) if is_possible else ()), every.context}))
 
@@ -248,7 +262,7 @@ def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str
         every = filled(options, reading, ())
         if every.balance == BALANCES[0]:
             every.memory = None
-        setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading.devices)))
+        setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
     except ValueError as error:
         return str(error)
     return predict(setup, formula=asked.flops_formula)

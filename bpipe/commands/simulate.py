@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from bpipe.commands.flags import (
     add_calibration_argument,
@@ -26,12 +28,13 @@ from bpipe.models.recompute import FORMS
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import HOSTS, by_kernel_times, calibrated, costly_halves, describe, pairs_apart, replicas_apart, tight
+from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.options import filled, memory, recomputation, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
 from bpipe.plan.standings import FP8
-from bpipe.plan.state_hosts import hosts_document, state_hosts, words
+from bpipe.plan.state_hosts import StateHosts, hosts_document, state_hosts, words
 from bpipe.program import BALANCES
 from bpipe.simulate.report import Simulation
 
@@ -76,6 +79,17 @@ def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
 
 
+class _Answer(NamedTuple):
+    """A prediction, and what is said beside it."""
+
+    prediction: SetupPrediction
+    reading: Reading | None
+    plan: fit.Fit | None
+    hosted: StateHosts | None
+    apart: str | None
+    reasons: Sequence[str]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_configuration_arguments(parser)
     add_calibration_argument(parser)
@@ -96,36 +110,53 @@ def _layers(text: str) -> tuple[int, ...]:
 def run(options: argparse.Namespace) -> None:
     reading = reading_of(options)
     options = filled(options, reading, ("pipeline", "global_batch"))
-    setup = setup_of(options, cluster_of(options, reading.devices if reading else None))
+    setup = setup_of(options, cluster_of(options, reading))
     profile = None if options.profile is None else read_profile(options.profile)
     setup, plan = budgeted(options, setup, profile)
     plot = picture_file(options.plot, SUFFIXES)
     drawn = options.trace is not None or plot is not None
     simulation = simulation_of(setup, profile) if drawn or _num_computations(setup) <= MOST_COMPUTATIONS else None
     prediction = predict(setup, profile, simulation, options.flops_formula)
-    if simulation is not None and options.trace is not None:
+    if simulation is not None:
+        _draw(simulation, setup, options.trace, plot)
+    reasons = refused(setup, () if reading is None else reading.others)
+    answer = _Answer(prediction, reading, plan, state_hosts(prediction), pairs_apart(prediction, profile), reasons)
+    if options.format == "json":
+        print_json(_answer_document(answer))
+    else:
+        print("\n".join(_answer_lines(answer)))
+
+
+def _answer_document(answer: _Answer) -> dict[str, Any]:
+    found = {**document(answer.prediction), "pairs_apart": answer.apart, "refused": list(answer.reasons)}
+    if answer.plan is not None:
+        found["plan"] = fit.document(answer.plan)
+    if answer.hosted is not None:
+        found["optimizer_state_hosts"] = hosts_document(answer.hosted)
+    if answer.reading is not None:
+        found["launch"] = launch_document(answer.reading)
+    return found
+
+
+def _answer_lines(answer: _Answer) -> list[str]:
+    return [
+        *lines(answer.reading),
+        *(() if answer.plan is None else fit.lines(answer.plan)),
+        table(answer.prediction).removesuffix("\n"),
+        *([answer.apart] if answer.apart else ()),
+        *(f"the trainer refuses this: {reason}" for reason in answer.reasons),
+        *(() if answer.hosted is None else [words(answer.hosted)]),
+    ]
+
+
+def _draw(simulation: Simulation, setup: Setup, trace: str | None, plot: Path | None) -> None:
+    """Write the trace and the picture that are asked for."""
+    if trace is not None:
         from bpipe.simulate.trace import write_trace
 
-        Path(options.trace).write_text(write_trace(simulation))
-    if simulation is not None and plot is not None:
+        Path(trace).write_text(write_trace(simulation))
+    if plot is not None:
         plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
-    hosted, apart = state_hosts(prediction), pairs_apart(prediction, profile)
-    reasons = refused(setup, reading.others if reading else ())
-    if options.format == "json":
-        plans = {} if plan is None else {"plan": fit.document(plan)}
-        plans |= {} if hosted is None else {"optimizer_state_hosts": hosts_document(hosted)}
-        remarks = {"pairs_apart": apart, "refused": list(reasons)}
-        print_json({**document(prediction), **remarks, **plans, **({"launch": launch_document(reading)} if reading else {})})
-    else:
-        for line in lines(reading) if reading else ():
-            print(line)
-        for line in () if plan is None else fit.lines(plan):
-            print(line)
-        print(table(prediction), end="")
-        for remark in (*([apart] if apart else []), *(f"the trainer refuses this: {reason}" for reason in reasons)):
-            print(remark)
-        if hosted is not None:
-            print(words(hosted))
 
 
 def budgeted(options: argparse.Namespace, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:

@@ -7,7 +7,7 @@ no flag of Megatron's, and no file.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -115,27 +115,42 @@ def model_of(options: argparse.Namespace) -> Model:
 def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[str, ...]) -> argparse.Namespace:
     """The options with what the launch says where they say nothing, then with defaults. Raises ValueError for what nobody says."""
     given = vars(options)
-    missing = [flag_of(name) for name in needed if given[name] is None] if reading is None else []
-    if missing:
-        raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
-    said = dict(reading.options) if reading else {}
-    for name in ("pipeline", "chunks"):
-        if given.get(name) is not None and given[name] != said.get(name):
-            # Layers of other stages say nothing of these.
-            said.pop("layers", None)
-            said.pop("chunks", None)
-    chunks = said.get("chunks", DEFAULTS["chunks"])
-    fewest = _fewest_chunks(given.get("schedule"), said.get("schedule"), chunks) if given.get("chunks") is None else chunks
-    if fewest != chunks:
-        said.pop("layers", None)
-        said["chunks"] = fewest
-    for name, what in reading.unmodelled.items() if reading else ():
-        if given.get(name) is None:
-            raise ValueError(f"{what} is not modelled: say what to predict in its place with --{name}")
+    if reading is None:
+        _refuse_missing([flag_of(name) for name in needed if given[name] is None])
+    else:
+        _refuse_unmodelled(given, reading)
+    said = _said(given, {} if reading is None else reading.options)
     every = {**DEFAULTS, **said, **{name: value for name, value in given.items() if value is not None and value is not False}}
     if reading and options.model is None and "vocabulary" not in every:
         raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocabulary N")
     return argparse.Namespace(**{**given, **every})
+
+
+def _refuse_missing(missing: Sequence[str]) -> None:
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
+
+
+def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
+    for name, what in reading.unmodelled.items():
+        if given.get(name) is None:
+            raise ValueError(f"{what} is not modelled: say what to predict in its place with --{name}")
+
+
+def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the launch says beside these options: nothing of layers and chunks where the options have other stages."""
+    said = dict(launch)
+    for name in ("pipeline", "chunks"):
+        if given.get(name) is not None and given[name] != said.get(name):
+            said.pop("layers", None)
+            said.pop("chunks", None)
+    if given.get("chunks") is None:
+        chunks = said.get("chunks", DEFAULTS["chunks"])
+        fewest = _fewest_chunks(given.get("schedule"), said.get("schedule"), chunks)
+        if fewest != chunks:
+            said.pop("layers", None)
+            said["chunks"] = fewest
+    return said
 
 
 def _fewest_chunks(given: object, said: object, chunks: int) -> int:
