@@ -86,7 +86,7 @@ def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
         # Where no node has room for a pair, a middle stage has nothing to wait for.
         if pairs and (room >= 2 * topology.block or not middles or 2 * topology.block > topology.gpus_per_node):
             order.extend(pairs.popleft())
-        elif middles:
+        else:
             order.append(middles.popleft())
     return order
 

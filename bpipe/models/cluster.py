@@ -187,17 +187,21 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     if match[2] is None and match[3] is not None and not rack.devices_per_node and int(match[3]) > MOST_OF_A_NODE:
         one = f"is one node of {match[3]} devices: write {name}:NODESxDEVICES, such as {name}:{-(-int(match[3]) // 8)}x8"
         raise ValueError(f"cluster {text!r} {one}, or {name}:1x{match[3]} if it is one node")
-    nodes, each = _sizes(match[2], match[3], rack) if match[3] is not None or devices is None else devices
+    nodes, each = devices if match[3] is None and devices is not None else _sizes(match[2], match[3], rack)
     if nodes < 1 or each < 1:
         raise ValueError(f"cluster {text!r} has {nodes} nodes of {each} devices: there must be at least one of each")
     if each > rack.devices_per_node > 0:
         raise ValueError(f"cluster {text!r}: a node of {name} has {rack.devices_per_node} devices; {name}:2 is two racks")
-    device = DEVICES[rack.device]
-    if match[4] is not None:
-        if not float(match[4]):
-            raise ValueError(f"cluster {text!r}: a port of {match[4]} GB/s carries nothing: give more, or leave @ out")
-        device = replace(device, between_bytes_per_s=float(match[4]) * 1e9)
-    return Cluster(device, nodes, each, nodes_per_domain=rack.nodes)
+    return Cluster(_with_port(DEVICES[rack.device], match[4], text), nodes, each, nodes_per_domain=rack.nodes)
+
+
+def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
+    """The device with the port between nodes that the text says, in GB/s, if any."""
+    if port is None:
+        return device
+    if not float(port):
+        raise ValueError(f"cluster {text!r}: a port of {port} GB/s carries nothing: give more, or leave @ out")
+    return replace(device, between_bytes_per_s=float(port) * 1e9)
 
 
 def _sizes(nodes: str | None, each: str, rack: Rack) -> tuple[int, int]:

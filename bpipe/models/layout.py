@@ -97,8 +97,8 @@ class Setup:
     fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
-        context, low = self._check_context, self._check_fp8
-        for check in (self._check_choices, self._check_model, self._check_division, context, low, self._check_routing):
+        rules = (self._check_choices, self._check_layers, self._check_model, self._check_division, self._check_schedule)
+        for check in (*rules, self._check_context, self._check_fp8, self._check_routing):
             check()
 
     def _check_choices(self) -> None:
@@ -112,15 +112,13 @@ class Setup:
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+
+    def _check_layers(self) -> None:
         whole = len(self.layers) == self.pipeline * self.chunks and sum(self.layers) == self.model.num_layers
         if not whole or without_layers(self.layers) is not None:
             raise ValueError(f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers in all")
-        if self.switches.overlap_param_gather and not self.distributed_optimizer:
-            raise ValueError("--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two out")
-        if self.switches.grad_reduce_in_bf16 and self.precision != "bf16":
-            raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {self.precision}: leave it out")
-        if self.switches.tp_comm_overlap and self.tensor > 1 and not self.sequence_parallel:
-            raise ValueError("--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the two out")
+        gathered = self.tensor == 1 or self.sequence_parallel
+        self.switches.check(self.precision, distributed_optimizer=self.distributed_optimizer, sequence_parallel=gathered)
 
     def _check_model(self) -> None:
         """What is not modelled of it."""
@@ -134,13 +132,7 @@ class Setup:
         if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
             raise ValueError("what kernels of a CPU save of experts is modelled without tensor and expert parallelism alone")
         model.check_mambas(self.tensor, self.context, cpu)
-        if self.attention == "unfused" and (model.capped_attention or (model.window is not None and self.sequence > model.window)):
-            raise ValueError(f"{model.name}: windows and capped attention are modelled with attention flash alone")
-        if model.chunk is not None and self.sequence > model.chunk:
-            raise ValueError(
-                f"{model.name} attends within chunks of {model.chunk} tokens, which is not modelled where the sequence, "
-                f"{self.sequence}, is longer: give --sequence {model.chunk} or less"
-            )
+        model.check_attention(self.attention == "flash", self.sequence)
 
     def _check_routing(self) -> None:
         """Megatron's rules for experts."""
@@ -178,6 +170,9 @@ class Setup:
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
                 f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
             )
+
+    def _check_schedule(self) -> None:
+        p = self.pipeline
         # Raises for a schedule that does not exist, or not with so many chunks, or ranks, or takes no group, or no shards.
         program = self.program(1)
         pipes = program.layout.num_pipes

@@ -142,6 +142,16 @@ class Model:
         if refused is not None:
             raise ValueError(f"{self.name}: {refused}")
 
+    def check_attention(self, is_fused: bool, sequence: int) -> None:
+        """Raise ValueError where attention over a sequence is not modelled."""
+        if not is_fused and (self.capped_attention or (self.window is not None and sequence > self.window)):
+            raise ValueError(f"{self.name}: windows and capped attention are modelled with attention flash alone")
+        if self.chunk is not None and sequence > self.chunk:
+            raise ValueError(
+                f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, {sequence}, is "
+                f"longer: give --sequence {self.chunk} or less"
+            )
+
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
         """Why Transformer Engine computes attention over no context-parallel ranks in this way, and the way out."""
         if cp_comm_type == "p2p" and self.window is not None and sequence > self.window:

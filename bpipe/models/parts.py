@@ -129,23 +129,11 @@ def _sum(text: str) -> tuple[int, ...] | None:
     """Parts with `+` between them, each a list or a bracket, and how often. Nothing is evaluated."""
     found: tuple[int, ...] = ()
     while text:
-        if text[0] == "[":
-            match = re.match(r"\[([01](?:,[01])*)\]", text)
-            if match is None:
-                return None
-            part: tuple[int, ...] | None = tuple(int(one) for one in match[1].split(","))
-            text = text[match.end() :]
-        elif text[0] == "(":
-            end = _closing(text)
-            if end == len(text):
-                return None
-            part, text = _sum(text[1:end]), text[end + 1 :]
-        else:
-            return None
+        part, text = _part(text)
         times = re.match(r"\*([0-9]{1,5})", text)
+        number = 1
         if times is not None:
-            text = text[times.end() :]
-        number = 1 if times is None else int(times[1])
+            number, text = int(times[1]), text[times.end() :]
         if not part or len(part) * number > MOST_LAYERS:
             return None
         found += part * number
@@ -153,6 +141,17 @@ def _sum(text: str) -> tuple[int, ...] | None:
             return None
         text = text[1:]
     return found
+
+
+def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
+    """The list or the bracket that the text begins with, and what stands behind it. None: it begins with neither."""
+    listed = re.match(r"\[([01](?:,[01])*)\]", text)
+    if listed is not None:
+        return tuple(int(one) for one in listed[1].split(",")), text[listed.end() :]
+    end = _closing(text) if text[0] == "(" else len(text)
+    if end == len(text):
+        return None, ""
+    return _sum(text[1:end]), text[end + 1 :]
 
 
 def _closing(text: str) -> int:

@@ -27,6 +27,15 @@ class Switches:
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("--overlap-param-gather needs --overlap-grad-reduce: give both")
 
+    def check(self, precision: str, *, distributed_optimizer: bool, sequence_parallel: bool) -> None:
+        """Raise ValueError for a switch of what the training does not do. `sequence_parallel`: True without tensor parallelism."""
+        if self.overlap_param_gather and not distributed_optimizer:
+            raise ValueError("--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two out")
+        if self.grad_reduce_in_bf16 and precision != "bf16":
+            raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {precision}: leave it out")
+        if self.tp_comm_overlap and not sequence_parallel:
+            raise ValueError("--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the two out")
+
     @property
     def said(self) -> tuple[str, ...]:
         """Those that are on, as Megatron's flags."""

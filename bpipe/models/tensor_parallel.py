@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
-from bpipe.models.products import Layer, layer_products
+from bpipe.models.products import Layer, Products, layer_products
 from bpipe.models.rates import LINK_LATENCY_S, Rates
 from bpipe.models.recompute import LayerScope
 from bpipe.models.sizes import element_bytes, num_tokens
@@ -64,22 +64,26 @@ def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | Non
     behind_norms, returning = list(layer.entering), list(layer.returning)
     if kind.experts and setup.model.experts and not setup.model.experts.shared_size:
         del behind_norms[-1], returning[-1]
-    if not setup.sequence_parallel:
-        # Of each part a sum each way.
-        backward, half = sum(max(0.0, 2 * one - product.weight_s) for product in behind_norms), 2 * kind.num_parts * one
-        forward = half
+    if setup.sequence_parallel:
+        found = _of_gathers(setup, behind_norms, returning, one, gather)
     else:
-        # [2] of all products, and in a backward of those whose gradients are gathered first.
-        entering = [(gather, product.forward_s) for product in behind_norms]
-        leaving = [(one, product.forward_s) for product in returning]
-        forward = _passing(setup, [*entering, *leaving])
-        gathered = _passing(setup, [(gather, product.input_s) for product in returning])
-        # [1] beside the product for the weights, and beside the one for the input.
-        beside = [pair for product in behind_norms for pair in ((one, product.weight_s), (gather, product.input_s))]
-        backward = gathered + sum(max(0.0, seconds - product_s) for seconds, product_s in beside)
-        half = gathered + len(behind_norms) * one
-    again = _again_s(setup, kind, scope, one, gather, layer, forward)
-    return Exposed(forward, backward + again, half + again)
+        # Of each part a sum each way.
+        sums_s = 2 * kind.num_parts * one
+        found = Exposed(sums_s, sum(max(0.0, 2 * one - product.weight_s) for product in behind_norms), sums_s)
+    again = _again_s(setup, kind, scope, one, gather, layer, found.forward_s)
+    return Exposed(found.forward_s, found.backward_s + again, found.input_half_s + again)
+
+
+def _of_gathers(setup: Setup, behind_norms: Sequence[Products], returning: Sequence[Products], one: float, gather: float) -> Exposed:
+    """What is waited for with sequence parallelism, where nothing is computed again."""
+    # [2] of all products, and in a backward of those whose gradients are gathered first.
+    entering = [(gather, product.forward_s) for product in behind_norms]
+    leaving = [(one, product.forward_s) for product in returning]
+    gathered = _passing(setup, [(gather, product.input_s) for product in returning])
+    # [1] beside the product for the weights, and beside the one for the input.
+    beside = [pair for product in behind_norms for pair in ((one, product.weight_s), (gather, product.input_s))]
+    backward = gathered + sum(max(0.0, seconds - product_s) for seconds, product_s in beside)
+    return Exposed(_passing(setup, [*entering, *leaving]), backward, gathered + len(behind_norms) * one)
 
 
 def _again_s(setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gather: float, layer: Layer, forward: float) -> float:
