@@ -46,19 +46,24 @@ def _entries(taken: Turns, num_ranks: int, beat: Beat) -> tuple[list[int], list[
             given_back += 1
         number = len(forwards)
         in_beat = number < total and slot % PERIOD in beat.forwards and number - given_back < beat.ahead
-        if in_beat and (before[number] == NONE or forwards[before[number]] + num_ranks <= slot):
+        if in_beat and _has_passed(forwards, before[number], slot - num_ranks):
             forwards.append(slot)
             idle = 0
         number = len(inputs)
         if (slot - num_ranks) % PERIOD in beat.backwards and own[number] < len(forwards):
             first = max(forwards[own[number]], forwards[own[0]] + beat.later) + num_ranks
-            if first <= slot and (before[number] == NONE or inputs[before[number]] + num_ranks <= slot):
+            if first <= slot and _has_passed(inputs, before[number], slot - num_ranks):
                 inputs.append(slot)
                 idle = 0
         if idle > 2 * (num_ranks + PERIOD):
             return None
         slot += 1
     return forwards, inputs
+
+
+def _has_passed(entered: Sequence[int], number: int, latest: int) -> bool:
+    """Whether the one that must be through all ranks entered in time for that, if there is one."""
+    return number == NONE or entered[number] <= latest
 
 
 def _row(rank: int, num_ranks: int, forwards: Sequence[int], inputs: Sequence[int]) -> list[Kind]:

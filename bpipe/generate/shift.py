@@ -69,17 +69,7 @@ class Shifts:
         before: list[list[tuple[int, int]]] = [list(needed) for needed in work.needed]
         # Of a rank, what must keep its order: a sort is a stage's computations of a kind.
         self.sort_of = [0] * len(work.actions)
-        self.num_sorts = 0
-        for row in work.rows:
-            sorts: dict[tuple[object, int], tuple[int, int]] = {}
-            for job in row:
-                (action,) = work.actions[job]
-                number, last = sorts.get((action.kind, action.stage), (len(sorts), -1))
-                if last >= 0:
-                    before[job].append((last, 0))
-                self.sort_of[job] = number
-                sorts[action.kind, action.stage] = number, job
-            self.num_sorts = max(self.num_sorts, len(sorts))
+        self.num_sorts = max((self._sort(row, before) for row in work.rows), default=0)
         behind: list[list[tuple[int, int]]] = [[] for _ in work.actions]
         for job, needed in enumerate(before):
             for maker, lag in needed:
@@ -88,6 +78,18 @@ class Shifts:
         takes, gives = [one for one, _ in changes], [one for _, one in changes]
         self.early = _Side([len(needed) for needed in before], behind, takes, gives)
         self.late = _Side([len(waiting) for waiting in behind], before, gives, takes)
+
+    def _sort(self, row: Sequence[int], before: Sequence[list[tuple[int, int]]]) -> int:
+        """Number a rank's sorts and let each job wait for the one of its sort before it; returns how many sorts there are."""
+        sorts: dict[tuple[object, int], tuple[int, int]] = {}
+        for job in row:
+            (action,) = self.work.actions[job]
+            number, last = sorts.get((action.kind, action.stage), (len(sorts), -1))
+            if last >= 0:
+                before[job].append((last, 0))
+            self.sort_of[job] = number
+            sorts[action.kind, action.stage] = number, job
+        return len(sorts)
 
     def earlier(self, rows: Sequence[Sequence[int]], patience: Patience) -> tuple[int, list[list[int]]]:
         """How many ticks it then takes, and the rows in which everything is as early as it can be."""
@@ -167,18 +169,19 @@ class _Pass:
                     can.append((place[job], job))
                 else:
                     coming.append((place[job], ready[job]))
-        if len(can) > 1:
-            can.sort()
-        takes, gives = self.side.takes, self.side.gives
-        for at, job in can:
-            if takes[job] and not self._fits(rank, job, at):
-                continue
-            if coming and self.patience and (self.of_all or takes[job] != gives[job]):
-                soonest = min((when for other, when in coming if other < at), default=NEVER)
-                if 100 * (soonest - now) < self.patience * self.lasts[job]:
-                    return -1, soonest
-            return job, NEVER
+        takes = self.side.takes
+        for at, job in sorted(can):
+            if not takes[job] or self._fits(rank, job, at):
+                soonest = self._worth_waiting_for(job, at, now, coming) if coming and self.patience else NEVER
+                return (job if soonest == NEVER else -1), soonest
         return -1, min((when for _, when in coming), default=NEVER)
+
+    def _worth_waiting_for(self, job: int, at: int, now: int, coming: Sequence[tuple[int, int]]) -> int:
+        """When what stood before `job` can begin, where the rank has the patience to wait for that; else NEVER."""
+        if not self.of_all and self.side.takes[job] == self.side.gives[job]:
+            return NEVER
+        soonest = min((when for other, when in coming if other < at), default=NEVER)
+        return soonest if 100 * (soonest - now) < self.patience * self.lasts[job] else NEVER
 
     def _fits(self, rank: int, job: int, at: int) -> bool:
         """Whether the rank may take this first, and all that stands before it in the old order behind it."""

@@ -67,30 +67,33 @@ def work_of(layout: Layout, num_microbatches: int, orders: Sequence[Order], at: 
     """The orders as numbers. Raises ValueError for a computation whose cost is not known."""
     needs = Needs(layout, num_microbatches)
     work = Work([], [], [], [], [])
-    makers: dict[int, list[int]] = {}
     for rank, order in enumerate(orders):
         first = len(work.actions)
         work.actions += [one.computations if isinstance(one, Slot) else (one,) for one in order]
         work.rows.append(list(range(first, len(work.actions))))
         work.rank += [rank] * len(order)
+    work.lasts += [_ticks(actions, at) for actions in work.actions]
+    makers: dict[int, list[int]] = {}
     for job, actions in enumerate(work.actions):
-        for action in actions:
-            if action.kind not in at.lasts:
-                raise ValueError(f"{action} has no cost: the costs of a forward and of a backward are all that is known here")
-            value = needs.made(action)
-            if value != NOTHING:
-                makers.setdefault(value, []).append(job)
-        work.lasts.append(sum(at.lasts[action.kind] for action in actions))
+        for value in map(needs.made, actions):
+            makers.setdefault(value, []).append(job)
+    makers.pop(NOTHING, None)
     for job, actions in enumerate(work.actions):
         found = []
         for action in actions:
             value = needs.needed(action)
             # What nobody else makes for it, its own stage has made: its forward, or the first half of its backward.
             value = needs.own(action) if value == NOTHING else value
-            if value != NOTHING:
-                found += [(maker, at.hop if work.rank[maker] != work.rank[job] else 0) for maker in makers.get(value, ())]
+            found += [(maker, at.hop if work.rank[maker] != work.rank[job] else 0) for maker in makers.get(value, ())]
         work.needed.append(found)
     return work
+
+
+def _ticks(actions: Sequence[Action], at: Tempo) -> int:
+    for action in actions:
+        if action.kind not in at.lasts:
+            raise ValueError(f"{action} has no cost: the costs of a forward and of a backward are all that is known here")
+    return sum(at.lasts[action.kind] for action in actions)
 
 
 def starts(work: Work) -> list[int]:

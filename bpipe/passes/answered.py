@@ -10,15 +10,20 @@ take before its part. Megatron's loops wait for each message at once. Knows no t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from bpipe.ir.action import Action
+from bpipe.ir.needs import Route
 from bpipe.ir.program import Do, Exchange, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.passes.lower import lower
 
 _SEND, _WAIT = int(Do.SEND), int(Do.WAIT)
+
+
+# By message: where a rank first waits for it, and where it sends it.
+_Positions = tuple[dict[int, int], dict[int, int]]
 
 
 def as_run(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
@@ -59,25 +64,27 @@ def _answered_together(programs: Sequence[Program]) -> list[dict[int, list[int]]
     positions = [_positions(program) for program in programs]
     answers: list[dict[int, list[int]]] = [{} for _ in programs]
     for program, (waited, sent) in zip(programs, positions, strict=True):
-        route = program.messages.needs.route
-        received = sorted((place, value) for value, place in waited.items() if program.rank in route(value).takers)
+        rank, route = program.rank, program.messages.needs.route
+        received = sorted((place, value) for value, place in waited.items() if rank in route(value).takers)
         for value, place in sent.items():
             makers, takers = route(value)
-            others = set(takers) - {program.rank}
-            between_two, waited_anyway = len(makers) == len(takers) == 1, len(makers) > 1 and program.rank in takers
+            between_two, waited_anyway = len(makers) == len(takers) == 1, len(makers) > 1 and rank in takers
             if between_two or waited_anyway:
                 continue
-            first = bisect_right(received, (place, -1))
-            for _, message in received[first:]:
-                if others <= set(route(message).makers) and all(
-                    positions[other][0][value] < positions[other][1].get(message, -1) for other in others
-                ):
-                    answers[program.rank].setdefault(message, []).append(value)
-                    break
+            others = set(takers) - {rank}
+            later = (message for _, message in received[bisect_right(received, (place, -1)) :])
+            answer = next((one for one in later if _is_answer(one, value, others, positions, route)), None)
+            if answer is not None:
+                answers[rank].setdefault(answer, []).append(value)
     return answers
 
 
-def _positions(program: Program) -> tuple[dict[int, int], dict[int, int]]:
+def _is_answer(message: int, value: int, takers: Set[int], positions: Sequence[_Positions], route: Callable[[int], Route]) -> bool:
+    """Whether all who take the value have a part in the message, each behind taking it."""
+    return takers <= set(route(message).makers) and all(positions[rank][0][value] < positions[rank][1].get(message, -1) for rank in takers)
+
+
+def _positions(program: Program) -> _Positions:
     """Where a rank first waits for each message, and where it sends."""
     waited: dict[int, int] = {}
     sent: dict[int, int] = {}

@@ -10,6 +10,7 @@ Knows no schedule by name; the rules for schedules do not hold here, every compu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from bpipe.generate.place import place
@@ -20,21 +21,23 @@ from bpipe.ir.schedule import Schedule
 
 def forwards_only(layout: Layout, num_microbatches: int) -> Schedule:
     """Every stage's forward of every micro-batch, each stage's in their order, and every shard's IF, S and T."""
-    shards = layout.vocabulary is not Vocabulary.WHOLE
-    if shards:
+    if layout.vocabulary is not Vocabulary.WHOLE:
         layout = replace(layout, vocabulary=Vocabulary.TWO)
     num_ranks = len({rank for placement in layout.placements for rank in placement})
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     for wave in range(layout.num_stages + num_microbatches + 1):
-        if layout.input_shards and wave < num_microbatches:
-            for rank, order in enumerate(orders):
-                order.append(Action(rank, Kind.INPUT_FORWARD, wave))
-        for stage in reversed(range(layout.num_stages)):
-            if 0 <= wave - stage < num_microbatches:
-                orders[layout.rank_of(stage, wave - stage)].append(Action(stage, Kind.FORWARD, wave - stage))
-        for kind, behind in ((Kind.SHARD_BACKWARD, 1), (Kind.SHARD_FORWARD, 0)) if shards else ():
-            microbatch = wave - layout.num_stages - behind
-            if 0 <= microbatch < num_microbatches:
-                for rank, order in enumerate(orders):
-                    order.append(Action(rank, kind, microbatch))
+        for action in _wave(layout, num_ranks, wave):
+            if 0 <= action.microbatch < num_microbatches:
+                orders[layout.rank_of_action(action)].append(action)
     return place("forwards", num_microbatches, layout, orders)
+
+
+def _wave(layout: Layout, num_ranks: int, wave: int) -> Iterator[Action]:
+    """What is computed in one wave, each stage and shard a micro-batch behind those before it: some are not there yet, or over."""
+    if layout.input_shards:
+        yield from (Action(rank, Kind.INPUT_FORWARD, wave) for rank in range(num_ranks))
+    for stage in reversed(range(layout.num_stages)):
+        yield Action(stage, Kind.FORWARD, wave - stage)
+    if layout.vocabulary is not Vocabulary.WHOLE:
+        for kind, microbatch in ((Kind.SHARD_BACKWARD, wave - layout.num_stages - 1), (Kind.SHARD_FORWARD, wave - layout.num_stages)):
+            yield from (Action(rank, kind, microbatch) for rank in range(num_ranks))

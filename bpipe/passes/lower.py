@@ -120,23 +120,28 @@ _Table = dict[Kind, list[tuple[int, int]]]
 
 def _ends(needs: Needs, ask: Callable[[Action], int], pipe: int) -> _Table:
     """What every computation makes, or needs (`ask`), of micro-batch 0 by the routes of a pipe, and who is at its other end."""
-    table: _Table = {}
     making = ask == needs.made
-    for kind in COMPUTE:
-        table[kind] = []
-        for stage in range(needs.num_ranks if kind in SHARDS else needs.num_stages):
-            value = ask(Action(stage, kind, pipe))
-            end = (NOTHING, _NOBODY)
-            if value != NOTHING and needs.route(value).takers:
-                route = needs.route(value)
-                # The one that makes a value for all shards has it for its own.
-                mine = kind in SHARDS and route.makers == (stage,) and not making
-                if not mine and (len(route.parties) > 2 or len(route.makers) > 1):
-                    end = (value - pipe, _ALL)
-                elif not mine and len(route.parties) == 2:
-                    end = (value - pipe, route.parties[1] if making else route.makers[0])
-            table[kind].append(end)
-    return table
+    stages = {kind: range(needs.num_ranks if kind in SHARDS else needs.num_stages) for kind in COMPUTE}
+    return {
+        kind: [_end(needs, action, ask(action), making) for action in (Action(stage, kind, pipe) for stage in of_kind)]
+        for kind, of_kind in stages.items()
+    }
+
+
+def _end(needs: Needs, action: Action, value: int, making: bool) -> tuple[int, int]:
+    """What passes of the micro-batch 0, and who is at the other end of the computation that makes it, or needs it."""
+    nothing = (NOTHING, _NOBODY)
+    if value == NOTHING or not needs.route(value).takers:
+        return nothing
+    route, first = needs.route(value), value - action.microbatch
+    # The one that makes a value for all shards has it for its own.
+    if action.kind in SHARDS and route.makers == (action.stage,) and not making:
+        return nothing
+    if len(route.parties) > 2 or len(route.makers) > 1:
+        return first, _ALL
+    if len(route.parties) == 2:
+        return first, route.parties[1] if making else route.makers[0]
+    return nothing
 
 
 def _values(row: Sequence[Slot], tables: Sequence[tuple[_Table, _Table]]) -> tuple[list[int], list[int], list[int], list[int]]:

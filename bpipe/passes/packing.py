@@ -98,12 +98,8 @@ class _Search:
             self.best, self.best_cost = list(self.chosen), spent
             return
         self.steps += 1
-        item, options, state = self.items[index], self.options[index], (index, first, tuple(self.free))
-        known = self.seen.get(state)
-        if self.steps > MOST_STEPS or (known is not None and known <= spent):
-            return
-        self.seen[state] = spent
-        if item.num_bytes and sum(room // item.num_bytes for room in self.free if room > 0) < self.alike[index]:
+        item, options = self.items[index], self.options[index]
+        if self._leads_nowhere(index, spent, first):
             return
         following = self.items[index + 1] if index + 1 < len(self.items) else None
         again = following is not None and following[:2] == item[:2]
@@ -117,6 +113,16 @@ class _Search:
             self.place(index + 1, _plus(spent, _times(option.cost, item.moved_bytes)), number if again else 0)
             self.chosen.pop()
             self.free[option.host] += item.num_bytes
+
+    def _leads_nowhere(self, index: int, spent: Cost, first: int) -> bool:
+        """Whether the search is over, was here at no higher cost, or has no room for all items of this size; else notes the cost."""
+        state = (index, first, tuple(self.free))
+        known = self.seen.get(state)
+        if self.steps > MOST_STEPS or (known is not None and known <= spent):
+            return True
+        self.seen[state] = spent
+        size = self.items[index].num_bytes
+        return bool(size) and sum(room // size for room in self.free if room > 0) < self.alike[index]
 
 
 def _plus(one: Cost, other: Cost) -> Cost:

@@ -112,13 +112,16 @@ def _hosted(schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int],
     for rank, plan in plans.items():
         for stay, buffer in _as_on_one_host(schedule, rank, plan).items():
             through.setdefault((rank, buffer), []).append((stay.stage, stay.microbatch))
-    moved = [[memory.stages[stage].moved_bytes for stage, _ in stays] for stays in through.values()]
-    taken = [memory.buffer_bytes({stage for stage, _ in stays}) for stays in through.values()]
-    items = [Item(rank, room, sum(sizes)) for (rank, _), room, sizes in zip(through, taken, moved, strict=True)]
+    items = [_item(rank, stays, memory) for (rank, _), stays in through.items()]
     hosts = pack(items, [0 if rank in plans else left for rank, left in enumerate(spare)], distances(schedule, nodes))
     if hosts is None:
         raise _no_room(items, spare, memory)
     return {stay: host for stays, host in zip(through.values(), hosts, strict=True) for stay in stays}
+
+
+def _item(rank: int, stays: Sequence[Stay], memory: Memory) -> Item:
+    """A host buffer for all of these, one after the other."""
+    return Item(rank, memory.buffer_bytes({stage for stage, _ in stays}), sum(memory.stages[stage].moved_bytes for stage, _ in stays))
 
 
 def _as_on_one_host(schedule: Schedule, rank: int, plan: Plan) -> dict[Hosting, int]:

@@ -13,8 +13,8 @@ judges whether the result helps. Knows no tensors and no device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
@@ -67,8 +67,8 @@ class _Stay(NamedTuple):
 class _Clock:
     """Of one rank, by slot: when what stands beside it is issued, and when the next computation behind it begins."""
 
-    issued: list[Seconds] = field(default_factory=list)
-    following: list[Seconds] = field(default_factory=list)
+    issued: list[Seconds]
+    following: list[Seconds]
 
 
 def in_time(schedule: Schedule, rooms: Rooms, windows: Windows) -> Schedule:
@@ -90,36 +90,35 @@ def _clocks(schedule: Schedule, windows: Windows) -> list[_Clock]:
     needs, lasts = Needs(schedule.layout, schedule.num_microbatches), dict(windows.lasts_s)
     free: list[Seconds] = [0] * schedule.num_ranks
     made: dict[int, tuple[Seconds, int]] = {}
-    clocks = [_Clock() for _ in schedule.ranks]
-    begun: list[list[Seconds | None]] = [[] for _ in schedule.ranks]
+    issued: list[list[Seconds]] = [[] for _ in schedule.ranks]
     for cells in zip(*schedule.ranks, strict=True):
         # What a slot needs was made in an earlier one.
         ended: list[tuple[int, Seconds, int]] = []
         for rank, cell in enumerate(cells):
-            if cell.compute is None:
-                clocks[rank].issued.append(free[rank])
-                begun[rank].append(None)
-                continue
             start = free[rank]
             for action in cell.computations:
-                value = needs.needed(action)
-                if value != NOTHING and value in made:
-                    at, maker = made[value]
-                    start = max(start, at if maker == rank else at + windows.hop_s)
-            clocks[rank].issued.append(start)
-            begun[rank].append(start)
+                at, maker = made.get(needs.needed(action), (start, rank))
+                start = max(start, at if maker == rank else at + windows.hop_s)
+            issued[rank].append(start)
             free[rank] = start + sum(lasts[action.kind][action.stage] for action in cell.computations)
             ended += [(needs.made(action), free[rank], rank) for action in cell.computations]
         for value, at, rank in ended:
-            if value != NOTHING and (value not in made or made[value][0] < at):
-                made[value] = at, rank
-    for rank, clock in enumerate(clocks):
-        latest = free[rank]
-        for begin in reversed(begun[rank]):
-            clock.following.append(latest)
-            latest = latest if begin is None else begin
-        clock.following.reverse()
-    return clocks
+            if value != NOTHING:
+                made[value] = max(made.get(value, (at, rank)), (at, rank), key=_first)
+    return [_Clock(issued[rank], _following(row, issued[rank], free[rank])) for rank, row in enumerate(schedule.ranks)]
+
+
+def _first(made: tuple[Seconds, int]) -> Seconds:
+    return made[0]
+
+
+def _following(row: Sequence[Slot], issued: Sequence[Seconds], end: Seconds) -> list[Seconds]:
+    """By slot, when the next computation behind it begins; behind the last, when that is over."""
+    following = []
+    for cell, start in zip(reversed(row), reversed(issued), strict=True):
+        following.append(end)
+        end = end if cell.compute is None else start
+    return following[::-1]
 
 
 class _Moving:

@@ -34,17 +34,8 @@ def reductions(
     schedule: Schedule, costs: Costs, computations: Sequence[Sequence[Timed]], clocks: Sequence[Number], busy: Busy
 ) -> tuple[tuple[Reduced, ...], ...]:
     """By rank, those that it has a part in, in order. `clocks[rank]`: when the rank has computed everything."""
-    queues: dict[tuple[int, ...], list[_Complete]] = {}
-    completed = [_completed(row) for row in computations]
-    for stage, cost in enumerate(costs.stages):
-        ranks = tuple(sorted(set(schedule.layout.replicas(stage))))
-        # A pipe without a micro-batch completes nothing, and has its gradients, zeros, at once.
-        complete = max(completed[rank].get(stage, 0) for rank in ranks)
-        if cost.reduction_s:
-            ready = complete if costs.eager else max(clocks[rank] for rank in ranks)
-            queues.setdefault(ranks, []).append(_Complete(complete, stage, ready))
     found: list[list[Reduced]] = [[] for _ in schedule.ranks]
-    for ranks, queue in queues.items():
+    for ranks, queue in _queues(schedule, costs, [_completed(row) for row in computations], clocks).items():
         between = costs.replicas_apart or any(costs.links.crosses(ranks[0], other) for other in ranks)
         taken = _merged([times for rank in ranks for port in ports(rank, between) for times in busy.get(port, ())])
         free: Number = 0
@@ -54,6 +45,21 @@ def reductions(
             for rank in ranks:
                 found[rank].append(Reduced(stage, start, free))
     return tuple(map(tuple, found))
+
+
+def _queues(
+    schedule: Schedule, costs: Costs, completed: Sequence[Mapping[int, Number]], clocks: Sequence[Number]
+) -> dict[tuple[int, ...], list[_Complete]]:
+    """By the ranks that have a part in them, the stages whose gradients are reduced."""
+    queues: dict[tuple[int, ...], list[_Complete]] = {}
+    for stage, cost in enumerate(costs.stages):
+        ranks = tuple(sorted(set(schedule.layout.replicas(stage))))
+        # A pipe without a micro-batch completes nothing, and has its gradients, zeros, at once.
+        complete = max(completed[rank].get(stage, 0) for rank in ranks)
+        if cost.reduction_s:
+            ready = complete if costs.eager else max(clocks[rank] for rank in ranks)
+            queues.setdefault(ranks, []).append(_Complete(complete, stage, ready))
+    return queues
 
 
 def _completed(row: Sequence[Timed]) -> dict[int, Number]:
