@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -176,21 +177,21 @@ class FrontPoint:
     group: str
 
 
-def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | None, title: str) -> Figure:
-    """Memory to the right, seconds upwards, steps between the points: none searched needs less of both. `limit_bytes` is dashed."""
-    if not points:
-        raise ValueError("there is no point to draw")
-    figure, axes = _figure(9, 5.2, title)
-    gib = [point.peak_bytes / 2**30 for point in points]
-    seconds = [point.iteration_s for point in points]
-    axes.step(gib, seconds, where="post", color="#999999", linewidth=1, gid="front")
+def _coordinates(points: Sequence[FrontPoint]) -> tuple[list[float], list[float]]:
+    return [point.peak_bytes / 2**30 for point in points], [point.iteration_s for point in points]
+
+
+def _scatter_groups(axes: Axes, points: Sequence[FrontPoint]) -> None:
     colours, markers = (BLUE, VERMILION, GREEN, SKY), "os^Dv"
     for number, group in enumerate(dict.fromkeys(point.group for point in points)):
         colour, marker = colours[number % len(colours)], markers[number % len(markers)]
-        mine = [place for place, point in enumerate(points) if point.group == group]
-        axes.scatter([gib[at] for at in mine], [seconds[at] for at in mine], s=42, c=colour, marker=marker, edgecolors=BLACK,
-                     linewidths=0.6, label=group, zorder=3, gid=f"group-{number}")  # fmt: skip
-    # A number on each that is apart from the one named before; the table has the others.
+        axes.scatter(*_coordinates([point for point in points if point.group == group]), s=42, c=colour, marker=marker,
+                     edgecolors=BLACK, linewidths=0.6, label=group, zorder=3, gid=f"group-{number}")  # fmt: skip
+
+
+def _number_points(axes: Axes, points: Sequence[FrontPoint], winner: int | None) -> None:
+    """A number on each that is apart from the one named before; the table has the others."""
+    gib, seconds = _coordinates(points)
     wide, high = max(gib) - min(gib) or 1, max(seconds) - min(seconds) or 1
     named: list[tuple[float, float]] = []
     for place, (x, y) in sorted(enumerate(zip(gib, seconds, strict=True)), key=lambda one: one[0] != winner):
@@ -198,6 +199,17 @@ def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | No
             named.append((x, y))
             weight = "bold" if place == winner else "normal"
             axes.annotate(str(place + 1), (x, y), (5, 5), textcoords="offset points", fontsize=8.5, fontweight=weight)
+
+
+def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | None, title: str) -> Figure:
+    """Memory to the right, seconds upwards, steps between the points: none searched needs less of both. `limit_bytes` is dashed."""
+    if not points:
+        raise ValueError("there is no point to draw")
+    figure, axes = _figure(9, 5.2, title)
+    gib, seconds = _coordinates(points)
+    axes.step(gib, seconds, where="post", color="#999999", linewidth=1, gid="front")
+    _scatter_groups(axes, points)
+    _number_points(axes, points, winner)
     if winner is not None:
         axes.scatter([gib[winner]], [seconds[winner]], s=190, facecolors="none", edgecolors=BLACK, linewidths=1.4, zorder=4, gid="winner")
     axes.axvline(limit_bytes / 2**30, color=BLACK, linestyle="--", linewidth=1, gid="limit")

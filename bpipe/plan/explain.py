@@ -159,11 +159,18 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
     longer = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
     if longer < NOTICED:
         return f"{text}; that hides behind computations here"
-    fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= cluster.devices_per_domain), default=None)
+    *ways, last = _ways_together(setup, fills, host if host > slow else None)
+    return f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Take {'; '.join(ways)}; or {last}"
+
+
+def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
+    """What to take where pairs lie on two nodes, which ranks may fill. `host`: GB/s to a node's memory, where that is faster."""
+    devices = setup.cluster.devices_per_domain
+    fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= devices), default=None)
     ways = [f"--tensor {fewer}, with which pairs share a node"] if fills and fewer else []
-    ways += [f"--hosts host, by {host:.0f} GB/s to each node's memory"] if host > slow else []
-    ways += ["more --recompute, so that less moves", "--schedule v-half or grouped-interleaved, which hold less and move nothing"]
-    return f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Take {'; '.join(ways[:-1])}; or {ways[-1]}"
+    if host is not None:
+        ways.append(f"--hosts host, by {host:.0f} GB/s to each node's memory")
+    return [*ways, "more --recompute, so that less moves", "--schedule v-half or grouped-interleaved, which hold less and move nothing"]
 
 
 def verdict(outcome: Outcome) -> Verdict:

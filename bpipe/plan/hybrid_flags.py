@@ -51,13 +51,17 @@ def _pattern(hybrid: Hybrid, layers: tuple[int, ...]) -> list[str]:
     return [f"{PATTERN}={text}"] if text.startswith("-") else [PATTERN, text]
 
 
-def settle_pattern(found: argparse.Namespace, notes: list[str]) -> None:
-    """As Megatron does: the pattern under its new name, and as many layers as it has. Raises ValueError for what is said without one, or
-    is no stack of Megatron's."""
+def _rename_pattern(found: argparse.Namespace) -> None:
     if found.hybrid_override_pattern is not None:
         if found.hybrid_layer_pattern is not None:
             raise ValueError(f"{PATTERN} and {OLD_PATTERN} exclude each other: give the first")
         found.hybrid_layer_pattern = found.hybrid_override_pattern
+
+
+def settle_pattern(found: argparse.Namespace, notes: list[str]) -> None:
+    """As Megatron does: the pattern under its new name, and as many layers as it has. Raises ValueError for what is said without one, or
+    is no stack of Megatron's."""
+    _rename_pattern(found)
     if found.spec is not None and (tuple(found.spec) not in _STACKS or found.hybrid_layer_pattern is None):
         said = " ".join(found.spec)[:80]
         raise ValueError(

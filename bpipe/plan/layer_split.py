@@ -41,6 +41,9 @@ class Split:
         named = self.layers_of_a_chunk, self.chunks, self.layout
         if sum(value is not None for value in named) > 1:
             raise ValueError(f"{LAYERS_OF_A_CHUNK}, {CHUNKS} and {LAYOUT} exclude each other: give one of them")
+        self._check_ends()
+
+    def _check_ends(self) -> None:
         ends = self.first is not None or self.last is not None
         counted = self.count_embedding or self.count_loss
         if ends and counted:
@@ -112,15 +115,20 @@ def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
 
 def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
     """Of every rank, with embedding and loss where they count."""
-    left = num_layers - (split.first or 0) - (split.last or 0) + split.count_embedding + split.count_loss
-    ranks = pipeline - (split.first is not None) - (split.last is not None)
+    first, last = ([] if end is None else [end] for end in (split.first, split.last))
+    left = num_layers - sum(first) - sum(last) + split.count_embedding + split.count_loss
+    ranks = pipeline - len(first) - len(last)
     if ranks < 0 or left < 0 or (not ranks and left) or (ranks and left % ranks):
-        given = " ".join(f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None)
-        given += " ".join(flag for flag, on in ((COUNT_EMBEDDING, split.count_embedding), (COUNT_LOSS, split.count_loss)) if on)
+        given = _given(split)
         besides = f" with {given}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
         raise ValueError(f"--num-layers {num_layers} does not go over --pipeline-model-parallel-size {pipeline}{besides}")
-    middle = [left // ranks] * ranks if ranks else []
-    return [*([split.first] if split.first is not None else []), *middle, *([split.last] if split.last is not None else [])]
+    return [*first, *([left // ranks] * ranks if ranks else []), *last]
+
+
+def _given(split: Split) -> str:
+    """The flags of uneven ranks, as they were given."""
+    ends = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
+    return " ".join([*ends, *(flag for flag, on in ((COUNT_EMBEDDING, split.count_embedding), (COUNT_LOSS, split.count_loss)) if on)])
 
 
 def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:

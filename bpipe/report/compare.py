@@ -86,6 +86,7 @@ def compare(measured: Measured, prediction: Prediction) -> Comparison:
 def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
     typical, shown = lanes_of(measured.typical, place), lanes_of(measured.shown, place)
     record, peaks = measured.records[place], prediction.peaks[place]
+    weights, limit = (record.weights_bytes, record.limit_bytes) if record else (None, None)
     others = measured.others(place)
     return StageRow(
         stage=place,
@@ -94,9 +95,9 @@ def _row(measured: Measured, prediction: Prediction, place: int) -> StageRow:
         predicted_bytes=peaks.num_bytes,
         bound_bytes=peaks.bound_bytes,
         unbalanced_bytes=prediction.unbalanced[place].num_bytes,
-        weights_bytes=record.weights_bytes if record else None,
+        weights_bytes=weights,
         device_peak_bytes=_most(one.device_peak_bytes for one in others),
-        limit_bytes=record.limit_bytes if record else None,
+        limit_bytes=limit,
         measured_microbatches=_most(peak_microbatches(measured.schedule, place, lane) for _, lane in shown),
         predicted_microbatches=peaks.microbatches,
         bound_microbatches=peaks.bound_microbatches,

@@ -15,6 +15,7 @@ from statistics import median
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import changes_in_time
 from bpipe.ir.needs import NOTHING, Needs
+from bpipe.ir.schedule import Schedule
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.record.format import ONE_SIDED, Row
 from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
@@ -83,29 +84,11 @@ def replay(measured: Measured) -> Prediction:
     schedule = measured.schedule
     sizes = tuple(_sizes(measured, place) for place in range(schedule.num_ranks))
     seconds, assumed = _seconds(measured)
-    speeds, sources = _speeds(measured, sizes)
+    speeds, sources = _speeds(measured)
     nodes = _nodes(measured)
     inside, between = _messages(measured, nodes)
-    stages = []
-    for stage in range(schedule.num_stages):
-        known = [size for place in schedule.layout.replicas(stage) if (size := sizes[place]) is not None]
-        saved = max((size.saved_bytes.get(stage, 0) for size in known), default=0)
-        moved = max((min(saved, size.moved_bytes.get(stage, saved)) for size in known), default=0)
-        weight = seconds.get((stage, Kind.BACKWARD_WEIGHT))
-        backward = seconds[stage, _BACKWARD] if weight is None else seconds[stage, Kind.BACKWARD_INPUT] + weight
-        stages.append(
-            StageCost(
-                forward_s=seconds[stage, _FORWARD],
-                backward_s=backward,
-                weight_s=weight,
-                transfer_s=moved / speeds[stage] if stage in speeds else 0,
-                moved_bytes=moved,
-                saved_bytes=saved,
-                after_input_bytes=max((size.after_input_bytes[stage] for size in known if stage in size.after_input_bytes), default=None),
-            )
-        )
     costs = Costs(
-        tuple(stages),
+        tuple(_stage_cost(schedule, stage, sizes, seconds, speeds.get(stage)) for stage in range(schedule.num_stages)),
         Links(Link(latency_s=inside or 0.0), Link(latency_s=between or 0.0), nodes),
         exchange=measured.program.passing.predicted,
         one_sided=_one_sided(measured),
@@ -120,6 +103,29 @@ def replay(measured: Measured) -> Prediction:
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
         unbalanced=tuple(rank_peaks(plain, place, _without_buffers(size)) for place, size in enumerate(sizes)),
         balanced_bytes=_balanced(measured.program, sizes) if measured.program.balance is None else None,
+    )
+
+
+def _stage_cost(
+    schedule: Schedule,
+    stage: int,
+    sizes: Sequence[RankSizes | None],
+    seconds: Mapping[tuple[int, Kind], float],
+    bytes_per_s: float | None,
+) -> StageCost:
+    """What a stage takes and holds, by those of its ranks of which sizes are known."""
+    known = [size for place in schedule.layout.replicas(stage) if (size := sizes[place]) is not None]
+    saved = max((size.saved_bytes.get(stage, 0) for size in known), default=0)
+    moved = max((min(saved, size.moved_bytes.get(stage, saved)) for size in known), default=0)
+    weight = seconds.get((stage, Kind.BACKWARD_WEIGHT))
+    return StageCost(
+        forward_s=seconds[stage, _FORWARD],
+        backward_s=seconds[stage, _BACKWARD] if weight is None else seconds[stage, Kind.BACKWARD_INPUT] + weight,
+        weight_s=weight,
+        transfer_s=0 if bytes_per_s is None else moved / bytes_per_s,
+        moved_bytes=moved,
+        saved_bytes=saved,
+        after_input_bytes=max((size.after_input_bytes[stage] for size in known if stage in size.after_input_bytes), default=None),
     )
 
 
@@ -200,25 +206,25 @@ def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[i
     return seconds, assumed
 
 
-def _speeds(measured: Measured, sizes: Sequence[RankSizes | None]) -> tuple[dict[int, float], dict[int, str]]:
+def _speeds(measured: Measured) -> tuple[dict[int, float], dict[int, str]]:
     """Bytes a second of every stage that is moved, and where the number is from."""
-    speeds: dict[int, float] = {}
-    sources: dict[int, str] = {}
     moved = {action.stage for row in measured.schedule.ranks for slot in row for action in slot.transfers if action.kind is Kind.EVICT}
-    for stage in sorted(moved):
-        places = dict.fromkeys(measured.schedule.layout.replicas(stage))
-        probed = [speed for place in places if (speed := probed_speed(measured, place)) is not None]
-        if probed:
-            speeds[stage], sources[stage] = median(probed), "probe"
-            continue
-        rows = [row for place in places for row in ended_transfers(measured, measured.steady, place, stage)]
-        rates = [row.bytes / row.seconds for row in rows if row.bytes]
-        if rates:
-            speeds[stage], sources[stage] = median(rates), "measured"
-    known = list(speeds.values())
-    for stage in moved - speeds.keys() if known else ():
-        speeds[stage], sources[stage] = median(known), "other stages"
-    return speeds, sources
+    known = {stage: found for stage in sorted(moved) if (found := _speed(measured, stage)) is not None}
+    if known:
+        others = median([speed for speed, _ in known.values()]), "other stages"
+        known |= dict.fromkeys(moved - known.keys(), others)
+    return {stage: speed for stage, (speed, _) in known.items()}, {stage: source for stage, (_, source) in known.items()}
+
+
+def _speed(measured: Measured, stage: int) -> tuple[float, str] | None:
+    """What a stage's transfers reach: where its links were probed, that, else what moved; and which of the two it is."""
+    places = dict.fromkeys(measured.schedule.layout.replicas(stage))
+    probed = [speed for place in places if (speed := probed_speed(measured, place)) is not None]
+    if probed:
+        return median(probed), "probe"
+    rows = (row for place in places for row in ended_transfers(measured, measured.steady, place, stage))
+    rates = [row.bytes / row.seconds for row in rows if row.bytes]
+    return (median(rates), "measured") if rates else None
 
 
 def probed_speed(measured: Measured, place: int) -> float | None:

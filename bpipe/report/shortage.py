@@ -8,7 +8,7 @@ is said. Shards are equally large.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.ir.host_buffers import num_buffers_for
@@ -87,19 +87,26 @@ def shortage_of(held: Held) -> Shortage:
     failed = _failed(held)
     pipeline = failed.pipeline if failed is not None and failed in known else min(rank.pipeline for rank in known)
     ranks = {rank.place: rank for rank in known if rank.pipeline == pipeline}
-    last = max((mark for rank in ranks.values() for mark in rank.marks if mark.program is not None), key=lambda mark: mark.iteration)
-    assert last.program is not None
-    program = last.program
+    program, iteration = _last_program(ranks.values())
     schedule = build(program)
     sizes, assumed = _sizes(ranks, schedule)
     stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()))
     ways = _ways(program, ranks, sizes)
-    notes = []
+    logits_known = program.vocabulary is Vocabulary.WHOLE or bool(sizes.shard_bytes)
+    return Shortage(program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(_notes(assumed, logits_known)))
+
+
+def _last_program(ranks: Iterable[RankHeld]) -> tuple[ScheduleConfig, int]:
+    """What ran last, and in which iteration."""
+    programs = [(mark.program, mark.iteration) for rank in ranks for mark in rank.marks if mark.program is not None]
+    return max(programs, key=lambda one: one[1])
+
+
+def _notes(assumed: Sequence[int], logits_known: bool) -> Iterator[str]:
     if assumed:
-        notes.append(f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as the largest")
-    if program.vocabulary is not Vocabulary.WHOLE and not sizes.shard_bytes:
-        notes.append("no rank had computed its shard of the output layer: the logits that each will hold are not counted")
-    return Shortage(program, last.iteration, stages, ways, _answers(held, failed, stages, ways), tuple(notes))
+        yield f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as the largest"
+    if not logits_known:
+        yield "no rank had computed its shard of the output layer: the logits that each will hold are not counted"
 
 
 def _failed(held: Held) -> RankHeld | None:
@@ -231,21 +238,7 @@ def _answers(held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...],
     answers = [f"{end[0].upper()}{end[1:]}".rstrip(".") + "."]
     stage = next((one for one in stages if failed is not None and one.rank == failed.rank), None)
     if stage is not None:
-        mark = _fullest(next(rank for rank in held.ranks if rank.rank == stage.rank))
-        when = "outside of the loop" if mark.action is None else f"{'after' if mark.error is None else 'in'} {mark.action}"
-        there = counted(stage.microbatches_held, "micro-batch", "es")
-        text = (
-            f"Stage {stage.stage} held {bytes_text(stage.held_bytes)} of activations ({there} of "
-            f"{bytes_text(stage.microbatch_bytes)} each) {when}, iteration {mark.iteration}, and would have come to "
-            f"{stage.peak_microbatches}; beside "
-            f"{bytes_text(stage.weights_bytes)} of weights, {bytes_text(stage.gradients_bytes)} of gradients and "
-            f"{bytes_text(stage.optimizer_bytes)} of optimizer state"
-        )
-        if stage.logits_bytes:
-            text += f"; {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
-        if stage.shard_bytes:
-            text += f"; its shard of the output layer holds {bytes_text(stage.shard_bytes)} of a micro-batch between its passes"
-        answers.append(f"{text}.")
+        answers.append(_what_it_held(held, stage))
     fitting = [way.name for way in ways if way.fits]
     if any(way.fits is None for way in ways):
         answers.append("Which way fits is not known, for no device's limit is.")
@@ -254,3 +247,21 @@ def _answers(held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...],
     else:
         answers.append("None of these fits: recompute more, or split the model further. `bpipe plan` compares such ways.")
     return tuple(answers)
+
+
+def _what_it_held(held: Held, stage: StageNeed) -> str:
+    mark = _fullest(next(rank for rank in held.ranks if rank.rank == stage.rank))
+    when = "outside of the loop" if mark.action is None else f"{'after' if mark.error is None else 'in'} {mark.action}"
+    there = counted(stage.microbatches_held, "micro-batch", "es")
+    text = (
+        f"Stage {stage.stage} held {bytes_text(stage.held_bytes)} of activations ({there} of "
+        f"{bytes_text(stage.microbatch_bytes)} each) {when}, iteration {mark.iteration}, and would have come to "
+        f"{stage.peak_microbatches}; beside "
+        f"{bytes_text(stage.weights_bytes)} of weights, {bytes_text(stage.gradients_bytes)} of gradients and "
+        f"{bytes_text(stage.optimizer_bytes)} of optimizer state"
+    )
+    if stage.logits_bytes:
+        text += f"; {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
+    if stage.shard_bytes:
+        text += f"; its shard of the output layer holds {bytes_text(stage.shard_bytes)} of a micro-batch between its passes"
+    return f"{text}."

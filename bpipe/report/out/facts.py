@@ -7,6 +7,7 @@ from collections import Counter
 from bpipe.ir.layout import Vocabulary
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Measured
+from bpipe.report.replay import Basis
 from bpipe.report.units import counted, percent_text, rate_text, seconds_text
 
 # Of a large run no more of its machines are named.
@@ -25,11 +26,7 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("schedule", f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
         *_pipes(measured),
         ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
-        *(
-            []
-            if program.vocabulary is Vocabulary.WHOLE
-            else [("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards)]
-        ),
+        *_vocabulary(measured),
         ("device", device),
         *((name.replace("_", "-"), version) for name, version in info.versions),
     ]
@@ -42,11 +39,21 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         found.append(("training step", seconds_text(totals.step_s)))
     found.append(("MFU", _mfu(comparison)))
     found.append(("message", "not measurable, predicted without" if basis.message_s is None else seconds_text(basis.message_s)))
-    if basis.bytes_per_s:
-        sources = {basis.bytes_source[stage] for stage in basis.bytes_per_s}
-        slowest = min(basis.bytes_per_s.values())
-        found.append(("link", f"{rate_text(slowest)} ({', '.join(sorted(sources))})"))
-    return found
+    return [*found, *_link(basis)]
+
+
+def _link(basis: Basis) -> list[tuple[str, str]]:
+    if not basis.bytes_per_s:
+        return []
+    sources = {basis.bytes_source[stage] for stage in basis.bytes_per_s}
+    return [("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({', '.join(sorted(sources))})")]
+
+
+def _vocabulary(measured: Measured) -> list[tuple[str, str]]:
+    program = measured.program
+    if program.vocabulary is Vocabulary.WHOLE:
+        return []
+    return [("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards)]
 
 
 def _pipes(measured: Measured) -> list[tuple[str, str]]:
