@@ -187,10 +187,11 @@ class Engine:
             # earlier: the loop has sent the last one's output meanwhile, and that would have waited too.
             self._evictor.finish_evictions()
         self._transfers(step.before)
-        if op.kind in READING and self._evictor:
-            self._evictor.finish_load(op)
-        if self._evictor and self._config.differing:
-            self._evictor.computes()
+        if self._evictor:
+            if op.kind in READING:
+                self._evictor.finish_load(op)
+            if self._config.differing:
+                self._evictor.computes()
         held = self._sample()
         if self.recorder:
             self.recorder.started(op, live_bytes=held)

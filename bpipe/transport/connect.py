@@ -195,6 +195,21 @@ def connect(
     return next(iter(connections.values()), None), links
 
 
+def _connected(pairs: Sequence[tuple[int, int]], two_sided: Sequence[str], timeout_s: float, device: Device) -> dict[int, Connection]:
+    """This rank's connections by the other's rank, ascending, with groups for all transports of two sides but no transport yet."""
+    rank = dist.get_rank()
+    connections: dict[int, Connection] = {}
+    for low, high in sorted(pairs):
+        group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
+        groups = {name: pair_groups(low, high, name, timeout_s) for name in two_sided}
+        if rank in (low, high):
+            partner = high if rank == low else low
+            mine = {name: made for name, made in groups.items() if made is not None}
+            lanes = device.lanes(device.device, timeout_s)
+            connections[partner] = Connection(partner, Control(partner, group), mine, device, lanes, timeout_s)
+    return dict(sorted(connections.items()))
+
+
 def connect_all(
     pairs: Sequence[tuple[int, int]],
     wanted: str,
@@ -212,19 +227,10 @@ def connect_all(
     names = tuple(name for name in candidates(wanted, device.device.type) if not (own_memory and name == "host"))
     rank = dist.get_rank()
     everyone = _neighbours(buffers or Buffers())
-    connections: dict[int, Connection] = {}
-    for low, high in sorted(pairs):
-        group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
-        groups = {name: pair_groups(low, high, name, timeout_s) for name in names if name in TWO_SIDED}
-        if rank in (low, high):
-            partner = high if rank == low else low
-            mine = {name: made for name, made in groups.items() if made is not None}
-            lanes = device.lanes(device.device, timeout_s)
-            connections[partner] = Connection(partner, Control(partner, group), mine, device, lanes, timeout_s)
+    connections = _connected(pairs, [name for name in names if name in TWO_SIDED], timeout_s, device)
     # Who asks for host memory gets it if what is really needed fits, which is known once an iteration has run. Nobody is given it unless
     # it fits in any case.
     here = Facts.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)
-    connections = dict(sorted(connections.items()))
     links = _all_links([_find_link(connection, names, rank, device, here) for connection in connections.values()])
     _refuse_without_transport(links, connections.values())
     on_host = {rank for link in links if link.transport == "host" for rank in link.ranks}

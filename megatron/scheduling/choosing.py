@@ -242,11 +242,11 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
     for flag, value in asked.items():
         if value is not None:
             yield f"--bpipe-{flag} is for schedules that are generated: leave it out"
-    if schedule.hosts is not None and args.bpipe_bound is not None:
-        yield "it moves activations itself, within its own bounds: leave --bpipe-bound out"
-    if schedule.hosts is not None and args.bpipe_memory is not None:
-        yield "it moves activations itself, within its own bounds: leave --bpipe-memory out"
-    if schedule.hosts is not None and not args.bpipe:
-        yield "it moves activations: give --bpipe, too"
+    if schedule.hosts is not None:
+        for flag, value in {"bound": args.bpipe_bound, "memory": args.bpipe_memory}.items():
+            if value is not None:
+                yield f"it moves activations itself, within its own bounds: leave --bpipe-{flag} out"
+        if not args.bpipe:
+            yield "it moves activations: give --bpipe, too"
     if schedule.layout.shard_kinds:
         yield "shards of the vocabulary in a file are not trained yet: take the vocabulary whole"

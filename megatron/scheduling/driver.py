@@ -149,6 +149,13 @@ class Driver:
             raise
         finally:
             self._active = None
+        self._ended(engine)
+        self._print_timers(config.timers)
+        if recorder is not None:
+            self._keep(program, engine, recorder, begin_s)
+
+    def _ended(self, engine: Engine) -> None:
+        """Note what the iteration reached, and say what only its end shows."""
         if self._learns:
             # The CPU's stand-in has no counters and says 0.
             self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -160,9 +167,6 @@ class Driver:
             for line in self._weighing.lines():
                 say(line, everywhere=True)
         self._weighing = None
-        self._print_timers(config.timers)
-        if recorder is not None:
-            self._keep(program, engine, recorder, begin_s)
 
     @property
     def running(self) -> bool:

@@ -32,7 +32,7 @@ _SPLIT = {
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our group of flags; give this to Megatron as its `extra_args_provider`."""
     group = parser.add_argument_group("bpipe", "memory-balanced pipeline parallelism")
-    for about in (_balancing, _schedule, _order, _looking):
+    for about in (_balancing, _trying, _schedule, _order, _looking):
         about(group)
     return parser
 
@@ -97,6 +97,10 @@ def _balancing(group: Any) -> None:
         "micro-batch that is too large for its own stays where it is, which is reported. Follows from dropless experts, packed sequences, "
         "variable lengths and partial recomputation by itself; a model of one's own has to say so.",
     )
+
+
+def _trying(group: Any) -> None:
+    """What is tried, mended or made visible."""
     group.add_argument(
         "--bpipe-unproven",
         choices=UNPROVEN,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import memory_of
+from bpipe.ir.memory import Memory, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.plan.budget import Devices, better, spread
@@ -124,11 +124,10 @@ def seen(place: int, measured: FirstMeasured, before: Besides, after: Besides, d
 
 def devices_of(found: Sequence[Seen], plain: Schedule, budgets: tuple[int, ...]) -> Devices:
     """What all have measured, the most of every place and stage, as the same plan follows from on every rank."""
-    saved, moved, after = ({} for _ in range(3))  # type: tuple[dict[int, int], dict[int, int], dict[int, int]]
-    for one in found:
-        for sizes, more in ((saved, one.measured.saved_bytes), (moved, one.measured.moved_bytes), (after, one.measured.after_input_bytes)):
-            sizes.update({stage: max(size, sizes.get(stage, 0)) for stage, size in more.items()})
-    stages, places = range(plain.num_stages), range(plain.num_ranks)
+    stages = range(plain.num_stages)
+    saved = _most(one.measured.saved_bytes for one in found)
+    moved = _most(one.measured.moved_bytes for one in found)
+    after = _most(one.measured.after_input_bytes for one in found)
     # What was never sent has no measured part that moves: a plan that sends it is not taken.
     memory = memory_of(
         [saved[stage] for stage in stages],
@@ -136,15 +135,29 @@ def devices_of(found: Sequence[Seen], plain: Schedule, budgets: tuple[int, ...])
         [after.get(stage, saved[stage]) for stage in stages],
         max(one.measured.shard_bytes for one in found),
     )
-    there = [[one for one in found if one.place == place] for place in places]
-    besides = DeviceBesides(
+    return Devices(plain, memory, _besides(found, plain.num_ranks), budgets, parts=_parts(found, memory))
+
+
+def _parts(found: Sequence[Seen], memory: Memory) -> tuple[tuple[int, ...], ...]:
+    """What may leave of each stage. Of one of which nothing has left nobody knows how its storages lie."""
+    measured = {stage: sizes for one in found for stage, sizes in one.measured.parts.items()}
+    whole = [(size.moved_bytes,) for size in memory.stages]
+    return tuple(measured[stage] if measured.get(stage, ())[-1:] == all_of_it else all_of_it for stage, all_of_it in enumerate(whole))
+
+
+def _most(measured: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """The most that any has measured of each stage."""
+    most: dict[int, int] = {}
+    for sizes in measured:
+        most |= {stage: max(size, most.get(stage, 0)) for stage, size in sizes.items()}
+    return most
+
+
+def _besides(found: Sequence[Seen], num_places: int) -> DeviceBesides:
+    there = [[one for one in found if one.place == place] for place in range(num_places)]
+    return DeviceBesides(
         tuple(max(one.fixed_bytes for one in of_place) for of_place in there),
         tuple(max(one.working_bytes for one in of_place) for of_place in there),
         tuple(max(one.update_bytes for one in of_place) for of_place in there),
         max(one.fragmentation for one in found),
     )
-    parts = {stage: sizes for one in found for stage, sizes in one.measured.parts.items()}
-    # Of a stage of which nothing has left nobody knows how its storages lie.
-    whole = [(size.moved_bytes,) for size in memory.stages]
-    known = [parts[stage] if parts.get(stage, ())[-1:] == whole[stage] else whole[stage] for stage in stages]
-    return Devices(plain, memory, besides, budgets, parts=tuple(known))

@@ -69,17 +69,8 @@ def _pairs_in(schedule: Schedule) -> _Pairs | None:
     return (others, positions) if all(others[other] == rank for rank, other in enumerate(others)) else None
 
 
-def place(
-    *, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_data: bool = False, config: SchedulingConfig | None = None
-) -> int:
-    """Give this process the rank that puts the two stages of a pair on one node, and return it. For programs without Megatron's parser.
-
-    Call it once, in every process, before any process group exists and before anybody has read `RANK`: it reads `RANK` and `WORLD_SIZE`,
-    and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`.
-    `config` is what `install` is given: pairs are its schedule's. Without it they are those of 1F1B, first and last and so on, which are
-    interleaved 1F1B's, too. Of two pipes `pipeline` is the schedule's number of ranks, twice Megatron's. Where none moves anything, nothing
-    changes. Raises ValueError for sizes that do not divide the world or are not the configuration's, RuntimeError where it is too late.
-    """
+def _check_in_time() -> None:
+    """Raises RuntimeError where ranks are given already, or not said."""
     # Not at the top: what reads this module for its names needs no torch.
     import torch.distributed as dist
 
@@ -92,6 +83,20 @@ def place(
             raise RuntimeError(
                 f"place() reads {name} from the environment, where it is not: launch with torchrun, or set it as torchrun does"
             )
+
+
+def place(
+    *, pipeline: int, tensor: int = 1, context: int = 1, pipeline_before_data: bool = False, config: SchedulingConfig | None = None
+) -> int:
+    """Give this process the rank that puts the two stages of a pair on one node, and return it. For programs without Megatron's parser.
+
+    Call it once, in every process, before any process group exists and before anybody has read `RANK`: it reads `RANK` and `WORLD_SIZE`,
+    and `LOCAL_WORLD_SIZE` for the GPUs of a node, and sets `RANK`. `pipeline_before_data` is Megatron's `--use-tp-pp-dp-mapping`.
+    `config` is what `install` is given: pairs are its schedule's. Without it they are those of 1F1B, first and last and so on, which are
+    interleaved 1F1B's, too. Of two pipes `pipeline` is the schedule's number of ranks, twice Megatron's. Where none moves anything, nothing
+    changes. Raises ValueError for sizes that do not divide the world or are not the configuration's, RuntimeError where it is too late.
+    """
+    _check_in_time()
     rank, world, sizes = (
         int(os.environ["RANK"]),
         int(os.environ["WORLD_SIZE"]),

@@ -40,6 +40,17 @@ def redistribute(args: Any) -> None:
     upstream.remark(f"{said}, so stages have {', '.join(map(str, layers))}: {LAYOUT} {layout}")
 
 
+def _not_told(args: Any) -> list[str]:
+    """The flags without which nobody knows how much the output layer computes."""
+    given = {
+        "--num-layers": args.num_layers,
+        "--hidden-size": args.hidden_size,
+        "--seq-length": args.seq_length,
+        "--vocab-size": args.padded_vocab_size or args.vocab_size,
+    }
+    return [flag for flag, value in given.items() if not value]
+
+
 def _in_the_way(args: Any) -> Iterator[str]:
     if args.pipeline_model_parallel_size < 2:
         yield "a pipeline of one rank has no other to take layers: drop it"
@@ -52,10 +63,8 @@ def _in_the_way(args: Any) -> Iterator[str]:
     for flag, value in uneven.items():
         if value:
             yield f"{flag} says, too, how many layers a stage has: drop one of them"
-    for flag, value in {
-        LAYERS_OF_A_CHUNK: args.num_layers_per_virtual_pipeline_stage,
-        CHUNKS: args.num_virtual_stages_per_pipeline_rank,
-    }.items():
+    chunks = {LAYERS_OF_A_CHUNK: args.num_layers_per_virtual_pipeline_stage, CHUNKS: args.num_virtual_stages_per_pipeline_rank}
+    for flag, value in chunks.items():
         if value:
             yield f"{flag}: with several stages a rank those of other ranks lie between; drop one of them, or split the output layer"
     if args.mtp_num_layers:
@@ -65,13 +74,7 @@ def _in_the_way(args: Any) -> Iterator[str]:
     family = FAMILIES.get(args.bpipe_schedule)
     if family is not None and (family.min_chunks > 1 or family.num_pipes > 1):
         yield f"--bpipe-schedule {family.name} has several stages a rank, and a layout of its own: drop one of them"
-    given = {
-        "--num-layers": args.num_layers,
-        "--hidden-size": args.hidden_size,
-        "--seq-length": args.seq_length,
-        "--vocab-size": args.padded_vocab_size or args.vocab_size,
-    }
-    missing = [flag for flag, value in given.items() if not value]
+    missing = _not_told(args)
     if missing:
         yield f"how much the output layer computes follows from {', '.join(missing)}, which Megatron is not told yet: give it"
 

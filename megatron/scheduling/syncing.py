@@ -48,7 +48,6 @@ class Marks:
         Two pipes end with two stages, and mirror images reduce in one order, which is that of their last computations.
         """
         of_shards = max(chunks.values(), default=0)
-        making = frozenset().union(*_HALVES)
         first: dict[int, Action] = {}
         ends: list[dict[int, Action]] = [{} for _ in _HALVES]
         final: dict[int, Action] = {}
@@ -56,16 +55,13 @@ class Marks:
             chunk = of_shards if action.kind in SHARDS else chunks[action.stage]
             if action.kind in _READING:
                 first.setdefault(chunk, action)
-            if action.kind not in making:
-                continue
-            final[chunk] = action
             for half, end in zip(_HALVES, ends, strict=True):
                 if action.kind in half:
-                    end[chunk] = action
-        ending = chunks.get(0) if num_pipes == 1 else None
+                    end[chunk] = final[chunk] = action
+        closing = {action: chunk for end in ends for chunk, action in end.items()}
         if any(action.kind is Kind.INPUT_BACKWARD for action in final.values()):
-            ending = of_shards
-        return cls(_by_action(first), {action: chunk for end in ends for chunk, action in end.items()}, _by_action(final), ending)
+            return cls(_by_action(first), closing, _by_action(final), of_shards)
+        return cls(_by_action(first), closing, _by_action(final), chunks.get(0) if num_pipes == 1 else None)
 
 
 def _by_action(chunks: Mapping[int, Action]) -> dict[Action, int]:

@@ -8,7 +8,7 @@ ended the training. Looks at the device's own counters and waits for nothing.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,39 +50,53 @@ class Besides:
 
 def held(model: Iterable[torch.nn.Module], optimizer: Any) -> Besides:
     """Weights and buffers, gradients, optimizer state of this rank, each storage once."""
-    weights: dict[int, int] = {}
-    gradients: dict[int, int] = {}
-    state: dict[int, int] = {}
+    chunks, parts = list(model), _parts(optimizer)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    weights = _storages([*parameters, *(buffer for chunk in chunks for _, buffer in chunk.named_buffers())])
+    gradients = _storages(one for parameter in parameters for one in (parameter.grad, getattr(parameter, "main_grad", None)))
+    state = _storages(one for part in parts for one in _state(part))
+    gradients_alone = gradients.keys() - weights.keys()
+    state_alone = state.keys() - weights.keys() - gradients.keys()
+    return Besides(
+        sum(weights.values()),
+        sum(gradients[key] for key in gradients_alone),
+        sum(state[key] for key in state_alone),
+        _to_come(parts),
+    )
 
-    def count(storages: dict[int, int], tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor):
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
 
-    for chunk in model:
-        for parameter in chunk.parameters():
-            count(weights, parameter)
-            count(gradients, parameter.grad)
-            count(gradients, getattr(parameter, "main_grad", None))
-        for _, buffer in chunk.named_buffers():
-            count(weights, buffer)
-    to_come: int | None = 0
-    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        inner = getattr(part, "optimizer", part)
-        for group in getattr(inner, "param_groups", ()):
-            for parameter in group["params"]:
-                count(state, parameter)
-                moments = 0 if inner.state.get(parameter) else _moments(inner, group)
-                to_come = None if moments is None or to_come is None else to_come + moments * _MOMENT_BYTES * parameter.numel()
-        for values in getattr(inner, "state", {}).values():
-            for value in values.values():
-                count(state, value)
-    for key in weights:
-        gradients.pop(key, None)
-        state.pop(key, None)
-    for key in gradients:
-        state.pop(key, None)
-    return Besides(sum(weights.values()), sum(gradients.values()), sum(state.values()), to_come)
+def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Bytes of each storage, by its address; what is no tensor has none."""
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The torch optimizers that Megatron's, or a chain of these, wraps."""
+    return [getattr(part, "optimizer", part) for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]]
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Each parameter with its group."""
+    return ((group, parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
+
+
+def _state(optimizer: Any) -> Iterator[Any]:
+    yield from (parameter for _, parameter in _parameters(optimizer))
+    for values in getattr(optimizer, "state", {}).values():
+        yield from values.values()
+
+
+def _to_come(optimizers: Iterable[Any]) -> int | None:
+    """Bytes of the moments that the first update makes; None where that is not known."""
+    total = 0
+    for optimizer in optimizers:
+        for group, parameter in _parameters(optimizer):
+            moments = 0 if optimizer.state.get(parameter) else _moments(optimizer, group)
+            if moments is None:
+                return None
+            total += moments * _MOMENT_BYTES * parameter.numel()
+    return total
 
 
 def _moments(inner: Any, group: Mapping[str, Any]) -> int | None:
