@@ -146,7 +146,7 @@ STEPS: dict[str, Step] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    names = options.only or [name for name, step in STEPS.items() if options.part in (None, step.part)]
+    names = options.only or _names_of(options.part)
     size = options.size or (REHEARSAL if options.rehearse else FULL)
     if options.list:
         _list(names)
@@ -159,19 +159,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     header = _header(size, arguments)
     for what, value in header.items():
         print(f"{what}: {value}")
-    results: dict[str, Result] = {}
-    scale = 60 * options.minutes / sum(STEPS[name].limit_s for name in names) if options.minutes else 1.0
-    for name in names:
-        print(f"--- {name}: {STEPS[name].shows}", flush=True)
-        results[name] = find_out(name, size, scale * STEPS[name].limit_s)
-        if options.json:
-            # After every step: what has been found is kept, whatever happens later.
-            found = {one: asdict(result) for one, result in results.items()}
-            _write(options.json, {"header": header, "asked": names, "steps": found})
+    results = _find_out(names, size, options.minutes, header, options.json)
     _summary(results)
     if size == REHEARSAL:
         print(REHEARSED)
     return 1 if any(result.ok is False for result in results.values()) else 0
+
+
+def _names_of(part: int | None) -> list[str]:
+    return [name for name, step in STEPS.items() if part in (None, step.part)]
+
+
+def _find_out(names: Sequence[str], size: str, minutes: float | None, header: Mapping[str, Any], path: Path | None) -> dict[str, Result]:
+    """Run the steps, one after the other, within so many minutes in all."""
+    scale = 60 * minutes / sum(STEPS[name].limit_s for name in names) if minutes else 1.0
+    results: dict[str, Result] = {}
+    for name in names:
+        print(f"--- {name}: {STEPS[name].shows}", flush=True)
+        results[name] = find_out(name, size, scale * STEPS[name].limit_s)
+        if path:
+            # After every step: what has been found is kept, whatever happens later.
+            found = {one: asdict(result) for one, result in results.items()}
+            _write(path, {"header": header, "asked": names, "steps": found})
+    return results
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

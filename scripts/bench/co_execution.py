@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -104,6 +105,15 @@ class Way:
         return took_s / steps
 
 
+def _rounds(options: argparse.Namespace, ways: list[Way], work: Work, turns: int) -> list[dict[Way, float]]:
+    """Seconds of every way, in an order that turns from round to round."""
+    rounds = []
+    for number in range(options.rounds):
+        first = number % len(ways)
+        rounds.append({way: way.run(options.steps, work, turns) for way in ways[first:] + ways[:first]})
+    return rounds
+
+
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
     """Rows, and the plain side's share of a core."""
     with contextlib.ExitStack() as stack:
@@ -113,26 +123,26 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
         }
         plain = Way(options, None)
         beside = {name: Way(options, session) for name, session in sessions.items()}
-        ways = [plain, *beside.values()]
-        for way in ways:
+        for way in (plain, *beside.values()):
             way.run(FIRST)
         step_s = min(plain.run(options.steps) for _ in range(3))
         for way in beside.values():
             way.run(3 * options.steps)
-        rows = []
-        for work, share in ((text, 0.0), *((work, share) for work in WORKS for share in SHARES)):
-            turn_s = min(_timed(work, WORKS[work]) for _ in range(3)) / WORKS[work]
-            rounds = []
-            for number in range(options.rounds):
-                first = number % len(ways)
-                rounds.append({way: way.run(options.steps, work, int(step_s * share / turn_s)) for way in ways[first:] + ways[:first]})
-            row: dict[str, Any] = {"python": share, "work": work.__name__ if share else "none"}
-            row["plain_ms"] = spread([took[plain] * 1e3 for took in rounds])
-            rows.append(row | {name: spread([took[plain] / took[way] for took in rounds]) for name, way in beside.items()})
+        kinds = ((text, 0.0), *itertools.product(WORKS, SHARES))
+        rows = [_row(options, plain, beside, work, share, step_s) for work, share in kinds]
         for way in beside.values():
             assert all(torch.equal(one, other) for one, other in zip(plain.losses, way.losses, strict=True)), "losses differ"
         assert all(session.fallbacks == 0 for session in sessions.values())
     return rows, plain.processor_s / plain.wall_s
+
+
+def _row(options: argparse.Namespace, plain: Way, beside: dict[str, Way], work: Work, share: float, step_s: float) -> dict[str, Any]:
+    """One sort of work beside the steps, whose Python takes a share of a plain step's time."""
+    turn_s = min(_timed(work, WORKS[work]) for _ in range(3)) / WORKS[work]
+    rounds = _rounds(options, [plain, *beside.values()], work, int(step_s * share / turn_s))
+    row: dict[str, Any] = {"python": share, "work": work.__name__ if share else "none"}
+    row["plain_ms"] = spread([took[plain] * 1e3 for took in rounds])
+    return row | {name: spread([took[plain] / took[way] for took in rounds]) for name, way in beside.items()}
 
 
 def _timed(do: Callable[[int], object], count: int) -> float:

@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from bench.transfer import spread
 from bpipe.ir.action import Action
 from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, copying_on, lanes, synchronize
@@ -92,7 +93,7 @@ class Timed:
         self.worked_s += time.thread_time() - begin_s
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=16)
@@ -101,7 +102,11 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _options()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     schedule = build(ScheduleConfig("1f1b", arguments.stages, arguments.microbatches, balance=BalanceConfig()))
     layer = torch.nn.TransformerEncoderLayer(arguments.hidden, 8, 4 * arguments.hidden, batch_first=True)
@@ -110,36 +115,46 @@ def main() -> None:
     loop = loop_of(schedule, 0, lambda received: model(received).sum(), lambda microbatch: inputs.clone().requires_grad_())
     out, home = lanes(device, 60.0)
     config = EngineConfig("rank 0", device, minimum_bytes=65536, timeout_s=60.0)
-    engines = {
-        name: Engine(schedule, 0, Reaching(Host(copying_on(device)), out, home), config, Meter() if metered else None)
-        for name, (metered, _) in VARIANTS.items()
-    }
-    spent: dict[str, list[Spent]] = {name: [] for name in VARIANTS}
-    for turn in range(arguments.rounds + 1):
-        for name, engine in engines.items():
-            recorder = engine.recorder = Recorder(Clock(device)) if VARIANTS[name][1] else None
-            calls, begin_s = Timed(engine), time.perf_counter()
-            loop.run(calls)
-            if recorder is not None:
-                with calls.timed():
-                    recorder.rows({}, {})
-            synchronize(device)
-            if turn:
-                # The first round allocates.
-                spent[name].append(Spent(time.perf_counter() - begin_s, calls.worked_s / (2 * arguments.microbatches)))
+
+    def engine(metered: bool) -> Engine:
+        return Engine(schedule, 0, Reaching(Host(copying_on(device)), out, home), config, Meter() if metered else None)
+
+    engines = {name: engine(metered) for name, (metered, _) in VARIANTS.items()}
+    # The first round allocates.
+    rounds = [
+        {name: _iteration(loop, engine, device, VARIANTS[name][1]) for name, engine in engines.items()} for _ in range(arguments.rounds + 1)
+    ]
+    spent = {name: [of_all[name] for of_all in rounds[1:]] for name in VARIANTS}
     for lane in (out, home):
         lane.close()
     found = {name: against(mine, spent["engine alone"]) for name, mine in spent.items()}
-    print(
-        f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {arguments.rounds} rounds, medians (quartiles)"
-    )
+    _report(found, device, arguments.rounds)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({name: _quartiles(row) for name, row in found.items()}, indent=1) + "\n")
+
+
+def _quartiles(row: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    return {key: statistics.quantiles(values, n=4) for key, values in row.items()}
+
+
+def _iteration(loop: Executor, engine: Engine, device: torch.device, records: bool) -> Spent:
+    """One iteration, recorded or not."""
+    recorder = engine.recorder = Recorder(Clock(device)) if records else None
+    calls, begin_s = Timed(engine), time.perf_counter()
+    loop.run(calls)
+    if recorder is not None:
+        with calls.timed():
+            recorder.rows({}, {})
+    synchronize(device)
+    return Spent(time.perf_counter() - begin_s, calls.worked_s / (2 * engine.schedule.num_microbatches))
+
+
+def _report(found: Mapping[str, Mapping[str, list[float]]], device: torch.device, rounds: int) -> None:
+    print(f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {rounds} rounds, medians (quartiles)")
     print(f"{'':<22} {'iteration, ms':>13} {'calls, us a computation':>28} {'iteration to the engine alone':>32}")
     for name, row in found.items():
         iteration_ms = 1e3 * statistics.median(row["iteration_s"])
         print(f"{name:<22} {iteration_ms:>13.1f} {spread(row['calls_us'], '.0f'):>28} {spread(row['ratio'], '.4f'):>32}")
-    if arguments.json:
-        quartiles = {name: {key: statistics.quantiles(values, n=4) for key, values in row.items()} for name, row in found.items()}
-        Path(arguments.json).write_text(json.dumps(quartiles, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -126,36 +127,67 @@ def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
     return {name: connection for name, connection in made.items() if connection is not None}
 
 
+def everyones(mine: Any) -> list[Any]:
+    """By rank, what each has of this."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
+
+
+def append_each(samples: dict[str, list[float]], values: Mapping[str, float]) -> None:
+    for key, value in values.items():
+        samples[key].append(value)
+
+
+class Buffers(NamedTuple):
+    """One micro-batch's storages: what is sent, what a plain copy passes through, and what comes back."""
+
+    sent: list[torch.Tensor]
+    between: list[torch.Tensor]
+    back: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Buffers:
+        sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
+        return cls(sent, [torch.zeros_like(buffer) for buffer in sent], [torch.zeros_like(buffer) for buffer in sent])
+
+
 def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
     """One size over all transports, in an order that turns from round to round."""
-    lengths = tuple(nbytes // storages for _ in range(storages))
+    lengths = (nbytes // storages,) * storages
     ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
+    buffers = Buffers.of(lengths)
     acceptors = {name: acceptor_of(end) for name, end in ends.items()} if rank else {}
     announced = [] if rank else [announce(end, lengths) for end in ends.values()]
-    sent = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
-    between, back = ([torch.zeros_like(buffer) for buffer in sent] for _ in range(2))
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (*TRANSPORTS, MEMCPY)}
-    for turn in range(WARM_UP + rounds):
-        for name in turned((*TRANSPORTS, MEMCPY), turn):
-            dist.barrier()
-            if rank == 0:
-                there_s, back_s = copied(sent, between, back) if name == MEMCPY else evicted(ends[name], sent, back)
-                values = {"there_s": there_s, "back_s": back_s}
-                dist.barrier()
-            else:
-                values = hosted(acceptors.get(name))
-            told: list[Any] = [None, None]
-            dist.all_gather_object(told, values)
-            for key, value in {**told[0], **told[1]}.items() if turn >= WARM_UP else ():
-                samples[name][key].append(value)
-            assert rank or all(map(torch.equal, sent, back)), f"{name}: what came back is not what was sent"
-            for buffer in back:
-                buffer.zero_()
+    for counts, name in in_turn((*TRANSPORTS, MEMCPY), rounds):
+        dist.barrier()
+        told = everyones(hosted(acceptors.get(name)) if rank else there_and_back(name, ends.get(name), buffers))
+        if counts:
+            append_each(samples[name], told[0] | told[1])
     for message in announced:
         message.wait()
     for end in ends.values():
         end.release()
     return {"nbytes": sum(lengths), "storages": storages, "samples": samples}
+
+
+def there_and_back(name: str, end: Transport | None, buffers: Buffers) -> dict[str, float]:
+    """Send all and take it back, by plain copies where there is no transport: seconds of both ways."""
+    sent, between, back = buffers
+    there_s, back_s = copied(sent, between, back) if end is None else evicted(end, sent, back)
+    dist.barrier()
+    assert all(map(torch.equal, sent, back)), f"{name}: what came back is not what was sent"
+    for buffer in back:
+        buffer.zero_()
+    return {"there_s": there_s, "back_s": back_s}
+
+
+def in_turn(names: tuple[str, ...], rounds: int) -> Iterator[tuple[bool, str]]:
+    """Every name in each round, in an order that turns from round to round; and whether the round counts, or only warms up."""
+    for turn in range(WARM_UP + rounds):
+        for name in turned(names, turn):
+            yield turn >= WARM_UP, name
 
 
 def announce(end: Transport, lengths: tuple[int, ...]) -> Pending:
@@ -271,20 +303,17 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     stage = Waiting(rank, int(options.microbatch * MB) // options.storages // 4, options.storages)
     edges = Edges(rank, connect_edges(neighbours(plans["none"]), "gloo", TIMEOUT_S, CPU), CPU)
     loops = {"none": Loop(plans["none"], rank, None, False, stage, edges)}
-    for name in TRANSPORTS:
-        for synchronous in (False, True):
-            transport = connections[name].transport() if connections else None
-            loops[f"{name}{', synchronous' if synchronous else ''}"] = Loop(plans["bpipe"], rank, transport, synchronous, stage, edges)
+    for name, (suffix, synchronous) in product(TRANSPORTS, (("", False), (", synchronous", True))):
+        transport = connections[name].transport() if connections else None
+        loops[f"{name}{suffix}"] = Loop(plans["bpipe"], rank, transport, synchronous, stage, edges)
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in loops}
-    for turn in range(WARM_UP + options.rounds):
-        for name in turned(tuple(loops), turn):
-            took = loops[name].iteration()
-            everyone: list[Any] = [None] * STAGES
-            dist.all_gather_object(everyone, (took, loops[name].held_s))
-            if turn >= WARM_UP:
-                samples[name]["iteration_s"].append(max(took for took, _ in everyone))
-                samples[name]["evictor_held_s"].append(everyone[pairs[0][0]][1])
-                samples[name]["acceptor_held_s"].append(everyone[pairs[0][1]][1])
+    for counts, name in in_turn(tuple(loops), options.rounds):
+        took = loops[name].iteration()
+        everyone = everyones((took, loops[name].held_s))
+        if counts:
+            evictor, acceptor = pairs[0]
+            held = {"evictor_held_s": everyone[evictor][1], "acceptor_held_s": everyone[acceptor][1]}
+            append_each(samples[name], {"iteration_s": max(took for took, _ in everyone), **held})
     moved = loops["gloo"].engine.moved_bytes.get(rank, 0)
     for loop in loops.values():
         loop.engine.release()
@@ -311,30 +340,47 @@ def report(measured: dict[str, Any]) -> None:
     print("| MB | storages | way | GB/s | of memcpy | times gloo | acceptor held % | acceptor's CPU %, barrier included |")
     print("|---|---|---|---|---|---|---|---|")
     for entry in measured["links"]:
-        both = {name: [sum(pair) for pair in zip(each["there_s"], each["back_s"], strict=True)] for name, each in entry["samples"].items()}
-        for name in (MEMCPY, *TRANSPORTS):
-            speeds = [2 * entry["nbytes"] / took / 1e9 for took in both[name]]
-            of_memcpy = [copy / took for copy, took in zip(both[MEMCPY], both[name], strict=True)]
-            of_gloo = [gloo / took for gloo, took in zip(both["gloo"], both[name], strict=True)]
-            held = [100 * held / took for held, took in zip(entry["samples"][name]["held_s"], both[name], strict=True)]
-            worked = [100 * cpu / took for cpu, took in zip(entry["samples"][name]["acceptor_cpu_s"], both[name], strict=True)]
-            cells = [f"{entry['nbytes'] / MB:.0f}", str(entry["storages"]), name, spread(speeds, ".2f")]
-            cells += ["", "", "", ""] if name == MEMCPY else [spread(of_memcpy, ".2f"), spread(of_gloo, ".2f")]
-            cells += [] if name == MEMCPY else [spread(held, ".3f"), spread(worked, ".1f")]
+        for cells in link_rows(entry):
             print(f"| {' | '.join(cells)} |")
     found = measured["pipeline"]
-    plain = found["samples"]["none"]["iteration_s"]
     print(f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, a forward of {1e3 * found['forward_s']:.0f} ms;", end=" ")
     print(f"{found['transfers']} micro-batches leave stage 0 and return, {found['moved_bytes'] / MB:.1f} MB each.")
     print("| balancing | iteration ms | to none, % more | evictor held % | acceptor held % |")
     print("|---|---|---|---|---|")
-    for name, each in found["samples"].items():
-        more = [100 * (took / base - 1) for took, base in zip(each["iteration_s"], plain, strict=True)]
-        cells = [name, spread([1e3 * took for took in each["iteration_s"]], ".1f"), spread(more, "+.2f") if name != "none" else ""]
-        for who in ("evictor", "acceptor"):
-            shares = [100 * held / took for held, took in zip(each[f"{who}_held_s"], each["iteration_s"], strict=True)]
-            cells.append(spread(shares, ".3f") if name != "none" else "")
+    for cells in pipeline_rows(found["samples"]):
         print(f"| {' | '.join(cells)} |")
+
+
+def link_rows(entry: dict[str, Any]) -> Iterator[list[str]]:
+    """Of one size, each way's cells."""
+    samples = entry["samples"]
+    both = {name: [sum(pair) for pair in zip(each["there_s"], each["back_s"], strict=True)] for name, each in samples.items()}
+    for name in (MEMCPY, *TRANSPORTS):
+        speeds = [2 * entry["nbytes"] / took / 1e9 for took in both[name]]
+        cells = [f"{entry['nbytes'] / MB:.0f}", str(entry["storages"]), name, spread(speeds, ".2f")]
+        if name == MEMCPY:
+            yield [*cells, "", "", "", ""]
+            continue
+        ratios = [spread(quotients(both[other], both[name]), ".2f") for other in (MEMCPY, "gloo")]
+        held, worked = (quotients(samples[name][key], both[name], 100) for key in ("held_s", "acceptor_cpu_s"))
+        yield [*cells, *ratios, spread(held, ".3f"), spread(worked, ".1f")]
+
+
+def pipeline_rows(samples: dict[str, dict[str, list[float]]]) -> Iterator[list[str]]:
+    """Each way's cells; what is compared to none is empty for none."""
+    for name, each in samples.items():
+        took = each["iteration_s"]
+        cells = [name, spread([1e3 * one for one in took], ".1f")]
+        if name == "none":
+            yield [*cells, "", "", ""]
+            continue
+        more = [100 * (ratio - 1) for ratio in quotients(took, samples["none"]["iteration_s"])]
+        held = [spread(quotients(each[f"{who}_held_s"], took, 100), ".3f") for who in ("evictor", "acceptor")]
+        yield [*cells, spread(more, "+.2f"), *held]
+
+
+def quotients(parts: Sequence[float], wholes: Sequence[float], scale: float = 1) -> list[float]:
+    return [scale * part / whole for part, whole in zip(parts, wholes, strict=True)]
 
 
 if __name__ == "__main__":
