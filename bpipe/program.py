@@ -22,6 +22,7 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Asked, Choice, Family, RankRoom, UnitCosts
 from bpipe.generate.place import Order, place
+from bpipe.generate.turns import groups_of
 from bpipe.ir.action import Action
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import Layout, Vocabulary
@@ -310,6 +311,9 @@ def _made_for(config: ScheduleConfig, room: RankRoom) -> tuple[Choice, Schedule]
         if keeps(schedule, room.bound, staying):
             return choice, schedule
     usual = replace(_usual(config), after_input=room.after_input)
+    if keeps(usual, room.bound, staying):
+        group = min(family.usual_group(config.num_ranks), config.num_microbatches)
+        return Choice(groups_of(config.num_microbatches, group), "the usual order"), usual
     evened = balance(usual)
     (kept,) = {max(occupied_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(
